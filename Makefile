@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help install demo test test-bare check bench format docs clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: .venv/.installed  ## make .venv with everything the project needs
+
+# torch first and pinned: anything that depends on it then finds it there and pulls no other build
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,train]'
+	touch $@
+
+demo: install  ## the main job on an embedded default: no GPU, no hub
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
+
+test: install test-bare  ## every test that needs no GPU
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-bare: install  ## the planner in an environment that has no torch
+	$(BIN)/python scripts/test_bare.py
+
+check: install  ## what CI runs before the tests: style, types, rooms, generated files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/write_cli_docs.py --check
+
+bench: install  ## predicted against published memory and time; fails if it got worse
+	$(BIN)/python benchmarks/published_memory.py --check
+	$(BIN)/python benchmarks/published_time.py --check
+
+format: install  ## let ruff rewrite what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: install  ## write docs/cli.md again from --help
+	$(BIN)/python scripts/write_cli_docs.py
+
+clean:  ## remove what the targets made
+	rm -rf .venv demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

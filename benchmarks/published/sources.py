@@ -1,0 +1,266 @@
+"""What each measuring source states about its jobs, with where it states it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Job = dict[str, Any]
+
+# `defaults` are job fields that hold for every row of the source unless the row says otherwise.
+SOURCES: dict[str, dict[str, Any]] = {
+    "QwenLM/Qwen": {
+        "defaults": {
+            "weights": "bf16",
+            "compute": "bf16",
+            "adapter_dtype": "fp32",
+            "optimizer": "adamw-foreach",
+            "attention": "flash",
+            "loss": "plain",
+            "checkpointing": "full",
+            "lora_rank": 64,
+            "lora_targets": ["c_attn", "c_proj", "w1", "w2"],
+        },
+        "evidence": [
+            "finetune.py@2df8e8ac450f: optim adamw_torch; lora_r 64 on c_attn, c_proj, w1, w2; "
+            "modules_to_save wte, lm_head for LoRA (emb); every example padded to model_max_length",
+            "finetune/*.sh: --bf16 (--fp16 with GPTQ), --gradient_checkpointing; ds_config_zero2 "
+            "for Q-LoRA and multi-node LoRA, ds_config_zero3 for full (DeepSpeed fused AdamW)",
+            "README: CUDA 11.8, torch 2.0, flash attention 2, batch 1, accumulation 8",
+            "figures dated 2023-10-11 and 2023-11-30 (git log -S), when peft was 0.5 and 0.6: "
+            "lora/layer.py there leaves new adapter weights fp32",
+            "unit: 162.0G over two 80 GiB cards is 81.0 each, impossible as GiB, so 1e9 bytes",
+        ],
+    },
+    "AnswerDotAI/fsdp_qlora": {
+        "defaults": {
+            "weights": "bf16",
+            "compute": "bf16",
+            "adapter_dtype": "bf16",
+            "optimizer": "adamw-foreach",
+            "attention": "sdpa",
+            "loss": "plain",
+            "checkpointing": "full",
+            "lora_rank": 64,
+            "lora_targets": ["k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj"],
+        },
+        "evidence": [
+            "train.py@05ed9f2a60f9: precision bf16 without a mixed-precision policy, sdpa, "
+            "lora_rank 64, lora_target_modules all = k,q,v,up,down,gate, AdamW fused=False",
+            "Linear4bit quant_type nf4, quant_storage bf16; compress_statistics default is double "
+            "quantization; lm_head and embeddings stay bf16",
+            "dummy data: every sample is longer than context_length and cut to it",
+            "peak = torch.cuda.max_memory_reserved / 2**30; CPUOffload(offload_params=True) keeps "
+            "parameters, gradients and the optimizer step on the host",
+        ],
+    },
+    "Lightning-AI/litgpt": {
+        "defaults": {
+            "weights": "bf16",
+            "compute": "bf16",
+            "adapter_dtype": "bf16",
+            "optimizer": "adamw-foreach",
+            "attention": "sdpa",
+            "loss": "chunked",
+            "checkpointing": "none",
+            "extras": {"tie_embeddings": False, "loss_dtype": "bf16"},
+        },
+        "evidence": [
+            "finetune/lora.py@8641822 (resource tables) and litgpt/finetune/lora.py@26857050fe3f: "
+            "lm_head_chunk_size 128 and chunked_cross_entropy on bf16 logits, never upcast",
+            "memory = torch.cuda.max_memory_allocated() / 1e9 (same files)",
+            "devices > 1: FSDP over Block with activation checkpointing of Block; one device: none",
+            "quantize: bitsandbytes PagedAdamW (32-bit) and every nn.Linear, lm_head too",
+            "resource tables: lora_r 8 on query and value; config_hub yaml: rank and targets below",
+            "embeddings are never tied: finetune refuses train.tie_embeddings",
+            "model.py: logit softcapping (Gemma 2) computes the scores by hand, not with SDPA",
+            "config_hub lora yaml all say devices: 1, so the 4xA10G rows used one GPU",
+        ],
+    },
+    "pytorch/torchtune": {
+        "defaults": {
+            "weights": "bf16",
+            "compute": "bf16",
+            "adapter_dtype": "bf16",
+            "optimizer": "adamw",
+            "attention": "sdpa",
+            "loss": "plain",
+            "packing": True,
+        },
+        "evidence": [
+            "README@1814feb17 (2024-11-18) names technique, batch 2, 4096 tokens, bf16; the 29 "
+            "full configs with torch.optim.AdamW at that commit all set fused: True",
+            "README@30b8519e8 (2024-09-24) first prints 16.2 and 27.6 GiB; llama3_1/"
+            "8B_lora_single_device.yaml and 70B_lora.yaml there: rank 8 on q,v and 16 on q,k,v, "
+            "activation checkpointing, CEWithChunkedOutputLoss, fused AdamW",
+        ],
+    },
+    "modelscope/ms-swift": {
+        "defaults": {
+            "weights": "bf16",
+            "compute": "bf16",
+            "adapter_dtype": "bf16",
+            "optimizer": "adamw-foreach",
+            "attention": "flash",
+            "loss": "plain",
+            "checkpointing": "full",
+            "lora_rank": 8,
+        },
+        "evidence": [
+            "memory = torch.cuda.max_memory_reserved / 2**30: swift/trainers/trainers.py:47"
+            "@97e4d198b, swift/trainers/mixin.py:522@d2b45ec8c6ac",
+            "swift/llm/utils/argument.py@97e4d198b: optim adamw_torch, nf4 with double "
+            "quantization; tuner.py there never calls prepare_model_for_kbit_training",
+            "LoRATM@97e4d198b: qwen c_attn, llama2 q,k,v, chatglm query_key_value, baichuan W_pack",
+            "int4 (gptq) checkpoints are registered as float16; fix_fp16_trainable_bug makes their "
+            "adapters fp32",
+            "only qwen, yi and zephyr are registered with support_flash_attn",
+            "Benchmark.md: rows of 3234+-2548 tokens cut at max_length; the peak is the longest's",
+        ],
+    },
+    "foundation-model-stack/fms-acceleration": {
+        "defaults": {
+            "adapter_dtype": "fp32",
+            "optimizer": "adamw-foreach",
+            "attention": "flash",
+            "loss": "plain",
+            "checkpointing": "full",
+            "packing": True,
+        },
+        "evidence": [
+            "scripts/benchmarks/benchmark.py@876e2ed6fc4e: packing_matrix [True] and "
+            "max_seq_len_matrix [4096] by default, so batches are full and failed rows are 4096 "
+            "too; santacoder's tokenizer stops at 2048",
+            "defaults.yaml: gradient_checkpointing, flash attention; adamw_torch of HF Trainer",
+            "scenarios.yaml, -granite: torch_dtype bfloat16 and no autocast for full and LoRA; "
+            "scenarios-liger: bf16 autocast everywhere",
+            "framework_plugin_bnb.py: nf4, double quantization; accelerated-peft-bnb skips the "
+            "fp32 upcast that SFTTrainer does for baseline-peft-bnb on one GPU (under FSDP trl "
+            "skips it)",
+            "accelerate 1.0.1 with FSDP and mixed precision keeps trainable parameters fp32; "
+            "accelerate.yaml: FULL_SHARD, TRANSFORMER_BASED_WRAP, BACKWARD_PRE",
+            "peft 0.12/0.13 autocasts adapters to fp32 (autocast_adapter_dtype)",
+            "foak: in-place Triton cross entropy on fp32 logits, fused norm and rope, fused LoRA "
+            "when quantized; foak-liger: fused linear cross entropy",
+            "peak = HF Trainer's max_memory_allocated on rank 0 (README, Logging GPU Memory)",
+        ],
+    },
+    "pytorch/ao": {
+        "defaults": {
+            "weights": "bf16",
+            "compute": "bf16",
+            "optimizer": "adamw",
+            "attention": "sdpa",
+            "loss": "plain",
+            "checkpointing": "full",
+        },
+        "evidence": [
+            "benchmarks/quantized_training/pretrain_llama2.py@9e5059e2c: logits .float(), torchao "
+            "_AdamW, max_memory_allocated / 1e9",
+        ],
+    },
+    "huggingface/blog:4bit": {
+        "defaults": {
+            "weights": "nf4",
+            "adapter_dtype": "fp32",
+            "optimizer": "adamw-foreach",
+            "attention": "eager",
+            "loss": "plain",
+            "lora_rank": 8,
+            "lora_targets": ["q_proj", "v_proj"],
+            "extras": {"kbit_upcast": True},
+        },
+        "evidence": [
+            "blog table of May 2023: SFTTrainer (prepares k-bit models in fp32), eager attention; "
+            "adapter rank not stated, so peft's defaults (r 8 on q_proj, v_proj)",
+        ],
+    },
+}
+
+# rank, targets of the litgpt config_hub yaml files @26857050fe3f
+_QV = ["q_proj", "v_proj"]
+_EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+LITGPT_LORA: dict[str, tuple[int, list[str]]] = {
+    "falcon-7b/lora.yaml": (32, ["query_key_value"]),
+    "gemma-2b/lora.yaml": (8, _EVERY),
+    "gemma2-9b/lora.yaml": (16, _EVERY),
+    "gemma2-9b/qlora.yaml": (16, _EVERY),
+    "llama-2-7b/lora.yaml": (32, _QV),
+    "llama-3.1-8b/qlora.yaml": (32, _QV),
+    "llama-3.2-1b/lora.yaml": (32, _QV),
+    "mistral-7b-v0.2/lora.yaml": (32, _QV),
+    "mistral-7b/lora.yaml": (32, _QV),
+    "stablelm-base-alpha-3b/lora.yaml": (32, ["query_key_value"]),
+}
+
+# Per-device batch from a source's own script where the table leaves it out:
+# examples/megatron/benchmark/deepspeed.sh@3602360a5623 (accumulation 2, packing, flash_attn)
+BATCHES: dict[tuple[str, str, str], str] = {
+    ("modelscope/ms-swift", "Qwen2.5-14B", "DeepSpeed ZeRO-2"): "1",
+}
+
+# Names as the sources print them -> catalogue entry
+MODELS: dict[str, str] = {
+    "Qwen-1.8B (v1)": "Qwen/Qwen-1_8B",
+    "Qwen-7B (v1)": "Qwen/Qwen-7B",
+    "Qwen-14B (v1)": "Qwen/Qwen-14B",
+    "Qwen-72B (v1)": "Qwen/Qwen-72B",
+    "qwen-1_8b-chat": "Qwen/Qwen-1_8B",
+    "qwen-7b-chat": "Qwen/Qwen-7B",
+    "qwen-14b-chat": "Qwen/Qwen-14B",
+    "qwen-72b-chat": "Qwen/Qwen-72B",
+    "yi-6b-chat": "01-ai/Yi-6B",
+    "Yi-34B": "01-ai/Yi-34B",
+    "openbuddy-zephyr-7b-chat": "mistralai/Mistral-7B-v0.1",
+    "baichuan2-7b-chat": "baichuan-inc/Baichuan2-7B-Chat",
+    "baichuan2-13b-chat": "baichuan-inc/Baichuan2-13B-Chat",
+    "chatglm3-6b": "THUDM/chatglm3-6b",
+    "Llama-2-7B": "meta-llama/Llama-2-7b-hf",
+    "Llama 2 7B": "meta-llama/Llama-2-7b-hf",
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "Llama 2 13B": "meta-llama/Llama-2-13b-hf",
+    "Llama-2-70B": "meta-llama/Llama-2-70b-hf",
+    "NousResearch/Llama-2-70b-hf": "meta-llama/Llama-2-70b-hf",
+    "TheBloke/Llama-2-70B-GPTQ": "meta-llama/Llama-2-70b-hf",
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
+    "TechxGenus/Meta-Llama-3-8B-GPTQ": "meta-llama/Meta-Llama-3-8B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "Llama-3.1 8B": "meta-llama/Llama-3.1-8B",
+    "Llama-3.1 70B": "meta-llama/Llama-3.1-70B",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
+    "Llama-3.2-3B": "meta-llama/Llama-3.2-3B",
+    "phi-1.5 1.3B": "microsoft/phi-1_5",
+    "StableLM Alpha 3B": "stabilityai/stablelm-base-alpha-3b",
+    "stablelm-base-alpha-3b": "stabilityai/stablelm-base-alpha-3b",
+    "Falcon 40B": "tiiuae/falcon-40b",
+    "falcon-7b": "tiiuae/falcon-7b",
+    "gemma-2b": "google/gemma-2b",
+    "gemma-2-9b": "google/gemma-2-9b",
+    "mistral-7b-v0.2": "mistralai/Mistral-7B-v0.2",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "tiny-llama": "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
+    "TheBloke/Mistral-7B-v0.1-GPTQ": "mistralai/Mistral-7B-v0.1",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": "mistralai/Mixtral-8x7B-v0.1",
+    "TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ": "mistralai/Mixtral-8x7B-v0.1",
+    "Llama2-1B (torchao bench config)": "torchao/Llama2-1B",
+    "decapoda-research/llama-7b-hf": "huggyllama/llama-7b",
+    "decapoda-research/llama-13b-hf": "huggyllama/llama-13b",
+    "Qwen2.5-14B": "Qwen/Qwen2.5-14B",
+}
+
+# Card as printed -> (GPU of the catalogue or None, its GiB where the catalogue has none)
+GPUS: dict[str, tuple[str | None, float | None]] = {
+    "A100-SXM4-80GB": ("A100-SXM4-80GB", None),
+    "A100 80GB": ("A100-SXM4-80GB", None),
+    "A100 (80GB implied by peak)": ("A100-SXM4-80GB", None),
+    "A100-SXM4-40GB": ("A100-SXM4-40GB", None),
+    "A100 40GB SXM": ("A100-SXM4-40GB", None),
+    "A100 (size not printed)": (None, None),
+    "A10G 24GB": ("A10G", None),
+    "RTX 3090 (280W limit, no NVLink)": ("GeForce RTX 3090", None),
+    "RTX 4090 (PCIe4 x16, no NVLink)": ("GeForce RTX 4090", None),
+    "RTX 4090": ("GeForce RTX 4090", None),
+    "RTX 4070 Ti SUPER": (None, 16.0),
+    "Tesla T4 16GB": ("Tesla T4", None),
+    "A800 80GB": (None, 80.0),
+}

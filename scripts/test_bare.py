@@ -1,0 +1,80 @@
+"""Install tightfit alone into a fresh environment and hold the planner to its promises there.
+
+No torch, no transformers, no numpy: `--help` in under 0.3 s and a plan over at
+least 500 strategies in under 1 s, as medians of several runs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HELP_LIMIT_SECONDS = 0.3
+PLAN_LIMIT_SECONDS = 1.0
+MIN_STRATEGIES = 500
+REPEATS = 7
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="tightfit-bare-") as folder:
+        home = Path(folder)
+        python = make_environment(home / "venv")
+        tool = python.with_name("tightfit")
+        assert_absent(python, ["torch", "transformers", "numpy", "matplotlib", "tokenizers"])
+        help_seconds = median_seconds([str(tool), "--help"])
+        plan = [str(tool), "plan", "Llama-2-7b", "--on", "4xV100-32GB", "--seq-len", "2048", "--json"]
+        plan_seconds = median_seconds(plan)
+        answer = json.loads(subprocess.check_output(plan, text=True))
+        considered = int(answer["considered"])
+        doctor = subprocess.run([str(tool), "doctor", "--json"], capture_output=True, text=True)
+    print(f"--help {help_seconds:.2f} s (limit {HELP_LIMIT_SECONDS})")
+    print(f"plan   {plan_seconds:.2f} s (limit {PLAN_LIMIT_SECONDS}), {considered} strategies")
+    faults = []
+    if help_seconds >= HELP_LIMIT_SECONDS:
+        faults.append("--help is too slow")
+    if plan_seconds >= PLAN_LIMIT_SECONDS:
+        faults.append("plan is too slow")
+    if considered < MIN_STRATEGIES:
+        faults.append(f"only {considered} strategies were considered")
+    if not answer["plans"]:
+        faults.append("no plan was found")
+    if "Traceback" in doctor.stderr or not doctor.stdout:
+        faults.append("doctor failed on a bare machine")
+    print("\n".join(f"fault: {fault}" for fault in faults) or "bare environment: all good")
+    return 1 if faults else 0
+
+
+def make_environment(folder: Path) -> Path:
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    quiet = ["--quiet", "--disable-pip-version-check"]
+    subprocess.run([str(python), "-m", "pip", "install", *quiet, str(ROOT)], check=True)
+    return python
+
+
+def assert_absent(python: Path, names: list[str]) -> None:
+    probe = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n)])"
+    found = subprocess.check_output([str(python), "-c", probe, *names], text=True).split()
+    if found:
+        raise SystemExit(f"the bare environment has {', '.join(found)}")
+
+
+def median_seconds(command: list[str]) -> float:
+    """The first run compiles bytecode and is not counted."""
+    taken = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

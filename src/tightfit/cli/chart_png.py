@@ -1,0 +1,101 @@
+"""The memory chart as PNG, by matplotlib."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli.chart import Chart, Panel, describe_bar, pick_ticks
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.files import write_atomic
+from tightfit.core.units import GIB, render_bytes
+
+
+def write_png(chart: Chart, path: Path) -> None:
+    """Draw into memory, then write the file whole."""
+    try:
+        # The object interface, not pyplot: no display, no global state.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as fault:
+        raise EnvironmentFaultError(
+            "A PNG chart needs matplotlib, which is not installed.",
+            remedy="pip install 'tightfit[plot]'    (or --chart chart.html, which needs nothing)",
+        ) from fault
+    heights = [1.1 + 0.42 * len(panel.bars) for panel in chart.panels]
+    figure = Figure(figsize=(10, sum(heights) + 1.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(
+        len(chart.panels), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
+    )
+    for panel, axis in zip(chart.panels, axes[:, 0], strict=True):
+        _draw_panel(axis, panel, chart)
+    axes[-1, 0].set_xlabel("GiB on each GPU")
+    figure.suptitle(chart.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    _draw_legend(figure, chart)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", metadata={"Software": "tightfit"})
+    write_atomic(path, image.getvalue())
+
+
+def _draw_panel(axis: Any, panel: Panel, chart: Chart) -> None:
+    colour_of = chart.colour_of
+    for row, bar in enumerate(panel.bars):
+        left = 0.0
+        for name, size in bar.parts:
+            axis.barh(
+                row, size / GIB, left=left, height=0.72, color=colour_of[name],
+                edgecolor="white", linewidth=0.6,
+            )  # fmt: skip
+            left += size / GIB
+        over = bar.total_bytes > panel.capacity_bytes
+        axis.annotate(
+            describe_bar(bar, panel),
+            (left, row),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color="#b3261e" if over else "#333333",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+        )
+    axis.axvline(panel.capacity_bytes / GIB, color="#b3261e", linewidth=1.4, linestyle="--")
+    axis.annotate(
+        f"card: {render_bytes(panel.capacity_bytes)}",
+        (panel.capacity_bytes / GIB, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        fontsize=8,
+        color="#b3261e",
+    )
+    _dress_axis(axis, panel, chart)
+
+
+def _dress_axis(axis: Any, panel: Panel, chart: Chart) -> None:
+    axis.set_title(f"{panel.title}  ", loc="left", fontsize=10, fontweight="bold", pad=18)
+    axis.annotate(
+        panel.subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 4),
+        textcoords="offset points", fontsize=8, color="#555555",
+    )  # fmt: skip
+    axis.set_yticks(range(len(panel.bars)), [bar.phase for bar in panel.bars], fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlim(0, chart.top_gib * 1.08)
+    axis.set_xticks(pick_ticks(chart.top_gib))
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def _draw_legend(figure: Any, chart: Chart) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name) for name, colour in chart.colour_of.items()]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=5, fontsize=8, frameon=False,
+        handlelength=1.2, columnspacing=1.4,
+    )  # fmt: skip

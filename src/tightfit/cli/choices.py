@@ -1,0 +1,75 @@
+"""Words that options accept, read without case trouble, and offered to the shell.
+
+The words repeat the enums of `core/strategy.py` and `core/dtypes.py`, because reading those
+would load pydantic before `--help` is printed; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import TypeVar
+
+from tightfit.core.errors import UsageError
+from tightfit.core.suggest import did_you_mean
+
+METHODS = ("full", "lora", "qlora", "load")
+PLAN_METHODS = ("auto", "full", "lora", "qlora")
+WEIGHTS = ("fp32", "bf16", "fp16", "int8", "nf4", "gptq4")
+COMPUTE = ("fp32", "fp16", "bf16")
+OPTIMIZERS = (
+    "adamw",
+    "adamw-foreach",
+    "adamw-8bit",
+    "adamw-paged-8bit",
+    "sgd-momentum",
+    "adafactor",
+)
+ATTENTIONS = ("eager", "sdpa", "flash")
+LOSSES = ("plain", "chunked", "fused")
+SHARDINGS = ("single", "ddp", "fsdp", "fsdp-grad-op", "fsdp-hybrid", "zero1", "zero2", "zero3")
+OFFLOADS = ("none", "optimizer", "params", "all")
+
+Choice = TypeVar("Choice", bound=Enum)
+
+
+def read_word(text: str, known: Iterable[str], *, option: str) -> str:
+    """`text` as one of the known words, or a message that names the nearest."""
+    words = list(known)
+    wanted = text.strip().lower()
+    if wanted in words:
+        return wanted
+    raise UsageError(
+        f"`{option} {text}` is not known.{did_you_mean(text, words)}",
+        remedy=f"{option} " + "|".join(words),
+    )
+
+
+def read_choice(kind: type[Choice], text: str, *, known: tuple[str, ...], option: str) -> Choice:
+    return kind(read_word(text, known, option=option))
+
+
+def offer(words: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """A completion callback for a fixed set of words."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete.lower())]
+
+    return complete
+
+
+def read_count(text: str, *, option: str) -> int:
+    """`2851e6`, `2.8B`, `32M` or `32000000` as a positive whole number."""
+    factors = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+    stripped = text.strip().lower().replace("_", "").replace(",", "")
+    factor = factors.get(stripped[-1:], 1)
+    try:
+        number = float(stripped[:-1] if factor > 1 else stripped) * factor
+    except ValueError:
+        number = float("nan")
+    if not 1 <= number <= 10**15:
+        raise UsageError(
+            f"`{option} {text}` is not a number of parameters.",
+            remedy=f"{option} 2851e6, or 2.8B, or 32000000",
+        )
+    return round(number)

@@ -1,0 +1,123 @@
+"""What `estimate` chooses where the user said nothing: number formats by card, sharding by count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from tightfit.cli import choices
+from tightfit.cli.estimate_flags import EstimateFlags
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import UsageError
+from tightfit.core.strategy import (
+    Attention,
+    Loss,
+    Method,
+    Offload,
+    Optimizer,
+    Sharding,
+    Strategy,
+)
+from tightfit.hardware.types import Gpu, NodeGroup
+
+
+def choose_strategy(flags: EstimateFlags, group: NodeGroup) -> Strategy:
+    """The strategy the flags state, completed for this group's card."""
+    method = choices.read_word(flags.method, choices.METHODS, option="--method")
+    given: dict[str, Any] = {
+        **_choose_dtypes(flags, method=method, gpu=group.node.gpu),
+        **_choose_layout(flags, group),
+        **_stated(flags),
+        "method": Method.LORA if method == "qlora" else Method(method),
+    }
+    return build_strategy(given)
+
+
+def build_strategy(given: dict[str, Any]) -> Strategy:
+    """A Strategy, or a message that names the option whose value is out of bounds."""
+    try:
+        return Strategy(**given)
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        option = "--" + str(first["loc"][0]).replace("_", "-")
+        raise UsageError(
+            f"`{option} {first['input']}`: {first['msg'][:1].lower()}{first['msg'][1:]}.",
+            remedy="tightfit estimate --help",
+        ) from fault
+
+
+def _choose_dtypes(flags: EstimateFlags, *, method: str, gpu: Gpu) -> dict[str, Dtype]:
+    card_half = Dtype.BF16 if gpu.supports_bf16 else Dtype.FP16
+    compute = _dtype(flags.compute, choices.COMPUTE, "--compute")
+    weights = _dtype(flags.weights, choices.WEIGHTS, "--weights")
+    if method == "qlora" and weights not in (None, Dtype.NF4):
+        raise UsageError(
+            f"`--method qlora` stores nf4 weights, not {flags.weights}.",
+            remedy=f"--method lora --weights {flags.weights}",
+        )
+    if weights is None:
+        weights = _default_weights(method, half=compute or card_half)
+        compute = compute or card_half
+    elif compute is None:
+        compute = card_half if weights.is_quantized else weights
+    # A gradient scaler cannot unscale fp16 gradients, so fp16 arithmetic keeps fp32 adapters.
+    adapter = Dtype.BF16 if compute is Dtype.BF16 else Dtype.FP32
+    return {
+        "weights": weights,
+        "compute": compute,
+        "adapter_dtype": _dtype(flags.adapter_dtype, choices.COMPUTE, "--adapter-dtype") or adapter,
+    }
+
+
+def _default_weights(method: str, *, half: Dtype) -> Dtype:
+    """fp16 arithmetic on trained weights needs an fp32 copy to step; frozen ones do not."""
+    if method == "qlora":
+        return Dtype.NF4
+    return Dtype.FP32 if method == "full" and half is Dtype.FP16 else half
+
+
+def _dtype(text: str | None, known: tuple[str, ...], option: str) -> Dtype | None:
+    return None if text is None else choices.read_choice(Dtype, text, known=known, option=option)
+
+
+def _choose_layout(flags: EstimateFlags, group: NodeGroup) -> dict[str, Any]:
+    num_gpus = group.num_nodes * group.node.num_gpus
+    sharding = Sharding.SINGLE if num_gpus == 1 else Sharding.FSDP
+    if flags.sharding is not None:
+        sharding = choices.read_choice(
+            Sharding, flags.sharding, known=choices.SHARDINGS, option="--sharding"
+        )
+    is_single = sharding is Sharding.SINGLE
+    return {
+        "sharding": sharding,
+        "num_nodes": 1 if is_single else group.num_nodes,
+        "gpus_per_node": 1 if is_single else group.node.num_gpus,
+    }
+
+
+def _stated(flags: EstimateFlags) -> dict[str, Any]:
+    """Fields that go through as given; what was not given keeps the Strategy's own default."""
+    words: tuple[tuple[str, type[Any], tuple[str, ...]], ...] = (
+        ("optimizer", Optimizer, choices.OPTIMIZERS),
+        ("attention", Attention, choices.ATTENTIONS),
+        ("loss", Loss, choices.LOSSES),
+        ("offload", Offload, choices.OFFLOADS),
+    )
+    plain = ("lora_rank", "micro_batch", "seq_len", "grad_accum", "checkpointing")
+    plain += ("fused_kernels", "double_quant", "train_embeddings", "optimizer_in_backward")
+    stated = {name: getattr(flags, name) for name in plain}
+    for name, kind, known in words:
+        text = getattr(flags, name)
+        if text is not None:
+            stated[name] = choices.read_choice(kind, text, known=known, option=f"--{name}")
+    if flags.lora_targets is not None:
+        stated["lora_targets"] = _read_targets(flags.lora_targets)
+    return {name: value for name, value in stated.items() if value is not None}
+
+
+def _read_targets(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise UsageError("`--lora-targets` names no module.", remedy="--lora-targets all-linear")
+    return names

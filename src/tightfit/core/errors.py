@@ -1,0 +1,64 @@
+"""Errors a user can put right: one message, one remedy, one exit code by kind.
+
+UserError                 1   anything else the user can fix
+├── UsageError            2   the command line itself is wrong
+├── NotFoundError         3   a model, GPU, file or partition that does not exist
+├── InvalidInputError     4   a file or value that cannot be understood
+├── DoesNotFitError       5   the job cannot run on this hardware
+└── EnvironmentFaultError 6   this machine lacks something: a tool, a package, space
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something the user can put right.
+
+    `problem` names the offending value. `remedy` names the next step, as a
+    command where there is one; it has no default, so none can be forgotten.
+    """
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, remedy: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive pickling from a worker process, keyword-only arguments and all."""
+        return (_rebuild, (type(self), self.problem, self.remedy))
+
+
+def _rebuild(kind: type[UserError], problem: str, remedy: str) -> UserError:
+    return kind(problem, remedy=remedy)
+
+
+class UsageError(UserError):
+    """The command line asks for something contradictory or unknown."""
+
+    exit_code = 2
+
+
+class NotFoundError(UserError):
+    """A named thing does not exist here."""
+
+    exit_code = 3
+
+
+class InvalidInputError(UserError):
+    """A file or value was found but cannot be understood."""
+
+    exit_code = 4
+
+
+class DoesNotFitError(UserError):
+    """No legal strategy fits the hardware."""
+
+    exit_code = 5
+
+
+class EnvironmentFaultError(UserError):
+    """This machine lacks something the command needs."""
+
+    exit_code = 6

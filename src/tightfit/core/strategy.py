@@ -1,0 +1,175 @@
+"""One point of the search space: how a job is to be run, down to the micro-batch.
+
+A Strategy is what `train` will obey, so each field names a thing the training
+stack really does, and each field is the only home of its default.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from tightfit.core.dtypes import Dtype
+
+MAX_MICRO_BATCH = 65_536
+MAX_SEQ_LEN = 16_777_216
+MAX_WORLD_SIZE = 65_536
+
+
+class Method(str, Enum):
+    """What is trained."""
+
+    FULL = "full"
+    LORA = "lora"
+    LOAD = "load"
+    """Nothing is trained: load and run the model."""
+
+
+class Sharding(str, Enum):
+    """How state is spread over GPUs. `SHARDS_WEIGHTS` etc. below say what each spreads."""
+
+    SINGLE = "single"
+    DDP = "ddp"
+    FSDP = "fsdp"
+    FSDP_GRAD_OP = "fsdp-grad-op"
+    """FSDP that keeps gathered weights until the backward pass is done (SHARD_GRAD_OP)."""
+    FSDP_HYBRID = "fsdp-hybrid"
+    """Sharded inside a node, replicated between nodes."""
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self not in (Sharding.SINGLE, Sharding.DDP)
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.shards_optimizer and self is not Sharding.ZERO1
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.shards_gradients and self is not Sharding.ZERO2
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self in (Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.FSDP_HYBRID)
+
+    @property
+    def is_zero(self) -> bool:
+        return self in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+
+
+class Offload(str, Enum):
+    """What lives in host memory between uses."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    PARAMS = "params"
+    ALL = "all"
+
+    @property
+    def moves_optimizer(self) -> bool:
+        return self in (Offload.OPTIMIZER, Offload.ALL)
+
+    @property
+    def moves_params(self) -> bool:
+        return self in (Offload.PARAMS, Offload.ALL)
+
+
+class Optimizer(str, Enum):
+    """The update rule and its implementation; the implementation decides the step's temporaries."""
+
+    ADAMW = "adamw"
+    """Fused AdamW: no temporaries."""
+    ADAMW_FOREACH = "adamw-foreach"
+    ADAMW_8BIT = "adamw-8bit"
+    ADAMW_PAGED_8BIT = "adamw-paged-8bit"
+    SGD_MOMENTUM = "sgd-momentum"
+    ADAFACTOR = "adafactor"
+
+
+class Attention(str, Enum):
+    """How attention is computed: with an S x S matrix in memory, or without."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+    FLASH = "flash"
+
+
+class Loss(str, Enum):
+    """Plain materialises fp32 logits; chunked does so a slice at a time; fused never does."""
+
+    PLAIN = "plain"
+    CHUNKED = "chunked"
+    FUSED = "fused"
+
+
+ALL_LINEAR = "all-linear"
+
+
+class Strategy(BaseModel):
+    """How one job runs. Illegal combinations are judged by `planning/rules`, not here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Method = Method.LORA
+    weights: Dtype = Dtype.BF16
+    """How the base weights are stored."""
+    double_quant: bool = True
+    """Quantize nf4's scales too."""
+    upcast_unquantized: bool = False
+    """Keep norms, embeddings and head in fp32 beside quantized weights, as peft's
+    `prepare_model_for_kbit_training` does."""
+    compute: Dtype = Dtype.BF16
+    """Arithmetic. Where it differs from unquantized `weights`, autocast does the casting."""
+    adapter_dtype: Dtype = Dtype.BF16
+    """LoRA weights, and with them their gradients and optimizer state."""
+    lora_rank: PositiveInt = Field(default=16, le=65_536)
+    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Suffixes of module names, or the single word `all-linear`."""
+    train_embeddings: bool = False
+    """LoRA with fully trained embeddings and lm_head, for added tokens."""
+    optimizer: Optimizer = Optimizer.ADAMW
+    optimizer_in_backward: bool = False
+    """Step and free each gradient as soon as it is complete."""
+    micro_batch: PositiveInt = Field(default=1, le=MAX_MICRO_BATCH)
+    seq_len: PositiveInt = Field(default=2048, le=MAX_SEQ_LEN)
+    grad_accum: PositiveInt = Field(default=1, le=MAX_MICRO_BATCH)
+    packing: bool = False
+    checkpointing: bool = True
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    attention: Attention = Attention.SDPA
+    loss: Loss = Loss.PLAIN
+    fused_kernels: bool = False
+    """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
+    compile: bool = False
+    sharding: Sharding = Sharding.SINGLE
+    offload: Offload = Offload.NONE
+    num_nodes: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
+    gpus_per_node: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that one copy of the state is spread over."""
+        if not self.sharding.shards_optimizer:
+            return 1
+        return self.gpus_per_node if self.sharding is Sharding.FSDP_HYBRID else self.world_size
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        return self.micro_batch * self.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Token slots of one optimizer step over all ranks, padding included."""
+        return self.tokens_per_micro_batch * self.grad_accum * self.world_size
+
+    @property
+    def is_trained(self) -> bool:
+        return self.method is not Method.LOAD

@@ -1,0 +1,1 @@
+"""Datasets: reading files and profiling the lengths of their rows."""

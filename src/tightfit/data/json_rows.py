@@ -1,0 +1,230 @@
+"""Rows of JSON and JSON Lines files, one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.core.suggest import did_you_mean
+from tightfit.data.row import Row, not_an_object, place
+from tightfit.data.streams import check_is_text, iter_lines, wrong_encoding
+
+LIST_KEYS = ("data", "train", "rows", "examples")
+"""Where an object that wraps a whole dataset keeps its rows."""
+MAX_OBJECT_CHARS = 2**30
+_CHUNK_CHARS = 1 << 18
+_SPACE = " \t\r\n"
+_BOM = "\ufeff"
+
+
+def read_json_lines(stream: IO[bytes], path: Path) -> Iterator[Row]:
+    """One object per line; blank lines are passed over."""
+    for number, raw in enumerate(iter_lines(stream, path), start=1):
+        if number == 1:
+            check_is_text(path, raw[:4096])
+            raw = raw.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901
+        if raw and not raw.isspace():
+            value = _parse_line(raw, path, number)
+            if not isinstance(value, dict):
+                raise not_an_object(place(path, number), value)
+            yield Row(value, path, number, "line")
+
+
+def _parse_line(raw: bytes, path: Path, number: int) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as fault:
+        raise wrong_encoding(path, number, fault) from fault
+    except json.JSONDecodeError as fault:
+        raise _not_json(path, number, fault.msg, f"column {fault.colno}") from fault
+    except (ValueError, RecursionError) as fault:
+        raise _not_json(path, number, _why(fault), "") from fault
+
+
+def read_json(stream: IO[bytes], path: Path) -> Iterator[Row]:
+    """A list of objects, an object that holds such a list, or objects one after another.
+
+    Lists and runs of objects are streamed; only an object around a list is held whole.
+    """
+    text = _Text(stream, path)
+    first = text.peek()
+    if first == "":
+        raise InvalidInputError(f"{path} holds no rows.", remedy="name a file that holds rows")
+    if first == "[":
+        yield from _read_list(text, path)
+        return
+    line, value = text.value()
+    if text.peek() == "":
+        yield from _read_wrapped(value, path, line)
+        return
+    while True:
+        if not isinstance(value, dict):
+            raise not_an_object(place(path, line), value)
+        yield Row(value, path, line, "line")
+        if text.peek() == "":
+            return
+        line, value = text.value()
+
+
+def _read_list(text: _Text, path: Path) -> Iterator[Row]:
+    text.take()
+    if text.peek() == "]":
+        return
+    while True:
+        line, value = text.value()
+        if not isinstance(value, dict):
+            raise not_an_object(place(path, line), value)
+        yield Row(value, path, line, "line")
+        mark = text.peek()
+        if mark not in ("]", ","):
+            reason = "the list is cut off" if mark == "" else f"expected `,` or `]`, not `{mark}`"
+            raise _not_json(path, text.line, reason, "")
+        text.take()
+        if mark == "]":
+            break
+    if text.peek():
+        raise _not_json(path, text.line, "text after the end of the list", "")
+
+
+def _read_wrapped(value: Any, path: Path, line: int) -> Iterator[Row]:
+    if not isinstance(value, dict):
+        raise not_an_object(place(path, line), value)
+    key = next((key for key in LIST_KEYS if isinstance(value.get(key), list)), None)
+    lists = [name for name, item in value.items() if _is_list_of_objects(item)]
+    if key is None and lists and "messages" not in lists and "conversations" not in lists:
+        raise InvalidInputError(
+            f"{path} keeps its rows under `{lists[0]}`.{did_you_mean(lists[0], LIST_KEYS)}",
+            remedy="rename that key to `data`, or write the rows as JSON Lines",
+        )
+    if key is None:
+        yield Row(value, path, line, "line")
+        return
+    for number, item in enumerate(value[key], start=1):
+        if not isinstance(item, dict):
+            raise not_an_object(place(path, number, f"`{key}` row"), item)
+        yield Row(item, path, number, f"`{key}` row")
+
+
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(i, dict) for i in value[:3])
+
+
+class _Text:
+    """A JSON text read piece by piece: a window on the file that slides past decoded values."""
+
+    def __init__(self, stream: IO[bytes], path: Path) -> None:
+        self._stream = stream
+        self._path = path
+        self._decoder = json.JSONDecoder()
+        self._bytes = b""
+        self._window = ""
+        self._at = 0
+        self._is_done = False
+        self.line = 1
+        self._fill()
+        check_is_text(path, self._window[:4096].encode())
+        self._window = self._window.removeprefix(_BOM)
+
+    def peek(self) -> str:
+        """The next character that is no space, left in place; empty at the end."""
+        while True:
+            window, at = self._window, self._at
+            while at < len(window) and window[at] in _SPACE:
+                at += 1
+            self._move(at)
+            if at < len(window):
+                return window[at]
+            if not self._fill():
+                return ""
+
+    def take(self) -> None:
+        """Step over the character just peeked."""
+        self._at += 1
+
+    def value(self) -> tuple[int, Any]:
+        """The next JSON value and the line it starts on."""
+        if self.peek() == "":
+            raise _not_json(self._path, self.line, "the file is cut off", "")
+        start = self.line
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._window, self._at)
+            except RecursionError as fault:
+                raise _not_json(self._path, start, _why(fault), "") from fault
+            except json.JSONDecodeError as fault:
+                # A cut-off window and a broken text fail alike; only the end of the file tells.
+                if not self._is_cut_off(fault) or not self._grow():
+                    line = start + self._window.count("\n", self._at, fault.pos)
+                    raise _not_json(self._path, line, fault.msg, "") from fault
+            except ValueError as fault:
+                raise _not_json(self._path, start, _why(fault), "") from fault
+            else:
+                # A bare number may go on in the next chunk.
+                if end == len(self._window) and not isinstance(value, dict | list) and self._grow():
+                    continue
+                self._move(end)
+                return start, value
+
+    def _is_cut_off(self, fault: json.JSONDecodeError) -> bool:
+        """Could more text mend it? Faults far from the window's end are real, wherever it ends."""
+        is_open_string = fault.msg.startswith("Unterminated string")
+        return is_open_string or fault.pos >= len(self._window.rstrip()) - 16
+
+    def _grow(self) -> bool:
+        """Double what is held, so that decoding anew stays linear in all."""
+        self._window = self._window[self._at :]
+        self._at = 0
+        if len(self._window) > MAX_OBJECT_CHARS:
+            raise InvalidInputError(
+                f"{self._path} holds one JSON value of more than a gigabyte.",
+                remedy="write the rows as JSON Lines: one object per line",
+            )
+        wanted = max(2 * len(self._window), _CHUNK_CHARS)
+        grown = False
+        while len(self._window) < wanted and self._fill():
+            grown = True
+        return grown
+
+    def _fill(self) -> bool:
+        if self._is_done:
+            return False
+        if self._at:
+            self._window, self._at = self._window[self._at :], 0
+        chunk = self._stream.read(_CHUNK_CHARS)
+        self._is_done = not chunk
+        self._window += self._decode(chunk)
+        return bool(chunk)
+
+    def _decode(self, chunk: bytes) -> str:
+        data = self._bytes + chunk
+        try:
+            self._bytes = b""
+            return data.decode("utf-8")
+        except UnicodeDecodeError as fault:
+            is_split = chunk and fault.reason == "unexpected end of data"
+            if not is_split:
+                line = self.line + self._window.count("\n") + data.count(b"\n", 0, fault.start)
+                raise wrong_encoding(self._path, line, fault) from fault
+            self._bytes = data[fault.start :]
+            return data[: fault.start].decode("utf-8")
+
+    def _move(self, end: int) -> None:
+        self.line += self._window.count("\n", self._at, end)
+        self._at = end
+
+
+def _why(fault: Exception) -> str:
+    return "nested too deeply" if isinstance(fault, RecursionError) else str(fault).split(";")[0]
+
+
+def _not_json(path: Path, line: int, reason: str, where: str) -> InvalidInputError:
+    at = f" {where}" if where else ""
+    return InvalidInputError(
+        f"{place(path, line)}{at} is not JSON: {reason[:1].lower()}{reason[1:]}.",
+        remedy=f"correct that line; `python3 -m json.tool --json-lines '{path}'` checks JSON Lines"
+        if path.name.endswith(("l", "l.gz"))
+        else f"correct that line; `python3 -m json.tool '{path}'` checks the whole file",
+    )

@@ -1,0 +1,1 @@
+"""Closed forms for memory and time. No torch, no run history."""

@@ -1,0 +1,230 @@
+"""Activations: what autograd keeps of one layer, and what its backward pass needs on top.
+
+Counted tensor by tensor as transformers 5 layers make them; `docs/formulas.md`
+lists each with its origin, and `benchmarks/results/h200_steps.json` holds the
+measurements they were checked against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Attention, Method, Strategy
+from tightfit.estimate.weights import is_target
+from tightfit.models.spec import Block, Linear, ModelSpec, Role
+
+EAGER_ONLY = frozenset({"bloom", "codegen", "mpt"})
+"""Families whose modelling code has no fused attention. Source: transformers 5 modelling files."""
+POSITION_BIAS = frozenset({"t5", "mt5", "longt5", "switch_transformers"})
+"""Families whose learned score bias is an S x S mask for every head, fused attention or not."""
+COMPOSED_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "gelu_python": 2, "quick_gelu": 1}
+"""Extra kept tensors of activations written as several ops. Source: transformers activations.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """One layer's activations, in bytes per token of the micro-batch."""
+
+    saved: int
+    """Kept from forward to backward when nothing is recomputed."""
+    checkpoint: int
+    """Kept when the layer is recomputed: its input."""
+    working: int
+    """Held on top of `saved` at the worst moment of this layer's own backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Numerics:
+    """How wide values are where, for one strategy."""
+
+    value: int
+    """Results of matrix products."""
+    residual: int
+    """The stream between layers: fp32 wherever weights or norms are, else as `value`."""
+    is_autocast: bool
+    is_full: bool
+    adapter: int
+    """Width in which adapters read their input."""
+
+
+def uses_autocast(strategy: Strategy) -> bool:
+    """fp32 weights with 16-bit arithmetic, and nobody else to do the casting.
+
+    FSDP and ZeRO cast whole shards instead, and hand modules 16-bit weights.
+    """
+    casts_shards = strategy.sharding.is_fsdp or strategy.sharding.is_zero
+    return (
+        strategy.weights is Dtype.FP32 and strategy.compute is not Dtype.FP32 and not casts_shards
+    )
+
+
+def _numerics(strategy: Strategy) -> _Numerics:
+    value = strategy.compute.value_bytes
+    is_autocast = uses_autocast(strategy)
+    is_upcast = strategy.weights.is_quantized and strategy.upcast_unquantized
+    # Under autocast an adapter's input is cast to the compute dtype again, whatever the adapter is.
+    adapter = value if is_autocast else strategy.adapter_dtype.value_bytes
+    return _Numerics(
+        value=value,
+        residual=4 if is_autocast or is_upcast else value,
+        is_autocast=is_autocast or is_upcast,
+        is_full=strategy.method is Method.FULL,
+        adapter=adapter,
+    )
+
+
+def estimate_layer_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> LayerBytes:
+    """Activations of one layer of `block`, per token.
+
+    Scope: decoder and encoder layers of the families in `models/families`,
+    dense or with experts, eager or fused attention. Leaves out dropout masks
+    and padding masks.
+    """
+    numerics = _numerics(strategy)
+    norms = _norm_bytes(spec, block, strategy, numerics)
+    attention = _attention_bytes(spec, block, strategy, numerics)
+    mlp = _mlp_bytes(spec, block, strategy, numerics)
+    saved = norms + attention + mlp
+    mlp_peak = saved + _mlp_working(spec, block, numerics)
+    attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
+    return LayerBytes(
+        saved=saved,
+        checkpoint=numerics.residual * spec.hidden_size,
+        working=max(mlp_peak, attention_peak) - saved,
+    )
+
+
+def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
+    """What the layer's norms keep of the stream; their outputs are counted as inputs of matrices.
+
+    RMSNorm upcasts to fp32 and keeps that copy; where its weight is trained it
+    keeps the normalised values too. LayerNorm and fused norms keep their input.
+    """
+    widths = sum(block.norm_widths)
+    if spec.is_parallel_residual:
+        widths = max(block.norm_widths)  # both norms read the same tensor
+    if not spec.is_rms_norm or strategy.fused_kernels:
+        return numerics.residual * widths
+    kept = 4 * widths
+    if numerics.is_full:
+        kept += (4 if spec.model_type.startswith("gemma") else numerics.residual) * widths
+    return kept
+
+
+def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: _Numerics) -> int:
+    """Copies of one input that the matrices reading it keep.
+
+    A trained matrix keeps its input; all readers share one copy, except under
+    autocast, which casts for each. A frozen one keeps nothing, its adapter does.
+    """
+    if numerics.is_full:
+        num_copies = len(parts) if numerics.is_autocast else 1
+        return num_copies * numerics.value * width
+    num_targets = sum(is_target(part, strategy.lora_targets) for part in parts)
+    if strategy.method is not Method.LORA or not num_targets:
+        return 0
+    shares = numerics.adapter == numerics.value and not numerics.is_autocast
+    return (1 if shares else num_targets) * numerics.adapter * width
+
+
+def _attention_bytes(
+    spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics
+) -> int:
+    total = 0
+    for role in (Role.ATTENTION, Role.CROSS_ATTENTION):
+        parts = [part for part in block.linears if part.role is role]
+        if not parts:
+            continue
+        total += _input_bytes(parts[:-1], spec.hidden_size, strategy, numerics)
+        total += _score_bytes(spec, strategy, numerics)
+        context = spec.num_heads * spec.head_dim
+        output = _input_bytes(parts[-1:], context, strategy, numerics)
+        # Fused attention keeps its own output already; a cast copy for an adapter is another tensor.
+        is_fused = not _is_eager(spec, strategy)
+        total += max(output, numerics.value * context) if is_fused and not _casts(
+            strategy, numerics
+        ) else output + (numerics.value * context if is_fused else 0)
+    if block.head_norm_params:
+        heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        total += (4 + (numerics.value if numerics.is_full else 0)) * heads
+    return total
+
+
+def _casts(strategy: Strategy, numerics: _Numerics) -> bool:
+    return strategy.method is Method.LORA and numerics.adapter != numerics.value
+
+
+def _is_eager(spec: ModelSpec, strategy: Strategy) -> bool:
+    return strategy.attention is Attention.EAGER or spec.model_type in EAGER_ONLY
+
+
+def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:
+    """Queries, keys, values and, when eager, the S x S probabilities."""
+    query = spec.num_heads * spec.head_dim
+    key = spec.num_kv_heads * spec.head_dim
+    if not _is_eager(spec, strategy):
+        log_sum_exp = 4 * spec.num_heads
+        bias = (
+            numerics.value * spec.num_heads * strategy.seq_len
+            if spec.model_type in POSITION_BIAS
+            else 0
+        )
+        return numerics.value * (query + 2 * key) + log_sum_exp + bias
+    # softmax in fp32, kept; then the copy in the compute dtype that meets the values, kept too
+    probability = 4 if numerics.value == 4 else 4 + numerics.value
+    if spec.has_attention_softcap:
+        probability += numerics.value
+    return numerics.value * 3 * query + probability * spec.num_heads * strategy.seq_len
+
+
+def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
+    dense = [part for part in block.linears if part.role is Role.MLP]
+    experts = [part for part in block.linears if part.role is Role.EXPERT]
+    total = 0
+    if dense:
+        width = dense[-1].in_features
+        total += _input_bytes(dense[:-1], spec.hidden_size, strategy, numerics)
+        total += _inner_bytes(spec, strategy, numerics) * width
+        total += _input_bytes(dense[-1:], width, strategy, numerics)
+    if experts:
+        num_active = experts[-1].copies_per_token
+        width = experts[-1].in_features
+        # tokens are gathered for each expert, and each expert's output is kept for the router
+        per_expert = _inner_bytes(spec, strategy, numerics) * width
+        per_expert += numerics.value * spec.hidden_size
+        if numerics.is_full:
+            per_expert += numerics.value * (width + spec.hidden_size)
+        total += num_active * per_expert
+        if not dense:
+            total += _input_bytes(experts[:1], spec.hidden_size, strategy, numerics)
+    return total
+
+
+def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:
+    """Kept per unit of MLP width, the input of the last matrix left out.
+
+    Gated: both branches and the activated one; a fused kernel recomputes the
+    latter. Plain: the activation's input, more where it is composed of ops.
+    """
+    if spec.is_gated_mlp:
+        return numerics.value * (2 if strategy.fused_kernels else 3)
+    return numerics.value * (1 + COMPOSED_ACTIVATIONS.get(spec.activation, 0))
+
+
+def _mlp_working(spec: ModelSpec, block: Block, numerics: _Numerics) -> int:
+    """Gradients of the two branches and of the stream."""
+    parts = [part for part in block.linears if part.role in (Role.MLP, Role.EXPERT)]
+    if not parts:
+        return 2 * numerics.residual * spec.hidden_size
+    width = parts[-1].in_features * parts[-1].copies_per_token
+    return 2 * numerics.value * width + 2 * numerics.residual * spec.hidden_size
+
+
+def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:
+    """Gradients of queries, keys and values; eager adds those of the scores, in fp32."""
+    query = spec.num_heads * spec.head_dim
+    fused = 4 * numerics.value * query + 2 * numerics.residual * spec.hidden_size
+    if not _is_eager(spec, strategy):
+        return fused
+    return fused + (numerics.value + 8) * spec.num_heads * strategy.seq_len

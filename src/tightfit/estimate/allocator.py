@@ -1,0 +1,43 @@
+"""The allocator's share: slack above live tensors, the CUDA context, and the verdict."""
+
+from __future__ import annotations
+
+from tightfit.core.units import GIB, MIB
+from tightfit.estimate.result import Verdict
+
+CONTEXT_BYTES = 3 * GIB // 4
+"""CUDA context, loaded kernels and cuBLAS outside torch's allocator.
+Source: benchmarks/results/h200_steps.json, the process's use of the card less torch's reserve."""
+NCCL_BYTES = GIB // 4
+"""Channels and buffers of one NCCL communicator. Source: NCCL_BUFFSIZE 4 MiB x channels x peers."""
+TRANSIENT_SLACK_FRACTION = 0.06
+"""Cached but unused blocks as a share of tensors that come and go within a step.
+Source: benchmarks/results/h200_steps.json, reserved over allocated."""
+BASE_SLACK_BYTES = 256 * MIB
+"""Rounding of blocks to 2 and 20 MiB segments. Source: as above."""
+
+SURVIVAL_MARGIN_FRACTION = 0.03
+"""A job survives in as little as 3% above its live tensors, by freeing its cache and retrying.
+Source: replays in docs/formulas.md."""
+MODEL_ERROR_FRACTION = 0.05
+"""How far the closed form itself may be off before a verdict would be a guess."""
+
+
+def estimate_slack_bytes(transient_bytes: int) -> int:
+    """Reserved over allocated for a job whose shapes stay the same from step to step."""
+    return BASE_SLACK_BYTES + int(TRANSIENT_SLACK_FRACTION * transient_bytes)
+
+
+def estimate_context_bytes(world_size: int) -> int:
+    """What the process holds outside torch's allocator."""
+    return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0)
+
+
+def judge_fit(*, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int) -> Verdict:
+    """`fits` if the whole reserve does, with room for our own error; `does_not_fit` if live
+    tensors alone do not; `tight` between: the allocator may manage by retrying, or fail."""
+    if reserved_bytes * (1 + MODEL_ERROR_FRACTION) <= capacity_bytes:
+        return Verdict.FITS
+    if allocated_bytes * (1 - MODEL_ERROR_FRACTION) > capacity_bytes:
+        return Verdict.DOES_NOT_FIT
+    return Verdict.TIGHT

@@ -1,0 +1,219 @@
+"""Traffic between GPUs, between nodes, and between a GPU and its host, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.core.strategy import Sharding, Strategy
+from tightfit.hardware.types import Node
+
+NVLINK_FRACTION = 0.80
+"""Ring collectives over NVLink, of one direction on paper: 235 of 300e9 on 8xA100, 361 to 367
+of 450e9 on 8xH200. Source: ml-engineering, network/README.md."""
+PCIE_FRACTION = 0.40
+"""Ring collectives over PCIe. NCCL's own topology model counts 24e9 of 31.5e9 behind one host
+bridge and 10e9 between sockets (log in github NVIDIA/nccl-tests issue 307); cards without
+peer-to-peer go through host memory."""
+NETWORK_FRACTION = 0.80
+"""Collectives between nodes, of the adapters' speed. Source: ml-engineering, as above."""
+HOST_COPY_FRACTION = 0.87
+"""Pinned copies over PCIe: 55.4 of 63e9. Source: ml-engineering, as above."""
+INSIDE_LATENCY_SECONDS = 40e-6
+"""One collective of next to no bytes over 8 GPUs: 32 KiB at 0.82e9 B/s. Source: as above."""
+NETWORK_LATENCY_SECONDS = 70e-6
+"""The same over 4 nodes: 32 KiB at 0.48e9 B/s. Source: as above."""
+ASSUMED_NETWORK_BYTES_PER_SECOND = 1.25e9
+"""10 Gbit/s Ethernet: what a cluster that states nothing surely has."""
+
+OVERLAP_FRACTION = 0.80
+"""Share of the compute time that transfers can hide behind: prefetching is one layer deep."""
+LEAST_EXPOSED_FRACTION = 0.10
+"""Share of a transfer that is never hidden: the first and last layers, and the slower kernels
+beside which a collective runs."""
+
+HOST_BYTES_PER_SECOND_PER_CORE = 8e9
+MOST_HOST_BYTES_PER_SECOND = 150e9
+"""Two sockets of DDR4, as a streaming program sees them."""
+ASSUMED_HOST_BYTES_PER_SECOND = 100e9
+HOST_ADAM_BYTES = 30.0
+"""Weight, gradient and two moments in fp32 read, all but the gradient written, 16-bit copy made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Bytes per second that a GPU gets, after protocol losses."""
+
+    inside: float
+    """To its neighbour in the node."""
+    network: float
+    """One node to another, shared by the node's GPUs."""
+    host: float
+    """To host memory."""
+    host_memory: float
+    """Host memory itself, shared by the node's GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """What has to move, for one whole copy of the model."""
+
+    weight_bytes: float
+    """As gathered for one pass."""
+    gradient_bytes: float
+    updated_bytes: float
+    """Trained values as they are sent back after an update."""
+    num_trainable: int
+    num_units: int
+    """Layers, which are gathered one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """Seconds on the wire, before any of it hides behind compute."""
+
+    forward: float = 0.0
+    """In each forward pass."""
+    backward: float = 0.0
+    """In each backward pass."""
+    last_backward: float = 0.0
+    """Beside the last backward pass of the step only."""
+    update: float = 0.0
+    """After the backward pass; nothing hides it."""
+
+
+def find_links(node: Node, *, network_bytes_per_second: float | None) -> Links:
+    """Effective speeds of a node's links; see `describe_network` for what an unstated one means."""
+    paper = node.link_bytes_per_second
+    over_nvlink = paper == node.gpu.nvlink_bytes_per_second
+    network = network_bytes_per_second or ASSUMED_NETWORK_BYTES_PER_SECOND
+    host_memory = ASSUMED_HOST_BYTES_PER_SECOND
+    if node.num_cores is not None:
+        host_memory = min(
+            node.num_cores * HOST_BYTES_PER_SECOND_PER_CORE, MOST_HOST_BYTES_PER_SECOND
+        )
+    return Links(
+        inside=paper * (NVLINK_FRACTION if over_nvlink else PCIE_FRACTION),
+        network=network * NETWORK_FRACTION,
+        host=node.gpu.pcie_bytes_per_second * HOST_COPY_FRACTION,
+        host_memory=host_memory,
+    )
+
+
+def describe_network(strategy: Strategy, network_bytes_per_second: float | None) -> str | None:
+    """The sentence to show where a plan over several nodes rests on an assumed network."""
+    if strategy.num_nodes == 1 or network_bytes_per_second is not None:
+        return None
+    return "the network between nodes was not stated: 10 Gbit/s Ethernet assumed"
+
+
+def gather_seconds(
+    num_bytes: float, links: Links, *, num_nodes: int, gpus_per_node: int, num_calls: int = 1
+) -> float:
+    """All-gather to, or reduce-scatter of, `num_bytes` in total, as a ring.
+
+    Each rank passes on all but its own share; between nodes the ring crosses
+    each node's adapters once, so the slower of link and network sets the pace.
+    Scope: rings; NVLink SHARP and trees are faster for all-reduce.
+    Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009).
+    """
+    ranks = num_nodes * gpus_per_node
+    if ranks == 1:
+        return 0.0
+    moved = num_bytes * (ranks - 1) / ranks
+    seconds = moved / links.inside if gpus_per_node > 1 else 0.0
+    latency = INSIDE_LATENCY_SECONDS
+    if num_nodes > 1:
+        seconds = max(seconds, moved / links.network)
+        latency = NETWORK_LATENCY_SECONDS
+    return seconds + num_calls * latency
+
+
+def reduce_seconds(
+    num_bytes: float, links: Links, *, num_nodes: int, gpus_per_node: int, num_calls: int = 1
+) -> float:
+    """All-reduce: a reduce-scatter, then an all-gather."""
+    return 2.0 * gather_seconds(
+        num_bytes,
+        links,
+        num_nodes=num_nodes,
+        gpus_per_node=gpus_per_node,
+        num_calls=num_calls,
+    )
+
+
+BUCKET_BYTES = 25e6
+"""Gradients travel in buckets of this size. Source: torch DistributedDataParallel."""
+
+
+def estimate_transfers(strategy: Strategy, links: Links, payload: Payload) -> Transfers:
+    """Collectives of one step.
+
+    DDP and ZeRO-1 reduce gradients beside the last backward pass, ZeRO-2 beside
+    each; ZeRO-1 and 2 then share out the updated values. FSDP and ZeRO-3 gather
+    every weight, frozen or not, for each forward and again for each backward
+    pass, and reduce-scatter gradients each time. Grad-op sharding keeps the
+    weights after the forward pass. Hybrid does all that inside the node and
+    reduces the shards' gradients between nodes. LoRA has gradients of its
+    adapters only, but its frozen weights are gathered all the same.
+    Source: ZeRO arXiv:1910.02054 section 7; PyTorch FSDP arXiv:2304.11277.
+    """
+    sharding = strategy.sharding
+    nodes, gpus = strategy.num_nodes, strategy.gpus_per_node
+    buckets = 1 + int(payload.gradient_bytes / BUCKET_BYTES)
+    if strategy.world_size == 1 or sharding is Sharding.SINGLE:
+        return Transfers()
+    if not sharding.shards_weights:
+        reduced = reduce_seconds(
+            payload.gradient_bytes, links, num_nodes=nodes, gpus_per_node=gpus, num_calls=buckets
+        )
+        if sharding is Sharding.DDP:
+            return Transfers(last_backward=reduced)
+        shared = gather_seconds(payload.updated_bytes, links, num_nodes=nodes, gpus_per_node=gpus)
+        each = {"backward" if sharding is Sharding.ZERO2 else "last_backward": reduced / 2}
+        return Transfers(**each, update=shared)
+    hybrid = sharding is Sharding.FSDP_HYBRID
+    shard_nodes = 1 if hybrid else nodes
+    units = payload.num_units
+    gathered, scattered = (
+        gather_seconds(
+            num_bytes, links, num_nodes=shard_nodes, gpus_per_node=gpus, num_calls=units
+        )
+        for num_bytes in (payload.weight_bytes, payload.gradient_bytes)
+    )
+    if not strategy.is_trained:
+        return Transfers(forward=gathered)
+    between = 0.0
+    if hybrid and nodes > 1:
+        # All GPUs of a node send their own shard at once: together, one gradient per node.
+        between = reduce_seconds(
+            payload.gradient_bytes, links, num_nodes=nodes, gpus_per_node=1, num_calls=units
+        )
+    again = 0.0 if sharding is Sharding.FSDP_GRAD_OP else gathered
+    return Transfers(forward=gathered, backward=again + scattered + between)
+
+
+def estimate_offload(strategy: Strategy, links: Links, payload: Payload) -> Transfers:
+    """Copies to and from the host, and the update done there.
+
+    An offloaded optimizer takes the gradients down beside each backward pass,
+    updates in host memory (all ranks of a node share its bandwidth), and sends
+    the new values up. Offloaded weights come up for each pass.
+    Source: ZeRO-Offload arXiv:2101.06840.
+    """
+    shards = strategy.num_shards
+    weights = payload.weight_bytes / shards / links.host if strategy.offload.moves_params else 0.0
+    if not strategy.is_trained:
+        return Transfers(forward=weights)
+    down = update = 0.0
+    if strategy.offload.moves_optimizer:
+        down = payload.gradient_bytes / shards / links.host
+        copies_per_node = strategy.gpus_per_node / shards
+        adam = payload.num_trainable * copies_per_node * HOST_ADAM_BYTES / links.host_memory
+        up = 0.0 if strategy.offload.moves_params else payload.updated_bytes / shards / links.host
+        update = adam + up
+    return Transfers(forward=weights, backward=weights + down, update=update)
+
+
+def exposed_seconds(transfer: float, *, compute: float) -> float:
+    """The part of a transfer that the compute beside it does not hide."""
+    return max(transfer - OVERLAP_FRACTION * compute, LEAST_EXPOSED_FRACTION * transfer)

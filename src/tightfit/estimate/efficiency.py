@@ -1,0 +1,308 @@
+"""Sustained rates of a GPU, and the bytes and launches that keep a step from its peak.
+
+Every constant is a physical quantity with its source; `docs/formulas-time.md` lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Strategy
+from tightfit.estimate.flops import Adapters, Workload
+from tightfit.hardware.types import Gpu
+
+Capability = tuple[int, int]
+
+SUSTAINED_FRACTION: dict[Capability, float] = {
+    (7, 0): 0.76,
+    (7, 5): 0.76,
+    (8, 0): 0.87,
+    (8, 6): 0.95,
+    (8, 9): 0.95,
+    (9, 0): 0.80,
+    (10, 0): 0.776,
+}
+"""Best 16-bit matmul over the vendor's dense peak, by compute capability.
+
+8.0, 9.0, 10.0: ml-engineering's maximum achievable matmul table (271 of 312,
+794 of 989, 1745 of 2250). 7.0: 95 of 125 on V100; 8.6 and 8.9: 81 of 80 on
+RTX 3090 Ti, 161 of 165 on RTX 4090 (github mli/transformers-benchmarks).
+"""
+UNKNOWN_SUSTAINED_FRACTION = 0.75
+AMD_SUSTAINED_FRACTION = 0.51
+"""668 of 1300 on MI300X. Source: ml-engineering, as above."""
+FP32_SUSTAINED_FRACTION = 0.90
+"""fp32 without tensor cores: 14 of 15.7 on V100. Source: mli/transformers-benchmarks."""
+
+FLOPS_PER_WATT: dict[Capability, float] = {
+    (7, 0): 0.33e12,
+    (7, 5): 0.33e12,
+    (8, 6): 0.33e12,
+    (8, 9): 0.75e12,
+}
+"""Where the power limit, not the clock, bounds long matmuls.
+
+24e12 at 70 W on T4 (forums.developer.nvidia.com, thread 264462), 95e12 at 300 W
+on V100 and on RTX A6000 (mli/transformers-benchmarks). 8.9 is assumed: between
+those and the 1.13e12 of H100, whose process is nearer.
+"""
+
+STREAM_FRACTION = 0.85
+"""Large copies and matmul operands, of the memory bandwidth on paper."""
+ELEMENTWISE_FRACTION = 0.70
+"""Elementwise kernels of one layer's activations, of the memory bandwidth on paper."""
+
+FLASH_FRACTION: dict[Capability, float] = {(8, 0): 0.60, (9, 0): 0.35, (10, 0): 0.30}
+"""Attention kernels at long sequences, of the vendor's peak.
+
+9.0: FlashAttention-2 on H100 reaches 335 of 989 (FlashAttention-3 paper,
+arXiv:2407.08608, figure 5). 8.0: about 190 of 312 (FlashAttention-2,
+arXiv:2307.08691, figure 4). 10.0: assumed a little below Hopper's.
+"""
+OTHER_FLASH_FRACTION = 0.50
+PRE_AMPERE_FLASH_FRACTION = 0.30
+"""Volta and Turing run SDPA's memory-efficient kernel; FlashAttention-2 needs 8.0."""
+FLASH_HALF_SPEED_LENGTH = 320.0
+"""Sequence length at which attention kernels run at half their long-sequence rate.
+
+Source: fit to the causal rows 191, 260, 298, 319, 333, 335e12 at 512 to 16k, as above.
+"""
+FLASH_BACKWARD_FLOPS = 2.5
+"""Backward over forward: the scores are computed again. Source: arXiv:2307.08691 section 4.1."""
+FLASH_BACKWARD_SLOWDOWN = 1.25
+
+KERNEL_GAP_SECONDS = 1.5e-6
+"""Device time between two kernels of a full queue."""
+HOST_FORWARD_SECONDS = 11e-6
+"""Host time to get one kernel going from Python, eager, views and checks included."""
+HOST_BACKWARD_SECONDS = 7e-6
+"""The same in autograd's C++ engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one GPU sustains."""
+
+    matmul_flops_per_second: float
+    adapter_flops_per_second: float
+    attention_flops_per_second: float
+    """At long sequences."""
+    stream_bytes_per_second: float
+    elementwise_bytes_per_second: float
+
+
+def find_rates(gpu: Gpu, strategy: Strategy) -> Rates:
+    """Sustained rates for the strategy's arithmetic.
+
+    fp32 runs without tensor cores: torch leaves TF32 off unless asked.
+    """
+    compute = strategy.compute
+    # Adapters in fp32 beside a 16-bit model that no autocast covers multiply in fp32.
+    narrow = strategy.adapter_dtype if strategy.weights is compute else compute
+    matmul = sustained_flops(gpu, compute)
+    return Rates(
+        matmul_flops_per_second=matmul,
+        adapter_flops_per_second=matmul if narrow is compute else sustained_flops(gpu, narrow),
+        attention_flops_per_second=min(matmul, _flash_fraction(gpu) * gpu.flops(compute)),
+        stream_bytes_per_second=STREAM_FRACTION * gpu.memory_bytes_per_second,
+        elementwise_bytes_per_second=ELEMENTWISE_FRACTION * gpu.memory_bytes_per_second,
+    )
+
+
+def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
+    """The best a long matmul reaches: a fraction of the peak, or what the power limit allows."""
+    peak = gpu.flops(dtype)
+    if dtype is Dtype.FP32 or dtype.value not in gpu.peak_flops:
+        return FP32_SUSTAINED_FRACTION * peak
+    if gpu.compute_capability is None:
+        return AMD_SUSTAINED_FRACTION * peak
+    capability = gpu.compute_capability
+    reached = SUSTAINED_FRACTION.get(capability, UNKNOWN_SUSTAINED_FRACTION) * peak
+    per_watt = FLOPS_PER_WATT.get(capability)
+    if per_watt is None or gpu.tdp_watts is None:
+        return reached
+    return min(reached, per_watt * gpu.tdp_watts)
+
+
+def _flash_fraction(gpu: Gpu) -> float:
+    capability = gpu.compute_capability
+    if capability is not None and capability < (8, 0):
+        return PRE_AMPERE_FLASH_FRACTION
+    return FLASH_FRACTION.get(capability or (0, 0), OTHER_FLASH_FRACTION)
+
+
+def matmul_seconds(rates: Rates, *, flops: float, num_bytes: float) -> float:
+    """Arithmetic at the sustained rate plus operands and result once through memory.
+
+    Adding the two, where hardware overlaps them in part, is what makes small
+    and thin matmuls reach less of the peak than large square ones: with 4096
+    wide weights on an H200, 57% of the sustained rate at 512 tokens, 91% at 8192.
+    """
+    return (
+        flops / rates.matmul_flops_per_second + num_bytes / rates.stream_bytes_per_second
+    )
+
+
+def attention_seconds(rates: Rates, *, flops: float, seq_len: float, backward: bool) -> float:
+    """A fused attention kernel; `flops` are the forward pass's."""
+    ramp = 1.0 + FLASH_HALF_SPEED_LENGTH / seq_len
+    work = flops * (FLASH_BACKWARD_FLOPS * FLASH_BACKWARD_SLOWDOWN if backward else 1.0)
+    return ramp * work / rates.attention_flops_per_second
+
+
+EAGER_PAIR_BYTES = 26.0
+"""Bytes per (query, key) pair and head of eager attention in 16 bit, forward.
+
+Scores written (2), scaled (4), masked (4), cast to fp32 for softmax (6),
+softmax (8) and cast back (6), less what the cast and softmax share (4), read
+by the second matmul (2), rounded down. Source: transformers `eager_attention_forward`.
+"""
+
+
+def stream_value_bytes(strategy: Strategy) -> int:
+    """Bytes of one activation between the matmuls.
+
+    fp32 weights under autocast leave embeddings, norms and residuals in fp32.
+    """
+    if strategy.weights is Dtype.FP32 or strategy.compute is Dtype.FP32:
+        return 4
+    return 2
+
+
+def elementwise_bytes_per_token(
+    work: Workload, strategy: Strategy, *, is_rms_norm: bool, is_gated: bool, is_rotary: bool
+) -> float:
+    """Forward traffic of everything between the matmuls of all layers, for one token.
+
+    Eager RMSNorm as transformers writes it: cast up, square, mean, scale, cast
+    back, weigh: 24 bytes and 4 values. LayerNorm is one kernel. Rotation: half
+    turned and joined, two products, one sum, 10 values. Fused or compiled
+    kernels read their inputs and write their outputs once.
+    """
+    value = stream_value_bytes(strategy)
+    fused = strategy.fused_kernels or strategy.compile
+    norm = 2 * value if fused or not is_rms_norm else 24 + 4 * value
+    rotary = (2 * value if fused else 10 * value) if is_rotary else 0
+    activation = (3 if fused else 5) * value if is_gated else 2 * value
+    residual = 3 * value * work.hidden_size * work.num_norms
+    if strategy.compile:
+        residual //= 2  # compiled into the norm that follows
+    casts = 0
+    if value == 4 and strategy.compute is not Dtype.FP32:
+        casts = 6 * (work.inputs_used + work.outputs_used)
+    experts = 6 * value * work.hidden_size * work.num_expert_layers
+    return (
+        norm * (work.norm_width + work.head_norm_width)
+        + rotary * (work.query_width + work.key_width)
+        + activation * work.mlp_width_used
+        + 2 * value * work.query_width
+        + residual
+        + casts
+        + experts
+    )
+
+
+def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy) -> float:
+    """Forward traffic of LoRA beside its thin matmuls, for one token.
+
+    In the model's own dtype: the input read again; the result written, scaled,
+    and added. fp32 adapters on a 16-bit model cast the input up, do all of that
+    in 4 bytes, and cast the sum down. Under autocast the casts remain, the rest
+    is 16 bit. Source: peft `LoraLayer.forward`.
+    """
+    if strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
+        value = strategy.compute.value_bytes
+        inputs, outputs = value, 6 * value
+    elif strategy.weights is strategy.compute:
+        inputs, outputs = 10, 28
+    else:
+        inputs, outputs = 14, 12
+    if strategy.compile:
+        outputs //= 2
+    return inputs * adapters.inputs_used + outputs * adapters.outputs_used
+
+
+def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
+    """Forward and backward traffic of the loss over the vocabulary, for one token.
+
+    Plain: cast up 6, log-softmax 8, its gradient 4 + 12, cast back 6. Fused:
+    the slice of logits read, and its gradient written over it.
+    """
+    if not strategy.is_trained:
+        return 0.0
+    return work.vocab_size * (8.0 if strategy.loss is Loss.FUSED else 36.0)
+
+
+OPTIMIZER_PASSES: dict[Optimizer, float] = {
+    Optimizer.ADAMW: 7.0,
+    Optimizer.ADAMW_FOREACH: 18.0,
+    Optimizer.SGD_MOMENTUM: 8.0,
+    Optimizer.ADAFACTOR: 24.0,
+}
+"""Values read or written per parameter.
+
+Fused AdamW reads weight, gradient and two moments and writes all but the
+gradient. Foreach does one operation at a time. Source: torch.optim.
+"""
+EIGHT_BIT_STATE_BYTES = 8.0
+"""Two one-byte moments read and written, their scales, and the slower kernel. Source: bitsandbytes."""
+ZERO_MASTER_BYTES = 34.0
+"""DeepSpeed keeps fp32 weights and moments beside 16-bit weights: 3 x 8 + 2 + 4 + 4."""
+
+
+def optimizer_bytes_per_param(strategy: Strategy) -> float:
+    """Memory traffic of the update, per trained value."""
+    is_full = strategy.method is Method.FULL
+    stored = strategy.weights if is_full else strategy.adapter_dtype
+    value = 2 if stored.is_quantized else stored.value_bytes
+    if strategy.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT):
+        return 3 * value + EIGHT_BIT_STATE_BYTES
+    if strategy.sharding.is_zero and value == 2:
+        return ZERO_MASTER_BYTES
+    return OPTIMIZER_PASSES[strategy.optimizer] * value
+
+
+DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 4.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}
+"""Traffic, or its equal in time, to unpack one weight to 16 bit."""
+INT8_ACTIVATION_BYTES = 10.0
+"""LLM.int8() per input or output value: rounded, scaled, outliers set apart, rescaled."""
+
+
+def dequantize_seconds(
+    work: Workload, rates: Rates, dtype: Dtype, *, tokens: float, backward: bool
+) -> float:
+    """Unpacking every quantized matrix once, plus what int8 does to activations."""
+    if not dtype.is_quantized:
+        return 0.0
+    num_bytes = work.weights_held * DEQUANTIZE_BYTES[dtype]
+    if dtype is Dtype.INT8 and not backward:
+        num_bytes = INT8_ACTIVATION_BYTES * tokens * (work.inputs_used + work.outputs_used)
+    return num_bytes / rates.stream_bytes_per_second
+
+
+def count_forward_kernels(
+    work: Workload, adapters: Adapters, strategy: Strategy, *, is_rms_norm: bool
+) -> float:
+    """Kernels of one forward pass through the blocks."""
+    fused = strategy.fused_kernels or strategy.compile
+    norm = 1 if fused or not is_rms_norm else 6
+    rotary = 1 if fused else 10
+    attention = 8 if strategy.attention is Attention.EAGER else 2
+    around = 2 if strategy.compile else 4
+    adapter = 4 if strategy.adapter_dtype is not Dtype.FP32 else 7
+    if strategy.compile:
+        adapter = 3
+    linear = 1
+    if strategy.weights.is_quantized:
+        linear = 3
+    elif strategy.weights is not strategy.compute:
+        linear = 3
+    return (
+        norm * work.num_norms
+        + (rotary + attention) * work.num_attentions
+        + around * work.num_layers
+        + linear * work.num_linears_used
+        + adapter * adapters.num_used
+        + 20 * work.num_expert_layers
+    )

@@ -1,0 +1,69 @@
+"""Host memory of one node and disk space of one job."""
+
+from __future__ import annotations
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Method, Strategy
+from tightfit.core.units import GIB
+from tightfit.estimate.state import estimate_state_bytes, optimizer_bytes_per_value
+from tightfit.estimate.weights import adapter_params, num_trainable
+from tightfit.models.spec import ModelSpec
+
+PROCESS_BYTES = int(2.5 * GIB)
+"""Resident memory of one training process after CUDA start-up, before any model."""
+FILE_SHARD_BYTES = 5 * GIB
+"""Checkpoint files come in shards of at most this size. Source: transformers `save_pretrained`."""
+PINNED_FACTOR = 1.5
+"""Head-room of DeepSpeed's pinned staging buffers. Source: as in `zero_table.py`."""
+CHECKPOINTS_KEPT = 2
+"""The newest complete checkpoint, and the one being written."""
+
+
+def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
+    """Host RAM of one node at its worst, by part.
+
+    Loading holds at most one copy of the weights per node, as `train` promises;
+    unsharded loading streams one file shard at a time for each rank.
+    Leaves out the page cache, which the system gives back on demand.
+    """
+    ranks = strategy.gpus_per_node
+    state = estimate_state_bytes(spec, strategy)
+    stored = spec.num_params * _stored_value_bytes(spec, strategy)
+    factor = PINNED_FACTOR if strategy.sharding.is_zero else 1.0
+    parts = {
+        "processes": ranks * PROCESS_BYTES,
+        "loading": stored
+        if strategy.sharding.shards_weights
+        else ranks * min(stored, FILE_SHARD_BYTES),
+        "offloaded_weights": int(ranks * state.host_weights * factor),
+        "offloaded_optimizer": int(ranks * state.host_optimizer * factor),
+    }
+    # Offloaded optimizer state appears after loading is over.
+    later = parts["offloaded_weights"] + parts["offloaded_optimizer"]
+    if later > parts["loading"] + parts["offloaded_weights"]:
+        parts["loading"] = 0
+    return {name: size for name, size in parts.items() if size}
+
+
+def estimate_disk_components(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
+    """Disk for the base model, checkpoints that can be resumed, and the result."""
+    base = spec.file_bytes or spec.num_params * _stored_value_bytes(spec, strategy)
+    if not strategy.is_trained:
+        return {"base_model": base}
+    value = 4 if strategy.method is Method.LORA or strategy.weights is Dtype.FP32 else 2
+    trained = num_trainable(spec, strategy)
+    checkpoint = int(trained * (value + optimizer_bytes_per_value(strategy)))
+    result = 4 * adapter_params(spec, strategy)
+    if strategy.method is Method.FULL:
+        result = 2 * spec.num_params
+    return {
+        "base_model": base,
+        "checkpoints": CHECKPOINTS_KEPT * checkpoint,
+        "result": result,
+    }
+
+
+def _stored_value_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    if spec.stored_dtype is not None and not spec.stored_dtype.is_quantized:
+        return spec.stored_dtype.value_bytes
+    return 4 if strategy.weights is Dtype.FP32 else 2

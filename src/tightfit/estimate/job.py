@@ -1,0 +1,143 @@
+"""The whole estimate of one job: memory by phase, host, disk, time and verdict."""
+
+from __future__ import annotations
+
+from tightfit.core.strategy import Strategy
+from tightfit.core.units import GIB, render_bytes
+from tightfit.core.workload import DataProfile
+from tightfit.estimate.allocator import estimate_context_bytes, judge_fit
+from tightfit.estimate.host import estimate_disk_components, estimate_host_components
+from tightfit.estimate.memory import Moment, estimate_moments, hold, peak_moment
+from tightfit.estimate.phases import estimate_phases
+from tightfit.estimate.result import (
+    DiskSpace,
+    Estimate,
+    GpuMemory,
+    HostMemory,
+    ParameterCounts,
+    Phase,
+    Verdict,
+)
+from tightfit.estimate.time import estimate_step_time
+from tightfit.estimate.weights import num_trainable
+from tightfit.hardware.types import Node
+from tightfit.models.spec import ModelSpec
+
+HOST_SHARE_FRACTION = 0.95
+"""What a job may take of a node's memory; the rest belongs to the system."""
+
+
+def estimate_job(
+    *,
+    spec: ModelSpec,
+    strategy: Strategy,
+    node: Node,
+    network_bytes_per_second: float | None = None,
+    profile: DataProfile | None = None,
+) -> Estimate:
+    """Everything predicted for `strategy` on nodes like `node`. Legality is judged elsewhere."""
+    gpu, phases = _gpu_memory(spec, strategy, node)
+    host = _host_memory(spec, strategy, node)
+    disk = estimate_disk_components(spec, strategy)
+    trainable = num_trainable(spec, strategy) if strategy.is_trained else 0
+    verdict, reason = _verdict(gpu, host, node)
+    return Estimate(
+        verdict=verdict,
+        reason=reason,
+        parameters=ParameterCounts(
+            total=spec.num_params, trainable=trainable, active=spec.num_active_params
+        ),
+        gpu=gpu,
+        host=host,
+        disk=DiskSpace(bytes=sum(disk.values()), components=disk),
+        time=estimate_step_time(
+            spec=spec,
+            strategy=strategy,
+            node=node,
+            network_bytes_per_second=network_bytes_per_second,
+            profile=profile,
+            num_trainable=trainable,
+        ),
+        phases=phases,
+        assumptions=_assumptions(spec, strategy, node, network_bytes_per_second),
+    )
+
+
+def _gpu_memory(
+    spec: ModelSpec, strategy: Strategy, node: Node
+) -> tuple[GpuMemory, tuple[Phase, ...]]:
+    moments = estimate_moments(spec, strategy) if strategy.is_trained else []
+    around = estimate_phases(spec, strategy)
+    peak = peak_moment(moments or [m for m in around if m.name in ("load", "inference")][:1])
+    components = hold(peak, strategy.world_size)
+    gpu = GpuMemory(
+        peak_phase=peak.name,
+        peak_allocated_bytes=peak.allocated_bytes,
+        peak_reserved_bytes=sum(components.values()),
+        context_bytes=estimate_context_bytes(strategy.world_size),
+        capacity_bytes=node.free_gpu_memory_bytes or node.gpu.memory_bytes,
+        components=components,
+    )
+    ordered = [around[0], *moments, *around[1:]]
+    return gpu, tuple(_phase(moment, strategy) for moment in ordered)
+
+
+def _phase(moment: Moment, strategy: Strategy) -> Phase:
+    components = hold(moment, strategy.world_size)
+    return Phase(
+        name=moment.name,
+        peak_allocated_bytes=moment.allocated_bytes,
+        peak_reserved_bytes=sum(components.values()),
+        components=components,
+    )
+
+
+def _host_memory(spec: ModelSpec, strategy: Strategy, node: Node) -> HostMemory:
+    components = estimate_host_components(spec, strategy)
+    return HostMemory(
+        peak_bytes=sum(components.values()),
+        capacity_bytes=node.host_memory_bytes,
+        components=components,
+    )
+
+
+def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str]:
+    verdict = judge_fit(
+        allocated_bytes=gpu.peak_allocated_bytes + gpu.context_bytes,
+        reserved_bytes=gpu.peak_reserved_bytes,
+        capacity_bytes=gpu.capacity_bytes,
+    )
+    needs = render_bytes(gpu.peak_reserved_bytes)
+    has = f"{node.gpu.name} has {render_bytes(gpu.capacity_bytes)}"
+    host_limit = host.capacity_bytes
+    if host_limit is not None and host.peak_bytes > HOST_SHARE_FRACTION * host_limit:
+        return (
+            Verdict.DOES_NOT_FIT,
+            f"needs {render_bytes(host.peak_bytes)} of host memory per node; "
+            f"the node has {render_bytes(host_limit)}",
+        )
+    if verdict is Verdict.FITS:
+        spare = render_bytes(gpu.capacity_bytes - gpu.peak_reserved_bytes)
+        return verdict, f"needs {needs} per GPU; {has} ({spare} to spare)"
+    if verdict is Verdict.TIGHT:
+        return verdict, f"needs about {needs} per GPU; {has}: within the allocator's uncertainty"
+    short = render_bytes(gpu.peak_allocated_bytes + gpu.context_bytes - gpu.capacity_bytes)
+    return verdict, f"needs {needs} per GPU; {has} ({short} short)"
+
+
+def _assumptions(
+    spec: ModelSpec, strategy: Strategy, node: Node, network_bytes_per_second: float | None
+) -> tuple[str, ...]:
+    found = list(spec.warnings)
+    if node.host_memory_bytes is None:
+        found.append("host memory was not stated: it is not checked")
+    if strategy.num_nodes > 1 and network_bytes_per_second is None:
+        found.append("the network between nodes was not stated: 10 Gbit/s Ethernet is assumed")
+    if spec.max_positions is not None and strategy.seq_len > spec.max_positions:
+        found.append(
+            f"{strategy.seq_len} tokens is longer than the {spec.max_positions} positions "
+            "the model was trained with"
+        )
+    if node.gpu.memory_bytes < GIB:
+        found.append("the GPU has less than 1 GiB of memory")
+    return tuple(found)

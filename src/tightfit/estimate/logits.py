@@ -1,0 +1,68 @@
+"""Logits and loss: the vocabulary's share of the peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Loss, Method, Strategy
+from tightfit.models.spec import ModelSpec
+
+CHUNKS = 8
+"""Slices of the chunked loss. Source: torchtune CEWithChunkedOutputLoss, num_output_chunks=8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBytes:
+    """What the head and the loss hold at the two moments that can set the peak."""
+
+    forward: int
+    """While the loss is computed."""
+    backward: int
+    """While its gradient is computed."""
+
+
+def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
+    """Tensors of the size tokens x vocabulary during loss and its backward.
+
+    Plain, as transformers 5 does it: the head's output in the compute dtype
+    stays alive in the model's output; the loss upcasts it to fp32, log-softmax
+    makes a second fp32 copy, which autograd keeps; the backward adds the
+    gradients of the loss and of log-softmax, both fp32: 2 + 4 + 4 + 4 bytes at
+    the peak in 16 bit, 4 + 4 + 4 + 4 in fp32.
+    Chunked keeps the head's output and all log-softmax slices, but gradients
+    one slice at a time. Fused (Liger) never holds more than one slice of
+    logits, and writes the gradient of the hidden states at once.
+    Leaves out the shifted copy that transformers before 4.45 made.
+    Source: transformers loss_utils.ForCausalLMLoss; liger fused_linear_cross_entropy.
+    """
+    tokens = strategy.tokens_per_micro_batch
+    table = tokens * spec.vocab_size
+    value = strategy.compute.value_bytes
+    softcap = 2 * value * table if spec.has_logit_softcap else 0
+    if strategy.loss is Loss.FUSED:
+        return _fused(spec, strategy)
+    if strategy.loss is Loss.CHUNKED:
+        kept = (value + 4) * table + softcap
+        return LossBytes(
+            forward=kept + 4 * table // CHUNKS, backward=kept + (value + 8) * table // CHUNKS
+        )
+    upcast = 0 if strategy.compute is Dtype.FP32 else 4 * table
+    return LossBytes(
+        forward=value * table + upcast + 4 * table + softcap,
+        backward=value * table + 12 * table + softcap,
+    )
+
+
+def _fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
+    """One slice of logits at a time; slices shrink as the vocabulary grows."""
+    tokens = strategy.tokens_per_micro_batch
+    value = strategy.compute.value_bytes
+    num_slices = -(-spec.vocab_size // spec.hidden_size)
+    slice_tokens = 1 << max(0, (-(-tokens // num_slices) - 1).bit_length())
+    logits = 2 * min(slice_tokens, tokens) * spec.vocab_size * value
+    hidden_gradient = tokens * spec.hidden_size * value
+    trains_head = strategy.method is Method.FULL or strategy.train_embeddings
+    head_gradient = 2 * spec.embedding_params * value if trains_head else 0
+    total = logits + hidden_gradient + head_gradient
+    return LossBytes(forward=total, backward=hidden_gradient)

@@ -1,0 +1,171 @@
+"""The timeline of one training step: what stands in GPU memory at each moment that can peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.core.strategy import Loss, Method, Strategy
+from tightfit.estimate.activations import LayerBytes, estimate_layer_bytes
+from tightfit.estimate.allocator import estimate_context_bytes, estimate_slack_bytes
+from tightfit.estimate.buffers import BufferBytes, estimate_buffer_bytes
+from tightfit.estimate.logits import estimate_loss_bytes
+from tightfit.estimate.state import StateBytes, estimate_state_bytes
+from tightfit.models.spec import ModelSpec
+
+PERSISTENT = frozenset({"weights", "quantization", "adapters", "optimizer"})
+"""Components that stay from step to step and so leave no holes in the allocator's segments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One instant of the step. Components sum to what torch has allocated."""
+
+    name: str
+    components: dict[str, int]
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(self.components.values())
+
+    @property
+    def transient_bytes(self) -> int:
+        return sum(size for name, size in self.components.items() if name not in PERSISTENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """Activations of the whole micro-batch."""
+
+    kept: int
+    """Everything alive at the end of the forward pass."""
+    first_layer: int
+    """The first layer's own, at the end of the backward pass."""
+    working: int
+    """Gradients of activations inside the worst layer, recomputed tensors included."""
+
+
+def estimate_activation_bytes(spec: ModelSpec, strategy: Strategy) -> ActivationBytes:
+    """Sum over layers, by what checkpointing keeps of each, with the final norm and the head's input."""
+    tokens = strategy.tokens_per_micro_batch
+    layers = [(b.num_layers, estimate_layer_bytes(spec, b, strategy)) for b in spec.blocks]
+    worst = max((layer for _, layer in layers), key=lambda layer: layer.saved + layer.working)
+    final = _final_norm_bytes(spec, strategy, worst)
+
+    def kept(layer: LayerBytes) -> int:
+        return layer.checkpoint if strategy.checkpointing else layer.saved
+
+    recomputed = worst.saved if strategy.checkpointing else 0
+    return ActivationBytes(
+        kept=tokens * (sum(count * kept(layer) for count, layer in layers) + final),
+        first_layer=tokens * worst.checkpoint if strategy.checkpointing else tokens * worst.saved,
+        working=tokens * (recomputed + worst.working),
+    )
+
+
+def _final_norm_bytes(spec: ModelSpec, strategy: Strategy, layer: LayerBytes) -> int:
+    """The last norm's fp32 copy, its output, and the stream it read."""
+    value = strategy.compute.value_bytes
+    kept = (4 + value) if spec.is_rms_norm and not strategy.fused_kernels else value
+    return kept * spec.hidden_size + layer.checkpoint
+
+
+def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
+    """Each moment of a steady training step that can be its peak, on the fullest GPU.
+
+    Scope: one micro-batch of full-length rows after the first optimizer step.
+    Between two moments memory changes linearly in the number of layers done,
+    so the peak is at one of them.
+    """
+    state = estimate_state_bytes(spec, strategy)
+    buffers = estimate_buffer_bytes(spec, strategy)
+    activations = estimate_activation_bytes(spec, strategy)
+    loss = estimate_loss_bytes(spec, strategy)
+    table = strategy.tokens_per_micro_batch * spec.vocab_size
+    # The model's output holds the logits until the step is over.
+    resident = 0 if strategy.loss is Loss.FUSED else table * strategy.compute.value_bytes
+    accumulated = state.gradients if strategy.grad_accum > 1 else 0
+    head = _head_gradient_bytes(spec, strategy, state)
+
+    def moment(name: str, **parts: int) -> Moment:
+        return Moment(name=name, components=_persistent(state) | {k: v for k, v in parts.items() if v})
+
+    return [
+        moment(
+            "forward",
+            gradients=accumulated,
+            activations=activations.kept,
+            logits=loss.forward,
+            communication=buffers.forward,
+            autocast_copies=buffers.casts_forward,
+            dequantized=buffers.dequantized,
+        ),
+        moment(
+            "loss",
+            gradients=accumulated,
+            activations=activations.kept,
+            logits=loss.backward,
+            communication=buffers.forward,
+            autocast_copies=buffers.casts_backward,
+        ),
+        moment(
+            "backward",
+            gradients=max(accumulated, head),
+            activations=activations.kept + activations.working,
+            logits=resident,
+            communication=buffers.backward,
+            autocast_copies=buffers.casts_backward,
+            dequantized=buffers.dequantized,
+        ),
+        moment(
+            "backward_end",
+            gradients=state.gradients,
+            activations=activations.first_layer + activations.working,
+            logits=resident,
+            communication=buffers.backward,
+            dequantized=buffers.dequantized,
+        ),
+        moment(
+            "optimizer",
+            gradients=state.gradients,
+            logits=resident,
+            communication=buffers.step,
+            optimizer_temporary=state.optimizer_temporary,
+        ),
+    ]
+
+
+def _persistent(state: StateBytes) -> dict[str, int]:
+    parts = {
+        "weights": state.weights,
+        "quantization": state.quantization,
+        "adapters": state.adapters,
+        "optimizer": state.optimizer,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def _head_gradient_bytes(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> int:
+    """The head's weight gradient, made before any layer's."""
+    if strategy.method is not Method.FULL or strategy.sharding.shards_gradients:
+        return 0
+    return state.gradients * spec.embedding_params // max(1, spec.num_params)
+
+
+def peak_moment(moments: list[Moment]) -> Moment:
+    """The fullest one."""
+    return max(moments, key=lambda moment: moment.allocated_bytes)
+
+
+def hold(moment: Moment, world_size: int, transient_bytes: int | None = None) -> dict[str, int]:
+    """Components of what the process holds on the card: tensors, slack and context."""
+    transient = moment.transient_bytes if transient_bytes is None else transient_bytes
+    return moment.components | {
+        "allocator_slack": estimate_slack_bytes(transient),
+        "cuda_context": estimate_context_bytes(world_size),
+    }
+
+
+def estimate_step_peak_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """What the process holds at the worst moment of the step: the planner's quick question."""
+    peak = peak_moment(estimate_moments(spec, strategy))
+    return sum(hold(peak, strategy.world_size).values())

@@ -1,0 +1,132 @@
+"""Phases around the training step: load, eval, save, merge, quantize, inference."""
+
+from __future__ import annotations
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Method, Strategy
+from tightfit.estimate.activations import estimate_layer_bytes
+from tightfit.estimate.buffers import estimate_buffer_bytes
+from tightfit.estimate.logits import estimate_loss_bytes
+from tightfit.estimate.memory import Moment
+from tightfit.estimate.state import StateBytes, estimate_state_bytes
+from tightfit.estimate.weights import (
+    estimate_weight_bytes,
+    largest_layer,
+    largest_matrix,
+    num_trainable,
+)
+from tightfit.models.spec import ModelSpec
+
+CALIBRATION_ROWS = 128
+CALIBRATION_LENGTH = 2048
+"""GPTQ's usual calibration set. Source: arXiv:2210.17323 section 4."""
+
+
+def estimate_phases(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
+    """Peaks of everything a job does beside the step, on the fullest GPU."""
+    state = estimate_state_bytes(spec, strategy)
+    phases = [_load(spec, strategy, state)]
+    if strategy.is_trained:
+        phases += [_eval(spec, strategy, state), _save(spec, strategy, state)]
+        if strategy.method is Method.LORA:
+            phases.append(_merge(spec))
+    return [*phases, _quantize(spec), _inference(spec, strategy)]
+
+
+def _moment(name: str, **parts: int) -> Moment:
+    return Moment(name=name, components={key: size for key, size in parts.items() if size})
+
+
+def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
+    """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed."""
+    unpacked = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
+    return _moment(
+        "load",
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        communication=gathered,
+        dequantized=unpacked,
+    )
+
+
+def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
+    """One batch of the training size without gradients: one layer's tensors and the loss."""
+    tokens = strategy.tokens_per_micro_batch
+    layers = [estimate_layer_bytes(spec, block, strategy) for block in spec.blocks]
+    buffers = estimate_buffer_bytes(spec, strategy)
+    return _moment(
+        "eval",
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        optimizer=state.optimizer,
+        activations=tokens * max(layer.saved for layer in layers),
+        logits=estimate_loss_bytes(spec, strategy).forward,
+        communication=buffers.forward,
+        dequantized=buffers.dequantized,
+    )
+
+
+def _save(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
+    """Each sharded tensor is gathered on its own, then copied to the host."""
+    gathered = 0
+    if strategy.sharding.shards_weights:
+        trained = min(num_trainable(spec, strategy), spec.embedding_params)
+        gathered = trained * (4 if strategy.weights is Dtype.FP32 else 2)
+    return _moment(
+        "save",
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        optimizer=state.optimizer,
+        communication=gathered,
+    )
+
+
+def _merge(spec: ModelSpec) -> Moment:
+    """Layer by layer: the base matrix in 16 bit, and in fp32 while its adapter is added."""
+    return _moment("merge", weights=2 * largest_layer(spec), activations=8 * largest_matrix(spec))
+
+
+def _quantize(spec: ModelSpec) -> Moment:
+    """GPTQ, one layer at a time: weights, one fp32 Hessian and its inverse, calibration inputs."""
+    widest = max(part.in_features for block in spec.blocks for part in block.linears)
+    inputs = 2 * CALIBRATION_ROWS * CALIBRATION_LENGTH * spec.hidden_size
+    return _moment(
+        "quantize",
+        weights=2 * largest_layer(spec),
+        quantization=2 * 4 * widest**2 + 4 * largest_matrix(spec),
+        activations=2 * inputs,
+    )
+
+
+def kv_cache_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """Keys and values of every layer for `micro_batch` rows of `seq_len` tokens.
+
+    Layers with a sliding window keep no more than the window.
+    """
+    per_token = 2 * spec.num_kv_heads * spec.head_dim * 2
+    decoder_layers = sum(b.num_layers for b in spec.blocks if b.kind == "decoder")
+    sliding = min(spec.num_sliding_layers, decoder_layers)
+    window = min(strategy.seq_len, spec.sliding_window or strategy.seq_len)
+    slots = (decoder_layers - sliding) * strategy.seq_len + sliding * window
+    cross = decoder_layers * strategy.seq_len if spec.is_encoder_decoder else 0
+    return strategy.micro_batch * (slots + cross) * per_token
+
+
+def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
+    """Generation on one GPU with the base weights as stored and a full KV cache."""
+    weights = estimate_weight_bytes(spec, strategy)
+    value = strategy.compute.value_bytes
+    widest = 2 * spec.intermediate_size + 4 * spec.hidden_size
+    return _moment(
+        "inference",
+        weights=weights.packed + weights.plain,
+        quantization=weights.quantization_state,
+        kv_cache=kv_cache_bytes(spec, strategy),
+        activations=strategy.tokens_per_micro_batch * widest * value,
+        logits=strategy.micro_batch * spec.vocab_size * (value + 4),
+        dequantized=2 * largest_matrix(spec) if strategy.weights.is_quantized else 0,
+    )

@@ -1,0 +1,109 @@
+"""Estimate: what one job is predicted to need, part by part. The shape `--json` prints."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Verdict(str, Enum):
+    """Whether the job runs."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    """Inside the allocator's uncertainty: may need retries, may fail."""
+    DOES_NOT_FIT = "does_not_fit"
+    ILLEGAL = "illegal"
+    """The combination cannot work on any amount of memory."""
+
+
+class ParameterCounts(_Frozen):
+    """How many values there are, and how many of them are trained."""
+
+    total: NonNegativeInt
+    """The base model's, a tied head counted once; adapters not included."""
+    trainable: NonNegativeInt
+    active: NonNegativeInt
+    """Base parameters that one token passes through."""
+
+
+class Phase(_Frozen):
+    """One stage of the job and its peak on the fullest GPU."""
+
+    name: str
+    """`load`, `forward`, `backward`, `optimizer`, `eval`, `save`, `merge`, `quantize`, `inference`."""
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt
+    """Allocated tensors, the allocator's slack and the CUDA context: what the process holds."""
+    components: dict[str, int]
+    """Name to bytes, summing to `peak_reserved_bytes`."""
+    host_peak_bytes: NonNegativeInt = 0
+    """Host memory of all ranks of one node in this phase."""
+
+
+class GpuMemory(_Frozen):
+    """The fullest GPU at the worst moment of the training step (of loading, for method `load`)."""
+
+    peak_phase: str
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt
+    """What the process holds on the card, CUDA context included: what nvidia-smi shows."""
+    context_bytes: NonNegativeInt
+    """The part of `peak_reserved_bytes` that is outside torch's allocator."""
+    capacity_bytes: NonNegativeInt
+    components: dict[str, int]
+    """Name to bytes, summing to `peak_reserved_bytes`."""
+
+
+class HostMemory(_Frozen):
+    """Host RAM of one node, all ranks together."""
+
+    peak_bytes: NonNegativeInt
+    capacity_bytes: NonNegativeInt | None
+    components: dict[str, int]
+
+
+class DiskSpace(_Frozen):
+    """Space for the base model, checkpoints and the final artefact."""
+
+    bytes: NonNegativeInt
+    components: dict[str, int]
+
+
+class StepTime(_Frozen):
+    """One optimizer step of all ranks together."""
+
+    seconds_per_step: NonNegativeFloat
+    seconds_per_step_low: NonNegativeFloat
+    seconds_per_step_high: NonNegativeFloat
+    tokens_per_second: NonNegativeFloat
+    """Real tokens (padding left out) over all GPUs."""
+    flops_per_step: NonNegativeFloat
+    """Model FLOPs, recomputation left out."""
+    mfu_fraction: NonNegativeFloat
+    components: dict[str, float]
+    """Name to seconds, summing to `seconds_per_step`."""
+    seconds_per_epoch: NonNegativeFloat | None = None
+    steps_per_epoch: NonNegativeInt | None = None
+
+
+class Estimate(_Frozen):
+    """Everything predicted for one strategy on one kind of node."""
+
+    verdict: Verdict
+    reason: str
+    parameters: ParameterCounts
+    gpu: GpuMemory
+    host: HostMemory
+    disk: DiskSpace
+    time: StepTime
+    phases: tuple[Phase, ...]
+    assumptions: tuple[str, ...] = ()
+    """What was not stated and had to be assumed."""
+    tier: str = "closed-form"
+    """`closed-form`, or `traced` once a trace replaced the formulas."""

@@ -1,0 +1,365 @@
+"""Seconds of one optimizer step: FLOPs, bytes, launches and transfers over sustained rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Attention, Loss, Method, Strategy
+from tightfit.core.workload import DataProfile
+from tightfit.estimate import communication as comms
+from tightfit.estimate import efficiency as eff
+from tightfit.estimate.flops import (
+    Adapters,
+    Workload,
+    count_pairs,
+    estimate_adapter_flops,
+    estimate_step_flops,
+    skips_masked_pairs,
+    sum_adapters,
+    sum_workload,
+)
+from tightfit.estimate.result import StepTime
+from tightfit.hardware.types import Node
+from tightfit.models.spec import ModelSpec
+
+LOW_FACTOR = 0.8
+HIGH_FACTOR = 1.3
+"""Range of the prediction: nine in ten of the checked measurements lie inside (docs/formulas-time.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """Device seconds of one pass over one micro-batch, by cause."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    dequantize: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory_bound + self.dequantize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One micro-batch as the formulas see it."""
+
+    spec: ModelSpec
+    strategy: Strategy
+    work: Workload
+    adapters: Adapters
+    rates: eff.Rates
+    seq_len: float
+    """Mean length of a row of the batch, padding included."""
+    context_len: float
+    """Mean length over which attention runs: less than a packed row."""
+
+    @property
+    def tokens(self) -> float:
+        return self.strategy.micro_batch * self.seq_len
+
+
+def estimate_step_time(
+    *,
+    spec: ModelSpec,
+    strategy: Strategy,
+    node: Node,
+    network_bytes_per_second: float | None = None,
+    profile: DataProfile | None = None,
+    num_trainable: int,
+) -> StepTime:
+    """One optimizer step: `grad_accum` micro-batches on every rank, then the update.
+
+    Device time is the sum of matmuls, attention, memory-bound kernels and
+    unpacking; launches are added where the host cannot keep the device busy;
+    transfers where compute does not hide them. With a profile, batches have
+    their real mean length instead of `seq_len`.
+    Leaves out: data loading, evaluation, checkpoints, the first steps, stragglers.
+    """
+    job = _describe_job(spec, strategy, node, profile)
+    parts = _compute_parts(job)
+    links = comms.find_links(node, network_bytes_per_second=network_bytes_per_second)
+    payload = _payload(job, num_trainable)
+    parts["optimizer"] = _optimizer_seconds(job, num_trainable)
+    forward = parts.pop("forward")
+    backward = parts.pop("backward")
+    for name, transfers in (
+        ("communication", comms.estimate_transfers(strategy, links, payload)),
+        ("offload", comms.estimate_offload(strategy, links, payload)),
+    ):
+        parts[name] = _exposed(transfers, strategy, forward=forward, backward=backward)
+    seconds = sum(parts.values())
+    flops = estimate_step_flops(spec, strategy, seq_len=job.seq_len).model
+    peak = node.gpu.flops(strategy.compute) * strategy.world_size
+    rows, steps = _rows_and_steps(strategy, profile)
+    real_tokens = strategy.tokens_per_step if profile is None else rows * profile.num_tokens
+    return StepTime(
+        seconds_per_step=seconds,
+        seconds_per_step_low=LOW_FACTOR * seconds,
+        seconds_per_step_high=HIGH_FACTOR * seconds,
+        tokens_per_second=real_tokens / seconds,
+        flops_per_step=flops,
+        mfu_fraction=flops / seconds / peak,
+        components=parts,
+        seconds_per_epoch=None if steps is None else steps * seconds,
+        steps_per_epoch=steps,
+    )
+
+
+def _rows_and_steps(
+    strategy: Strategy, profile: DataProfile | None
+) -> tuple[float, int | None]:
+    """Share of the data set that one step reads, and steps to read it all."""
+    if profile is None:
+        return 0.0, None
+    rows = profile.num_packed_rows if strategy.packing else profile.num_rows
+    per_step = strategy.micro_batch * strategy.grad_accum * strategy.world_size
+    return min(1.0, per_step / rows), max(1, ceil(rows / per_step))
+
+
+def _describe_job(
+    spec: ModelSpec, strategy: Strategy, node: Node, profile: DataProfile | None
+) -> _Job:
+    seq_len = context = float(strategy.seq_len)
+    if profile is not None and strategy.packing:
+        # Packed rows attend within their own documents.
+        context = min(context, max(profile.mean_tokens, 1.0))
+    elif profile is not None:
+        waste = padding_waste(profile, strategy.micro_batch)
+        seq_len = min(seq_len, max(profile.mean_tokens, 1.0) / (1.0 - waste))
+        context = seq_len
+    return _Job(
+        spec=spec,
+        strategy=strategy,
+        work=sum_workload(spec),
+        adapters=sum_adapters(spec, strategy),
+        rates=eff.find_rates(node.gpu, strategy),
+        seq_len=seq_len,
+        context_len=context,
+    )
+
+
+def padding_waste(profile: DataProfile, micro_batch: int) -> float:
+    """Share of padding in batches of this size, between the sizes that were sampled.
+
+    Linear in the logarithm of the batch size; flat beyond the sampled sizes.
+    """
+    known = sorted((int(size), waste) for size, waste in profile.padding_waste_fraction.items())
+    if not known:
+        return 0.0
+    below = max((pair for pair in known if pair[0] <= micro_batch), default=known[0])
+    above = min((pair for pair in known if pair[0] >= micro_batch), default=known[-1])
+    if below[0] >= above[0]:
+        return min(below[1], 0.99)
+    share = log(micro_batch / below[0]) / log(above[0] / below[0])
+    return min(below[1] + share * (above[1] - below[1]), 0.99)
+
+
+def _compute_parts(job: _Job) -> dict[str, float]:
+    """Seconds of all micro-batches by cause, and of one forward and backward pass for overlap."""
+    strategy = job.strategy
+    blocks, head = _blocks_forward(job), _head_forward(job)
+    if strategy.is_trained:
+        backward, repeated = _backward(job, blocks, head), blocks if strategy.checkpointing else _Pass()
+    else:
+        backward, repeated = _Pass(), _Pass()
+    launch = _launch_seconds(job, blocks.total + head.total + backward.total + repeated.total)
+    passes = (blocks, head, backward)
+    times = strategy.grad_accum
+    parts = {
+        "matmul": times * sum(p.matmul for p in passes),
+        "attention": times * sum(p.attention for p in passes),
+        "memory_bound": times * sum(p.memory_bound for p in passes),
+        "recompute": times * repeated.total,
+        "dequantize": times * sum(p.dequantize for p in passes),
+        "launch": times * launch,
+        "forward": blocks.total + head.total,
+        "backward": backward.total + repeated.total,
+    }
+    return parts
+
+
+def _matmul(job: _Job, *, flops: float, weights: float, values: float) -> float:
+    """`weights` and `values` (inputs and outputs) each go through memory once."""
+    num_bytes = job.strategy.compute.value_bytes * (weights + values)
+    return eff.matmul_seconds(job.rates, flops=flops, num_bytes=num_bytes)
+
+
+def _blocks_forward(job: _Job) -> _Pass:
+    work, strategy, spec = job.work, job.strategy, job.spec
+    tokens = job.tokens
+    touched = min(work.weights_held, work.weights_used * tokens)
+    matmul = _matmul(
+        job,
+        flops=2.0 * tokens * work.weights_used,
+        weights=touched,
+        values=tokens * (work.inputs_used + work.outputs_used),
+    )
+    adapter_flops = estimate_adapter_flops(spec, strategy, tokens=tokens)
+    matmul += adapter_flops / job.rates.adapter_flops_per_second
+    moved = eff.elementwise_bytes_per_token(
+        work,
+        strategy,
+        is_rms_norm=spec.is_rms_norm,
+        is_gated=spec.is_gated_mlp,
+        is_rotary=spec.position_params == 0,
+    ) + eff.adapter_bytes_per_token(job.adapters, strategy)
+    memory = tokens * moved + _weight_cast_bytes(job)
+    attention, traffic = _attention(job, backward=False)
+    return _Pass(
+        matmul=matmul,
+        attention=attention,
+        memory_bound=(memory + traffic) / job.rates.elementwise_bytes_per_second,
+        dequantize=eff.dequantize_seconds(
+            work, job.rates, strategy.weights, tokens=tokens, backward=False
+        ),
+    )
+
+
+def _weight_cast_bytes(job: _Job) -> float:
+    """Autocast makes a 16-bit copy of fp32 weights in each pass; sharding casts only the shard."""
+    strategy = job.strategy
+    if strategy.weights is not Dtype.FP32 or strategy.compute is Dtype.FP32:
+        return 0.0
+    return 6.0 * job.work.weights_held / (
+        strategy.num_shards if strategy.sharding.shards_weights else 1
+    )
+
+
+def _attention(job: _Job, *, backward: bool) -> tuple[float, float]:
+    """Seconds inside attention kernels, and bytes of scores that eager attention moves."""
+    strategy, work = job.strategy, job.work
+    length = job.context_len
+    pairs = 0.0
+    for group in work.attention:
+        skips = skips_masked_pairs(strategy.attention, window=group.window, seq_len=length)
+        pairs += group.num_layers * count_pairs(
+            length, causal=group.causal and skips, window=group.window
+        )
+    # Documents packed into one row attend among themselves.
+    pairs *= strategy.micro_batch * job.seq_len / length
+    width = job.spec.num_heads * job.spec.head_dim
+    flops = 4.0 * pairs * width
+    if strategy.attention is not Attention.EAGER:
+        return eff.attention_seconds(job.rates, flops=flops, seq_len=length, backward=backward), 0.0
+    times = 2.0 if backward else 1.0
+    traffic = times * eff.EAGER_PAIR_BYTES * pairs * job.spec.num_heads
+    return times * flops / job.rates.matmul_flops_per_second, traffic
+
+
+def _head_forward(job: _Job) -> _Pass:
+    """The head and the loss; the loss's backward traffic is counted here too."""
+    work = job.work
+    values = job.tokens * (work.hidden_size + work.vocab_size)
+    slices = _head_slices(job)
+    return _Pass(
+        matmul=_matmul(
+            job,
+            flops=2.0 * job.tokens * work.head_weights,
+            weights=slices * work.head_weights,
+            values=values,
+        ),
+        memory_bound=job.tokens
+        * eff.loss_bytes_per_token(work, job.strategy)
+        / job.rates.elementwise_bytes_per_second,
+    )
+
+
+def _head_slices(job: _Job) -> float:
+    """The fused loss reads the head once per slice of tokens."""
+    if job.strategy.loss is not Loss.FUSED:
+        return 1.0
+    return min(ceil(job.work.vocab_size / job.work.hidden_size), max(1.0, job.tokens))
+
+
+ELEMENTWISE_BACKWARD = 2.0
+"""Backward over forward traffic: the gradient comes in, the saved input is read, one goes out."""
+
+
+def _backward(job: _Job, blocks: _Pass, head: _Pass) -> _Pass:
+    """Gradients of inputs always; of weights where they are trained."""
+    strategy = job.strategy
+    is_full = strategy.method is Method.FULL
+    head_times = 2.0 if is_full or strategy.train_embeddings else 1.0
+    adapter = (
+        estimate_adapter_flops(job.spec, strategy, tokens=job.tokens)
+        / job.rates.adapter_flops_per_second
+    )
+    attention, traffic = _attention(job, backward=True)
+    _, forward_traffic = _attention(job, backward=False)
+    rate = job.rates.elementwise_bytes_per_second
+    memory = blocks.memory_bound - forward_traffic / rate
+    return _Pass(
+        matmul=(2.0 if is_full else 1.0) * (blocks.matmul - adapter)
+        + 2.0 * adapter
+        + head_times * head.matmul,
+        attention=attention,
+        memory_bound=ELEMENTWISE_BACKWARD * memory + traffic / rate,
+        dequantize=eff.dequantize_seconds(
+            job.work, job.rates, strategy.weights, tokens=job.tokens, backward=True
+        ),
+    )
+
+
+def _launch_seconds(job: _Job, device: float) -> float:
+    """Gaps between kernels, and the host's lag where it cannot launch as fast as kernels end."""
+    strategy = job.strategy
+    kernels = eff.count_forward_kernels(
+        job.work, job.adapters, strategy, is_rms_norm=job.spec.is_rms_norm
+    )
+    forward = kernels * (2.0 if strategy.checkpointing and strategy.is_trained else 1.0)
+    backward = 2.0 * kernels if strategy.is_trained else 0.0
+    gaps = (forward + backward) * eff.KERNEL_GAP_SECONDS
+    host = forward * eff.HOST_FORWARD_SECONDS + backward * eff.HOST_BACKWARD_SECONDS
+    return max(gaps, host - device)
+
+
+def _optimizer_seconds(job: _Job, num_trainable: int) -> float:
+    """The update on the device, and adding up gradients of micro-batches."""
+    strategy = job.strategy
+    if not strategy.is_trained:
+        return 0.0
+    shards = strategy.num_shards
+    added = 3.0 * _gradient_value_bytes(strategy) * (strategy.grad_accum - 1)
+    num_bytes = added * num_trainable / (shards if strategy.sharding.shards_gradients else 1)
+    if not strategy.offload.moves_optimizer:
+        num_bytes += eff.optimizer_bytes_per_param(strategy) * num_trainable / shards
+    return num_bytes / job.rates.stream_bytes_per_second
+
+
+def _gradient_value_bytes(strategy: Strategy) -> int:
+    trained = strategy.weights if strategy.method is Method.FULL else strategy.adapter_dtype
+    return 2 if trained.is_quantized else trained.value_bytes
+
+
+def _payload(job: _Job, num_trainable: int) -> comms.Payload:
+    strategy = job.strategy
+    if strategy.weights.is_quantized:
+        packed = {Dtype.INT8: 1.0}.get(strategy.weights, 0.53)
+        weight_bytes = packed * job.work.weights_held
+        weight_bytes += 2.0 * (job.work.num_params - job.work.weights_held)
+    else:
+        # Mixed precision casts the shard before it is gathered.
+        value = min(strategy.weights.value_bytes, strategy.compute.value_bytes)
+        weight_bytes = float(value * job.work.num_params)
+    gradient = _gradient_value_bytes(strategy)
+    return comms.Payload(
+        weight_bytes=weight_bytes,
+        gradient_bytes=float(gradient * num_trainable),
+        updated_bytes=float(min(gradient, strategy.compute.value_bytes) * num_trainable),
+        num_trainable=num_trainable,
+        num_units=job.work.num_layers + 1,
+    )
+
+
+def _exposed(
+    transfers: comms.Transfers, strategy: Strategy, *, forward: float, backward: float
+) -> float:
+    """Seconds of a whole step that wait for transfers."""
+    ahead = comms.exposed_seconds(transfers.forward, compute=forward)
+    behind = comms.exposed_seconds(transfers.backward, compute=backward)
+    last = comms.exposed_seconds(transfers.last_backward, compute=backward)
+    return strategy.grad_accum * (ahead + behind) + last + transfers.update

@@ -1,0 +1,119 @@
+"""Weights: what the base model and its adapters weigh, value by value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import ALL_LINEAR, Method, Strategy
+from tightfit.models.spec import Block, Linear, ModelSpec
+
+NF4_BLOCK = 64
+"""Values per fp32 scale. Source: bitsandbytes `quantize_4bit`, QLoRA arXiv:2305.14314 section 3."""
+NF4_OUTER_BLOCK = 256
+"""Scales per fp32 scale-of-scales under double quantization. Source: as above."""
+GPTQ_GROUP = 128
+"""Values per fp16 scale and packed zero. Source: GPTQ arXiv:2210.17323; the usual group size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBytes:
+    """The base model in memory, unsharded."""
+
+    packed: int
+    """Values of quantized matrices, or all values where nothing is quantized."""
+    plain: int
+    """Values beside quantized matrices: embeddings, head, norms."""
+    quantization_state: int
+    """Scales, zeros and indices of quantized matrices."""
+
+    @property
+    def total(self) -> int:
+        return self.packed + self.plain + self.quantization_state
+
+
+def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
+    """Base weights as loaded for `strategy`, before any sharding.
+
+    Quantized loading packs the linear layers of the blocks and nothing else:
+    embeddings, head, norms, and experts that are bare parameters stay in 16 bit.
+    Source: transformers `replace_with_bnb_linear`; bitsandbytes Linear4bit, Linear8bitLt.
+    """
+    if not strategy.weights.is_quantized:
+        return WeightBytes(
+            packed=spec.num_params * strategy.weights.value_bytes, plain=0, quantization_state=0
+        )
+    packed, state = _packed_bytes(spec, strategy.weights, strategy.double_quant)
+    plain_value = 4 if strategy.upcast_unquantized else 2
+    return WeightBytes(
+        packed=packed,
+        plain=(spec.num_params - spec.linear_params) * plain_value,
+        quantization_state=state,
+    )
+
+
+def _packed_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple[int, int]:
+    num_values = spec.linear_params
+    if dtype is Dtype.INT8:
+        rows = sum(b.num_layers * sum(p.copies * p.out_features for p in b.linears) for b in spec.blocks)
+        return num_values, 4 * rows
+    if dtype is Dtype.NF4:
+        num_scales = num_values // NF4_BLOCK
+        state = num_scales + 4 * num_scales // NF4_OUTER_BLOCK if double_quant else 4 * num_scales
+        return num_values // 2, state
+    num_groups = num_values // GPTQ_GROUP
+    columns = sum(b.num_layers * sum(p.copies * p.in_features for p in b.linears) for b in spec.blocks)
+    return num_values // 2, 2 * num_groups + num_groups // 2 + 4 * columns
+
+
+def is_target(part: Linear, targets: tuple[str, ...]) -> bool:
+    """Whether LoRA attaches to this matrix, by peft's rule of matching the end of the name."""
+    return part.is_module and (targets == (ALL_LINEAR,) or part.name in targets)
+
+
+def layer_adapter_params(block: Block, strategy: Strategy) -> int:
+    """LoRA values of one layer: `rank * (in + out)` for each targeted matrix."""
+    return strategy.lora_rank * sum(
+        part.copies * (part.in_features + part.out_features)
+        for part in block.linears
+        if is_target(part, strategy.lora_targets)
+    )
+
+
+def adapter_params(spec: ModelSpec, strategy: Strategy) -> int:
+    """LoRA values of the whole model, retrained embeddings left out."""
+    if strategy.method is not Method.LORA:
+        return 0
+    return sum(b.num_layers * layer_adapter_params(b, strategy) for b in spec.blocks)
+
+
+def retrained_params(spec: ModelSpec, strategy: Strategy) -> int:
+    """Embedding and head values that LoRA retrains whole, in copies of their own."""
+    if strategy.method is not Method.LORA or not strategy.train_embeddings:
+        return 0
+    return spec.embedding_params + spec.lm_head_params
+
+
+def num_trainable(spec: ModelSpec, strategy: Strategy) -> int:
+    """Values that receive a gradient."""
+    if strategy.method is Method.FULL:
+        return spec.num_params
+    return adapter_params(spec, strategy) + retrained_params(spec, strategy)
+
+
+@lru_cache(maxsize=256)
+def largest_matrix(spec: ModelSpec) -> int:
+    """Values of the largest matrix inside the blocks: what one dequantization unpacks."""
+    return max(p.in_features * p.out_features for b in spec.blocks for p in b.linears)
+
+
+@lru_cache(maxsize=256)
+def largest_layer(spec: ModelSpec) -> int:
+    """Values of the largest layer: what FSDP gathers at a time."""
+    return max(block.layer_params for block in spec.blocks)
+
+
+def outside_params(spec: ModelSpec) -> int:
+    """Values outside the blocks: embeddings, head, positions, final norms."""
+    return spec.num_params - sum(block.num_params for block in spec.blocks)

@@ -1,0 +1,1 @@
+"""GPUs, nodes and clusters: parsed from words or probed from the machine."""

@@ -1,0 +1,306 @@
+"""A cluster written down in YAML, for planning away from the machine.
+
+Example (also in `docs/cluster-file.example.yaml`):
+
+    network: 100Gb/s            # between nodes, one direction; b is bits, B is bytes
+    groups:
+      - name: volta             # a partition, a pool, any name
+        gpu: V100-32GB          # any name `tightfit hardware` knows
+        gpus_per_node: 4
+        nodes: 3
+        ram: 384GiB             # per node
+        cores: 40
+        shm: 190GiB             # size of /dev/shm
+        disk: 2TB               # free, where models and checkpoints go
+        nvlink: true            # left out: as the card usually comes
+        time_limit: 7-00:00:00  # as Slurm writes it
+      - gpu: T4
+        gpus_per_node: 6
+
+Only `gpu` is needed in a group. What is left out is assumed by the planner, which says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
+from tightfit.core.suggest import did_you_mean
+from tightfit.core.units import GIB, parse_bytes, render_bytes
+from tightfit.hardware.catalogue import match_gpu
+from tightfit.hardware.link_speed import parse_link_speed
+from tightfit.hardware.time_limit import parse_time_limit
+from tightfit.hardware.types import Cluster, Node, NodeGroup
+from tightfit.hardware.words import MAX_COUNT, ambiguity_warnings
+
+MAX_FILE_BYTES = 1024**2
+MAX_GROUPS = 1_000
+MAX_CORES = 16_384
+_LARGEST_BYTES = 1024**6
+_REMEDY = (
+    "write it like `groups: [{gpu: T4, gpus_per_node: 4, nodes: 2}]`"
+    "    (docs/cluster-file.example.yaml has every key)"
+)
+
+_CLUSTER_KEYS = ("network", "groups")
+_GROUP_KEYS = (
+    "name",
+    "gpu",
+    "gpus_per_node",
+    "nodes",
+    "ram",
+    "cores",
+    "shm",
+    "disk",
+    "nvlink",
+    "time_limit",
+)
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """SafeLoader that keeps scalars as text, and refuses repeated keys and aliases.
+
+    Text, because YAML 1.1 reads 12:00:00 as the number 43200. No aliases, because
+    merged aliases grow exponentially and a cluster needs none.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be a word", problem_mark=key.start_mark
+                )
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key `{key.value[:40]}` is there twice",
+                    problem_mark=key.start_mark,
+                )
+            seen.add(key.value)
+        return {
+            self.construct_scalar(key): self.construct_object(value, deep=True)
+            for key, value in node.value
+        }
+
+
+_PlainLoader.yaml_implicit_resolvers = {}
+
+
+def _construct_mapping(loader: _PlainLoader, node: Any) -> dict[Any, Any]:
+    return loader.construct_mapping(node)
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def read_cluster_file(path: Path) -> Cluster:
+    """Read and check a cluster YAML."""
+    return parse_cluster(_read_text(path), name=str(path))
+
+
+def parse_cluster(text: str, *, name: str) -> Cluster:
+    """The cluster that the YAML text describes; `name` stands in messages."""
+    document = _load(text, name)
+    if document is None:
+        raise InvalidInputError(f"{name} is empty.", remedy=_REMEDY)
+    top = _mapping(document, name, _CLUSTER_KEYS, path="")
+    groups = top.get("groups")
+    if not isinstance(groups, list) or not groups:
+        raise _fault(name, "groups", "must be a list of at least one group")
+    if len(groups) > MAX_GROUPS:
+        raise _fault(name, "groups", f"has {len(groups)} groups; at most {MAX_GROUPS} make sense")
+    parsed = [_group(entry, name, f"groups[{index}]") for index, entry in enumerate(groups)]
+    _refuse_repeated_names([group.name for group, _ in parsed], name)
+    network = _optional(top, "network", name, path="", parse=parse_link_speed)
+    return Cluster(
+        groups=tuple(group for group, _ in parsed),
+        network_bytes_per_second=network,
+        source=name,
+        warnings=tuple(dict.fromkeys(warning for _, notes in parsed for warning in notes)),
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError as fault:
+        near = did_you_mean(path.name, _yaml_names(path.parent))
+        raise NotFoundError(
+            f"There is no file {path}.{near}", remedy="give the path of a cluster YAML"
+        ) from fault
+    except (OSError, ValueError) as fault:
+        reason = getattr(fault, "strerror", None) or fault
+        raise InvalidInputError(f"Cannot read {path}: {reason}.", remedy=_REMEDY) from fault
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidInputError(f"{path} is larger than 1 MiB.", remedy=_REMEDY)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise InvalidInputError(f"{path} is not UTF-8 text.", remedy=_REMEDY) from fault
+
+
+def _yaml_names(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return []
+
+
+def _load(text: str, name: str) -> object:
+    try:
+        return yaml.load(text, Loader=_PlainLoader)
+    except yaml.MarkedYAMLError as fault:
+        mark = fault.problem_mark or fault.context_mark
+        where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
+        what = (fault.problem or "not YAML").strip()[:200]
+        raise InvalidInputError(f"{where}: {what}.", remedy=_REMEDY) from fault
+    except RecursionError as fault:
+        raise InvalidInputError(f"{name} is nested too deeply.", remedy=_REMEDY) from fault
+    except (yaml.YAMLError, ValueError) as fault:
+        raise InvalidInputError(
+            f"{name} is not YAML: {str(fault)[:200]}.", remedy=_REMEDY
+        ) from fault
+
+
+def _group(entry: object, name: str, path: str) -> tuple[NodeGroup, list[str]]:
+    keys = _mapping(entry, name, _GROUP_KEYS, path=path)
+    if "gpu" not in keys:
+        raise _fault(name, f"{path}.gpu", "is missing")
+    word = _text(keys["gpu"], name, f"{path}.gpu")
+    match = _within(name, f"{path}.gpu", lambda: match_gpu(word))
+    limit = _optional(keys, "time_limit", name, path=path, parse=parse_time_limit)
+    node = Node(
+        gpu=match.gpu,
+        num_gpus=_optional(keys, "gpus_per_node", name, path=path, parse=_count(MAX_COUNT)) or 1,
+        host_memory_bytes=_optional(keys, "ram", name, path=path, parse=_size),
+        num_cores=_optional(keys, "cores", name, path=path, parse=_count(MAX_CORES)),
+        shm_bytes=_optional(keys, "shm", name, path=path, parse=_small_size),
+        disk_bytes=_optional(keys, "disk", name, path=path, parse=_size),
+        has_nvlink=_optional(keys, "nvlink", name, path=path, parse=_switch),
+    )
+    group = NodeGroup(
+        name=_optional(keys, "name", name, path=path, parse=_name) or word,
+        node=node,
+        num_nodes=_optional(keys, "nodes", name, path=path, parse=_count(MAX_COUNT)) or 1,
+        max_seconds=limit,
+    )
+    if node.has_nvlink and node.gpu.nvlink_bytes_per_second is None:
+        raise _fault(name, f"{path}.nvlink", f"is true, but {node.gpu.name} has no NVLink")
+    return group, ambiguity_warnings(word, match)
+
+
+def _mapping(value: object, name: str, known: tuple[str, ...], *, path: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise _fault(name, path or "the file", f"must be keys and values, not {_kind(value)}")
+    for key in value:
+        if key not in known:
+            where = f"{path}.{key}" if path else str(key)
+            shown = where if len(where) <= 80 else where[:77] + "..."
+            raise InvalidInputError(
+                f"{name}: unknown key `{shown}`.{did_you_mean(str(key)[:60], known)}",
+                remedy=_REMEDY,
+            )
+    return value
+
+
+def _optional(
+    keys: dict[str, object],
+    key: str,
+    name: str,
+    *,
+    path: str,
+    parse: Callable[[str], Any],
+) -> Any:
+    if key not in keys:
+        return None
+    where = f"{path}.{key}" if path else key
+    text = _text(keys[key], name, where)
+    return _within(name, where, lambda: parse(text))
+
+
+def _text(value: object, name: str, path: str) -> str:
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    raise _fault(name, path, f"must be one value, not {_kind(value)}")
+
+
+def _within(name: str, path: str, parse: Callable[[], Any]) -> Any:
+    """Run a parser and say in which key of which file it failed."""
+    try:
+        return parse()
+    except UserError as fault:
+        raise type(fault)(f"{name}: {path}: {fault.problem}", remedy=fault.remedy) from fault
+
+
+def _count(largest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
+        if not 1 <= number <= largest:
+            raise InvalidInputError(
+                f"`{text[:40]}` must be a whole number from 1 to {largest}.", remedy=_REMEDY
+            )
+        return number
+
+    return parse
+
+
+def _size(text: str) -> int:
+    return _size_of_at_least(text, GIB)
+
+
+def _small_size(text: str) -> int:
+    return _size_of_at_least(text, 1024**2)
+
+
+def _size_of_at_least(text: str, smallest: int) -> int:
+    # A long run of digits overflows a float; no honest size has one.
+    size = parse_bytes(text) if len(text) <= 40 else 0
+    if not smallest <= size <= _LARGEST_BYTES:
+        raise InvalidInputError(
+            f"`{text[:40]}` is {render_bytes(size)}, which no node has.",
+            remedy="write it with its unit, like 384GiB",
+        )
+    return size
+
+
+def _switch(text: str) -> bool:
+    if text.casefold() not in ("true", "false", "yes", "no"):
+        raise InvalidInputError(f"`{text[:40]}` must be true or false.", remedy=_REMEDY)
+    return text.casefold() in ("true", "yes")
+
+
+def _name(text: str) -> str:
+    if len(text) > 100:
+        raise InvalidInputError("a name has at most 100 characters.", remedy=_REMEDY)
+    return text
+
+
+def _refuse_repeated_names(names: Iterable[str], name: str) -> None:
+    seen: set[str] = set()
+    for group in names:
+        if group in seen:
+            raise _fault(name, "groups", f"has two groups called `{group}`; give each a `name`")
+        seen.add(group)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, dict):
+        return "keys and values"
+    return "nothing" if value is None or value == "" else "text"
+
+
+def _fault(name: str, path: str, what: str) -> InvalidInputError:
+    return InvalidInputError(f"{name}: {path} {what}.", remedy=_REMEDY)

@@ -1,0 +1,59 @@
+"""Run a cluster's own command for a bounded time, and turn its failure into one message."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+
+from tightfit.core.errors import EnvironmentFaultError
+
+RunCommand = Callable[[Sequence[str], float], str]
+"""Arguments and seconds in, standard output out. Tests put recorded outputs in its place."""
+
+_REFORMATTING = ("SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT", "SLURM_JSON", "SLURM_YAML")
+
+
+def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
+    """Standard output of the command, or an EnvironmentFaultError that says what went wrong."""
+    command = arguments[0]
+    # A user's SINFO_FORMAT or a translated locale would change what is printed.
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(_REFORMATTING)
+    }
+    environment["LC_ALL"] = "C"
+    try:
+        done = subprocess.run(
+            list(arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_seconds,
+            env=environment,
+            check=False,
+        )
+    except FileNotFoundError as fault:
+        raise EnvironmentFaultError(
+            f"The command `{command}` is not on this machine.",
+            remedy="run this where it is installed, or say the hardware in words: --on 4xV100-32GB",
+        ) from fault
+    except subprocess.TimeoutExpired as fault:
+        raise EnvironmentFaultError(
+            f"`{command}` gave no answer in {timeout_seconds:.0f} s.",
+            remedy="see whether the cluster is up, or say the hardware in words: --on 4xV100-32GB",
+        ) from fault
+    except OSError as fault:
+        raise EnvironmentFaultError(
+            f"`{command}` does not start: {fault.strerror or fault}.",
+            remedy="run it by hand to see why, or say the hardware in words: --on 4xV100-32GB",
+        ) from fault
+    if done.returncode != 0:
+        raise EnvironmentFaultError(
+            f"`{command}` failed: {_last_line(done.stderr) or f'exit code {done.returncode}'}",
+            remedy=f"run by hand: {' '.join(arguments)}",
+        )
+    return done.stdout.decode("utf-8", "replace")
+
+
+def _last_line(stream: bytes) -> str:
+    lines = stream.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else ""

@@ -1,0 +1,112 @@
+"""Gpu, Link, Node, NodeGroup, Cluster: what hardware is, whoever found it."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from tightfit.core.dtypes import Dtype
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Price(_Frozen):
+    """What one GPU costs per hour at one place, on demand."""
+
+    cloud: str
+    usd_per_gpu_hour: PositiveFloat
+    """The median over that cloud's offers."""
+    usd_per_gpu_hour_min: PositiveFloat | None = None
+    usd_per_gpu_hour_spot: PositiveFloat | None = None
+    includes_host: bool = True
+    """False where the machine around the GPU is billed apart."""
+    date: str
+    source: str
+
+
+class Gpu(_Frozen):
+    """One GPU model. Rates are the vendor's dense peaks unless measured."""
+
+    name: str
+    marketing_gb: PositiveFloat
+    memory_bytes: PositiveInt
+    """What torch can see: the smallest total that was reported for this card."""
+    compute_capability: tuple[int, int] | None
+    """None for cards that are not NVIDIA's."""
+    peak_flops: dict[str, float]
+    """By `fp32`, `tf32`, `fp16`, `bf16`, `fp8`; a missing key means the card has no such units."""
+    memory_bytes_per_second: PositiveFloat
+    nvlink_bytes_per_second: PositiveFloat | None = None
+    """One direction, all links together. None: PCIe only."""
+    nvlink_needs_bridge: bool = False
+    """A pair of cards needs a bridge bought apart: counted only where a node says it has one."""
+    pcie_bytes_per_second: PositiveFloat
+    """One direction, on paper."""
+    supports_bf16: bool
+    achievable_bf16_flops: PositiveFloat | None = None
+    """The best matrix multiplication that was measured, where someone did."""
+    tdp_watts: PositiveFloat | None = None
+    prices: tuple[Price, ...] = ()
+    source: str
+    notes: str = ""
+
+    @property
+    def vendor(self) -> str:
+        return "nvidia" if self.compute_capability is not None else "amd"
+
+    def flops(self, dtype: Dtype) -> float:
+        """Dense peak for arithmetic in `dtype`; fp32 where the card has no faster units for it."""
+        return self.peak_flops.get(dtype.value, self.peak_flops["fp32"])
+
+
+class Node(_Frozen):
+    """One machine with identical GPUs. A None was not stated and is assumed by the planner."""
+
+    gpu: Gpu
+    num_gpus: PositiveInt
+    host_memory_bytes: PositiveInt | None = None
+    num_cores: PositiveInt | None = None
+    shm_bytes: PositiveInt | None = None
+    disk_bytes: PositiveInt | None = None
+    free_gpu_memory_bytes: PositiveInt | None = None
+    """Measured free memory of the fullest GPU, where a probe saw it."""
+    has_nvlink: bool | None = None
+    """None: as the GPU model usually comes."""
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        """GPU to GPU inside the node, one direction."""
+        usual = not self.gpu.nvlink_needs_bridge
+        wants_nvlink = self.has_nvlink if self.has_nvlink is not None else usual
+        if wants_nvlink and self.gpu.nvlink_bytes_per_second is not None:
+            return self.gpu.nvlink_bytes_per_second
+        return self.gpu.pcie_bytes_per_second
+
+
+class NodeGroup(_Frozen):
+    """Identical nodes under one name: a partition, a node pool, or a phrase like `2n x 4xA100`."""
+
+    name: str
+    node: Node
+    num_nodes: PositiveInt
+    num_free_nodes: int | None = None
+    max_seconds: NonNegativeFloat | None = None
+    """Time limit of the partition."""
+    num_free_gpus: int | None = None
+    """GPUs no job holds, on nodes that take jobs, where a probe saw it."""
+
+
+class Cluster(_Frozen):
+    """Groups of nodes; jobs run inside one group."""
+
+    groups: tuple[NodeGroup, ...]
+    network_bytes_per_second: PositiveFloat | None = None
+    """Between nodes, one direction. None was not stated."""
+    source: str
+    """`words`, `here`, `slurm`, `k8s` or a file name."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(group.num_nodes * group.node.num_gpus for group in self.groups)

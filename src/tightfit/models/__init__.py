@@ -1,0 +1,1 @@
+"""Architectures: from a name, folder or file to a ModelSpec with exact counts."""

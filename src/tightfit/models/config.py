@@ -1,0 +1,123 @@
+"""From a `config.json`, whatever is in it, to a ModelSpec or one error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import InvalidInputError
+from tightfit.models.families.registry import reader_for
+from tightfit.models.fields import Fields, shown
+from tightfit.models.spec import ModelSpec
+
+MAX_CONFIG_BYTES = 64 * 1024**2
+"""The largest public config.json (with label lists) is below 1 MiB."""
+
+_DTYPES = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
+
+
+def read_config(config: object, *, name: str, source: str) -> ModelSpec:
+    """Read parsed JSON. Raises only UserError, whatever `config` is."""
+    if not isinstance(config, Mapping):
+        raise InvalidInputError(
+            f"{source} holds {shown(config)}, not a model's config.",
+            remedy="name a config.json that starts with { and has a `model_type`",
+        )
+    outer = Fields(config, name=_clean(name), source=_clean(source))
+    inner = _text_part(outer)
+    model_type = inner.text("model_type", default="") or outer.text("model_type", default="")
+    dtype = _stored_dtype(inner) or _stored_dtype(outer)
+    is_quantized = _warn_if_quantized(outer)
+    try:
+        spec = reader_for(model_type)(inner)
+    except ValidationError as fault:
+        raise InvalidInputError(
+            f"{source}: {fault.errors()[0]['loc']}: {fault.errors()[0]['msg']}.",
+            remedy="correct the config, or name a model that `tightfit models` lists",
+        ) from fault
+    return spec.model_copy(
+        update={
+            "model_type": model_type or spec.model_type,
+            "warnings": tuple(dict.fromkeys(outer.warnings)),
+            "stored_dtype": None if is_quantized else dtype,
+        }
+    )
+
+
+def read_config_file(path: Path, *, name: str) -> ModelSpec:
+    """Read a config.json on disk."""
+    return read_config(parse_json(_read_bytes(path), source=str(path)), name=name, source=str(path))
+
+
+def parse_json(data: bytes, *, source: str) -> object:
+    """JSON as Python values; malformed, cut short or absurdly deep is one error."""
+    try:
+        return json.loads(data)
+    except RecursionError as fault:
+        raise _not_json(source, "it is nested too deeply") from fault
+    except ValueError as fault:  # malformed, not UTF-8, or an integer of thousands of digits
+        raise _not_json(source, str(fault)[:120]) from fault
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_CONFIG_BYTES + 1)
+    except OSError as fault:
+        raise InvalidInputError(
+            f"Cannot read {path}: {fault.strerror or fault}.",
+            remedy="check that the file exists and that you may read it",
+        ) from fault
+    if len(data) > MAX_CONFIG_BYTES:
+        raise InvalidInputError(
+            f"{path} is larger than any model's config.", remedy="name the model's config.json"
+        )
+    return data
+
+
+def _not_json(source: str, why: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{source} is not valid JSON: {why}.", remedy="fetch the file again, or correct it by hand"
+    )
+
+
+def _text_part(outer: Fields) -> Fields:
+    """A multimodal config keeps the language model's numbers one level down."""
+    for key in ("text_config", "language_config", "llm_config"):
+        inner = outer.part(key)
+        if inner is not None and not outer.has("num_hidden_layers", "n_layer", "num_layers"):
+            outer.warnings.append("Only the language model is counted, not vision or audio parts.")
+            return inner.with_fallback(outer, "tie_word_embeddings")
+    return outer
+
+
+def _stored_dtype(f: Fields) -> Dtype | None:
+    for key in ("dtype", "torch_dtype"):
+        if f.has(key):
+            return _DTYPES.get(f.text(key, default="").removeprefix("torch."))
+    return None
+
+
+def _warn_if_quantized(f: Fields) -> bool:
+    part = f.part("quantization_config")
+    if part is None:
+        return False
+    method = part.text("quant_method", default="an unnamed method")
+    bits = part.optional_size("bits", most=64)
+    for key, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
+        if part.flag(key, default=False):
+            bits = width
+    f.warnings.append(
+        f"The checkpoint is quantized ({method}{f', {bits} bits' if bits else ''}); "
+        "the counts are those of the unpacked weights."
+    )
+    return True
+
+
+def _clean(text: str) -> str:
+    """Names from argv may hold undecodable bytes, which no JSON file can keep."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,120 @@
+"""Qwen: the first generation, 2 and 2.5, 3 and 3-MoE."""
+
+from __future__ import annotations
+
+from tightfit.models.families.parts import (
+    Stem,
+    count_sliding,
+    decoder,
+    expert_linears,
+    fused_attention,
+    gated_mlp,
+    linear,
+    read_experts,
+    read_stem,
+    split_attention,
+)
+from tightfit.models.fields import MAX_COUNT, MAX_INNER_WIDTH, MAX_LAYERS, Fields
+from tightfit.models.spec import Block, ModelSpec, Role
+
+
+def read_qwen(f: Fields) -> ModelSpec:
+    """The first Qwen: `intermediate_size` counts gate and up together. Code on the hub only."""
+    f.need(("intermediate_size",))
+    doubled = f.size("intermediate_size", most=MAX_INNER_WIDTH)
+    stem = read_stem(f, inner=f.quotient(doubled, 2, "`intermediate_size` holds gate and up"))
+    bias = not f.flag("no_bias", default=True)
+    linears = (
+        *fused_attention(stem, names=("c_attn", "c_proj"), bias=True, out_bias=bias),
+        linear("w1", stem.hidden, stem.inner, Role.MLP, bias=bias),
+        linear("w2", stem.hidden, stem.inner, Role.MLP, bias=bias),
+        linear("c_proj", stem.inner, stem.hidden, Role.MLP, bias=bias),
+    )
+    return ModelSpec(
+        **stem.numbers(),
+        model_type="qwen",
+        blocks=(decoder(stem, linears),),
+        tie_embeddings=f.flag("tie_word_embeddings", default=False),
+        outer_params=stem.hidden,
+    )
+
+
+def read_qwen2(f: Fields) -> ModelSpec:
+    """Qwen 2 and 2.5: biases on query, key and value alone."""
+    stem = read_stem(f)
+    linears = split_attention(stem, bias=True, out_bias=False) + gated_mlp(stem)
+    window, sliding = _late_window(f, stem)
+    return ModelSpec(
+        **stem.numbers(),
+        model_type="qwen2",
+        blocks=(decoder(stem, linears),),
+        tie_embeddings=f.flag("tie_word_embeddings", default=False),
+        outer_params=stem.hidden,
+        sliding_window=window,
+        num_sliding_layers=sliding,
+    )
+
+
+def read_qwen3(f: Fields) -> ModelSpec:
+    """Qwen 3: a norm over each query and key head; `head_dim` stands apart."""
+    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=128))
+    linears = split_attention(stem, bias=f.flag("attention_bias", default=False)) + gated_mlp(stem)
+    window, sliding = _late_window(f, stem)
+    return ModelSpec(
+        **stem.numbers(),
+        model_type="qwen3",
+        blocks=(decoder(stem, linears, head_norm_params=2 * stem.head_dim),),
+        tie_embeddings=f.flag("tie_word_embeddings", default=False),
+        outer_params=stem.hidden,
+        sliding_window=window,
+        num_sliding_layers=sliding,
+    )
+
+
+def read_qwen3_moe(f: Fields) -> ModelSpec:
+    """Qwen 3 with experts on every layer, or on those the config picks."""
+    stem = read_stem(f)
+    inner = f.size_or_default("moe_intermediate_size", default=768, most=MAX_INNER_WIDTH)
+    experts = read_experts(f, inner=inner, count_default=128, per_token_default=8)
+    attention = split_attention(stem, bias=f.flag("attention_bias", default=False))
+    num_dense = _num_dense_layers(f, stem.layers)
+
+    def block(num_layers: int, *, sparse: bool) -> Block:
+        mlp = expert_linears(stem, experts, router="gate") if sparse else gated_mlp(stem)
+        return Block(
+            kind="decoder",
+            num_layers=num_layers,
+            linears=attention + mlp,
+            norm_widths=(stem.hidden, stem.hidden),
+            head_norm_params=2 * stem.head_dim,
+        )
+
+    counts = ((num_dense, False), (stem.layers - num_dense, True))
+    used = f.flag("use_sliding_window", default=False)
+    window = f.window("sliding_window", default=4096) if used else None
+    return ModelSpec(
+        **stem.numbers() | {"intermediate_size": inner},
+        model_type="qwen3_moe",
+        blocks=tuple(block(count, sparse=sparse) for count, sparse in counts if count),
+        tie_embeddings=f.flag("tie_word_embeddings", default=False),
+        outer_params=stem.hidden,
+        sliding_window=window,
+        num_sliding_layers=stem.layers if window else 0,
+    )
+
+
+def _num_dense_layers(f: Fields, layers: int) -> int:
+    """Layers with a plain MLP: those listed, and those off the sparse step."""
+    step = f.optional_size("decoder_sparse_step", most=MAX_LAYERS) or 1
+    listed = {index for index in f.numbers("mlp_only_layers") if 0 <= index < layers}
+    return sum(index in listed or (index + 1) % step != 0 for index in range(layers))
+
+
+def _late_window(f: Fields, stem: Stem) -> tuple[int | None, int]:
+    """The window, if used, covers the layers from `max_window_layers` on."""
+    if not f.flag("use_sliding_window", default=False):
+        return None, 0
+    window = f.window("sliding_window", default=4096)
+    first = f.optional_size("max_window_layers", most=MAX_COUNT) or 0
+    late = max(0, stem.layers - first) if window else 0
+    return window, count_sliding(f, layers=stem.layers, otherwise=late)

@@ -1,0 +1,55 @@
+"""T5 and mT5: an encoder and a decoder with cross-attention."""
+
+from __future__ import annotations
+
+from tightfit.models.families.parts import Stem, linear, read_stem
+from tightfit.models.fields import MAX_COUNT, MAX_LAYERS, Fields
+from tightfit.models.spec import Block, Linear, ModelSpec, Role
+
+
+def read_t5(f: Fields) -> ModelSpec:
+    """T5, T5 1.1, Flan-T5, mT5: one relative-position table in each stack."""
+    f.need(("d_model",), ("d_kv",), ("d_ff",), ("num_layers",), ("num_heads",), ("vocab_size",))
+    stem = read_stem(f, head_dim=f.size("d_kv"))
+    activation = f.text("feed_forward_proj", default="relu")
+    gated = activation.startswith("gated")
+    mlp = _mlp(stem, gated=gated)
+    own, crossed = _attention(stem, Role.ATTENTION), _attention(stem, Role.CROSS_ATTENTION)
+    encoder = Block(
+        kind="encoder",
+        num_layers=stem.layers,
+        linears=own + mlp,
+        norm_widths=(stem.hidden,) * 2,
+    )
+    decoder = Block(
+        kind="decoder",
+        num_layers=f.optional_size("num_decoder_layers", most=MAX_LAYERS) or stem.layers,
+        linears=own + crossed + mlp,
+        norm_widths=(stem.hidden,) * 3,
+    )
+    buckets = f.optional_size("relative_attention_num_buckets", most=MAX_COUNT) or 32
+    return ModelSpec(
+        **stem.numbers(),
+        model_type="t5",
+        blocks=(encoder, decoder),
+        is_gated_mlp=gated,
+        tie_embeddings=f.flag("tie_word_embeddings", default=True),
+        position_params=2 * buckets * stem.heads,
+        outer_params=2 * stem.hidden,
+    )
+
+
+def _attention(stem: Stem, role: Role) -> tuple[Linear, ...]:
+    wide, narrow = stem.query_width, stem.hidden
+    return (
+        linear("q", narrow, wide, role),
+        linear("k", narrow, wide, role),
+        linear("v", narrow, wide, role),
+        linear("o", wide, narrow, role),
+    )
+
+
+def _mlp(stem: Stem, *, gated: bool) -> tuple[Linear, ...]:
+    names = ("wi_0", "wi_1") if gated else ("wi",)
+    ups = tuple(linear(name, stem.hidden, stem.inner, Role.MLP) for name in names)
+    return (*ups, linear("wo", stem.inner, stem.hidden, Role.MLP))

@@ -1,0 +1,177 @@
+"""ModelSpec: the architecture of one model, as the list of its parts."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+
+from tightfit.core.dtypes import Dtype
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Role(str, Enum):
+    """What a linear layer works for; activations and LoRA targets depend on it."""
+
+    ATTENTION = "attention"
+    CROSS_ATTENTION = "cross_attention"
+    MLP = "mlp"
+    EXPERT = "expert"
+    ROUTER = "router"
+
+
+class Linear(_Frozen):
+    """One matrix of a layer, under the name that the real module has."""
+
+    name: str
+    """The last part of the module's name: `q_proj`, `query_key_value`, `down_proj`."""
+    in_features: PositiveInt
+    out_features: PositiveInt
+    bias: bool = False
+    role: Role
+    copies: PositiveInt = 1
+    """Experts: how many of this matrix one layer holds."""
+    copies_per_token: PositiveInt = 1
+    """Experts: how many of them one token passes through."""
+    is_module: bool = True
+    """False where the library keeps it as a bare 3-D parameter, which LoRA does not find."""
+
+    @property
+    def num_params(self) -> int:
+        return self.copies * self.out_features * (self.in_features + self.bias)
+
+
+class Block(_Frozen):
+    """A run of identical layers."""
+
+    kind: str
+    """`decoder` or `encoder`."""
+    num_layers: PositiveInt
+    linears: tuple[Linear, ...]
+    norm_widths: tuple[PositiveInt, ...]
+    """Width of each norm over the hidden stream in one layer, in order."""
+    norm_bias: bool = False
+    head_norm_params: NonNegativeInt = 0
+    """Elements of norms over single heads (query/key norm)."""
+    extra_params: NonNegativeInt = 0
+    """Anything else in one layer: attention sinks, expert biases, ..."""
+
+    @property
+    def norm_params(self) -> int:
+        return sum(self.norm_widths) * (2 if self.norm_bias else 1) + self.head_norm_params
+
+    @property
+    def layer_params(self) -> int:
+        return sum(part.num_params for part in self.linears) + self.norm_params + self.extra_params
+
+    @property
+    def num_params(self) -> int:
+        return self.num_layers * self.layer_params
+
+
+class ModelSpec(_Frozen):
+    """Architecture of one model. Holds no weights and needs no network."""
+
+    name: str
+    model_type: str
+    source: str
+    """Where the numbers came from: a config.json path, or `catalogue:<row>`."""
+    warnings: tuple[str, ...] = ()
+    """What was assumed because the config does not say, or the family is not known."""
+
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    """Equal to `num_heads` for MHA, 1 for MQA, in between for GQA."""
+    head_dim: PositiveInt
+    """Read, never derived: some models set it apart from `hidden_size / num_heads`."""
+    intermediate_size: PositiveInt
+    """Width inside the MLP, of one expert where there are experts."""
+    blocks: tuple[Block, ...]
+
+    is_rms_norm: bool = True
+    is_gated_mlp: bool = True
+    activation: str = "silu"
+    """As the config names it; some are composed of several ops, each of which keeps a tensor."""
+    is_parallel_residual: bool = False
+    """Attention and MLP read the same input (GPT-NeoX, Falcon, Phi, CodeGen)."""
+    tie_embeddings: bool
+    """The lm_head is the embedding matrix: one copy of memory, one gradient."""
+    lm_head_bias: bool = False
+    embedding_width: PositiveInt | None = None
+    """Where the token embedding is narrower than the hidden stream and projected (OPT-350m)."""
+    position_params: NonNegativeInt = 0
+    """Learned position embeddings, or relative-position tables."""
+    outer_params: NonNegativeInt = 0
+    """Outside blocks, embeddings and head: final norms, embedding norms."""
+    max_positions: PositiveInt | None = None
+    sliding_window: PositiveInt | None = None
+    num_sliding_layers: NonNegativeInt = 0
+    has_logit_softcap: bool = False
+    has_attention_softcap: bool = False
+    stored_dtype: Dtype | None = None
+    """What the checkpoint's config says its weights are in."""
+    file_bytes: NonNegativeInt | None = None
+    """Size of the weights on disk, where the weights are there to be measured."""
+
+    @property
+    def num_layers(self) -> int:
+        return sum(block.num_layers for block in self.blocks)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return any(block.kind == "encoder" for block in self.blocks)
+
+    @property
+    def embedding_params(self) -> int:
+        return self.vocab_size * (self.embedding_width or self.hidden_size)
+
+    @property
+    def lm_head_params(self) -> int:
+        """Parameters of the head that are not already counted in the embedding."""
+        bias = self.vocab_size if self.lm_head_bias else 0
+        return bias + (0 if self.tie_embeddings else self.embedding_params)
+
+    @property
+    def num_params(self) -> int:
+        """Every parameter once; a tied head is not counted again."""
+        return (
+            self.embedding_params
+            + self.lm_head_params
+            + self.position_params
+            + self.outer_params
+            + sum(block.num_params for block in self.blocks)
+        )
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters one token passes through: the chosen experts only."""
+        idle = sum(
+            block.num_layers
+            * sum(
+                (part.copies - part.copies_per_token) * part.num_params // part.copies
+                for part in block.linears
+            )
+            for block in self.blocks
+        )
+        return self.num_params - idle
+
+    @property
+    def linear_params(self) -> int:
+        """Weights of the linear layers inside the blocks: what 4- and 8-bit loading packs."""
+        return sum(
+            block.num_layers
+            * sum(p.copies * p.in_features * p.out_features for p in block.linears if p.is_module)
+            for block in self.blocks
+        )
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Names LoRA can target, in order of appearance."""
+        return tuple(
+            dict.fromkeys(p.name for b in self.blocks for p in b.linears if p.is_module)
+        )

@@ -1,0 +1,1 @@
+"""The strategy space, the search, the Plan and its explanation."""

@@ -1,0 +1,65 @@
+"""Plan: the one contract between planning and everything that runs."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+
+from tightfit.core.strategy import Strategy
+from tightfit.core.workload import DataProfile
+from tightfit.estimate.result import Estimate
+from tightfit.hardware.types import Node
+from tightfit.models.spec import ModelSpec
+
+SCHEMA_VERSION = 1
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PlanHardware(_Frozen):
+    """The slice of the cluster that the plan runs on."""
+
+    group: str
+    node: Node
+    num_nodes: PositiveInt
+    network_bytes_per_second: NonNegativeFloat | None = None
+    source: str
+
+
+class Cost(_Frozen):
+    """Rent of the hardware for one run, at the catalogue's price."""
+
+    usd_per_hour: NonNegativeFloat
+    usd_per_run: NonNegativeFloat | None
+    """None where the run's length is not known (no dataset given)."""
+    source: str
+
+
+class Plan(_Frozen):
+    """How one job will run, and what it is predicted to need. Later verbs read this, not flags."""
+
+    schema_version: int = SCHEMA_VERSION
+    tightfit_version: str
+    model: ModelSpec
+    strategy: Strategy
+    hardware: PlanHardware
+    data: DataProfile | None
+    num_epochs: NonNegativeFloat
+    effective_batch: PositiveInt
+    """Sequences per optimizer step over all ranks."""
+    estimate: Estimate
+    cost: Cost | None
+    why: tuple[str, ...]
+    """The levers pulled and what each brings, in plain words."""
+
+
+class Exclusion(_Frozen):
+    """Strategies that were left out, and the one reason they share."""
+
+    rule: str
+    reason: str
+    num_strategies: PositiveInt
+    example: str
+    """One of them, described in a few words."""
+    link: str = ""

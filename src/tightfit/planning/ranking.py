@@ -1,0 +1,95 @@
+"""Which of two strategies is better: it fits, then it is faster, then it asks for less trouble."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.core.strategy import Attention, Offload, Optimizer, Strategy
+from tightfit.estimate.result import Estimate, Verdict
+from tightfit.planning.request import name_method
+from tightfit.planning.space import Layout
+
+METHOD_HANDICAPS = {"lora": 1.0, "full": 1.25, "qlora": 1.5, "lora-int8": 1.5, "lora-gptq4": 1.5}
+"""How much faster than 16-bit LoRA a method must be before `auto` puts it first.
+
+Quantized base weights cost quality (and time to merge); full tuning costs a whole
+model per run. These are a policy, not a measurement: `docs/decisions/0002-search.md`.
+"""
+_VERDICT_ORDER = {Verdict.FITS: 0, Verdict.TIGHT: 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A legal strategy with its estimate."""
+
+    layout: Layout
+    strategy: Strategy
+    estimate: Estimate
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """Two candidates of one family are the same idea with other details."""
+        s = self.strategy
+        where = (self.layout.group.name, s.num_nodes, s.gpus_per_node)
+        return (*where, name_method(s), s.sharding, s.offload)
+
+
+def measure_seconds(estimate: Estimate) -> float:
+    """Seconds per epoch where the data is known, else per million real tokens."""
+    if estimate.time.seconds_per_epoch is not None:
+        return estimate.time.seconds_per_epoch
+    speed = estimate.time.tokens_per_second
+    return 1e6 / speed if speed > 0 else float("inf")
+
+
+def handicap_of(strategy: Strategy) -> float:
+    """How much speed each lever must bring to be worth its trouble.
+
+    A compiled model takes minutes to warm up; 8-bit state costs some quality;
+    DeepSpeed and flash-attn are one more package; offload ties up host memory.
+    """
+    s = strategy
+    handicap = 1.0
+    handicap *= 1.05 if s.compile else 1.0
+    handicap *= 1.01 if s.attention is Attention.FLASH else 1.0
+    handicap *= 1.03 if s.sharding.is_zero else 1.01 if s.sharding.is_fsdp else 1.0
+    handicap *= 1.02 if s.offload is not Offload.NONE else 1.0
+    handicap *= 1.02 if s.num_nodes > 1 else 1.0
+    if s.optimizer is Optimizer.ADAMW_PAGED_8BIT:
+        handicap *= 1.08
+    elif s.optimizer is Optimizer.ADAMW_8BIT:
+        handicap *= 1.05
+    elif s.optimizer is Optimizer.ADAFACTOR:
+        handicap *= 1.25
+    return handicap
+
+
+def count_levers(strategy: Strategy) -> int:
+    """How many things are not plain: ties go to the simpler strategy."""
+    s = strategy
+    unusual = (
+        s.checkpointing,
+        s.compile,
+        s.packing,
+        s.fused_kernels,
+        s.sharding.shards_optimizer,
+        s.offload is not Offload.NONE,
+        s.optimizer is not Optimizer.ADAMW,
+        s.num_nodes > 1,
+    )
+    return sum(unusual)
+
+
+def rank(candidate: Candidate) -> tuple[float, ...]:
+    """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity."""
+    estimate = candidate.estimate
+    handicap = handicap_of(candidate.strategy) * METHOD_HANDICAPS.get(
+        name_method(candidate.strategy), 1.0
+    )
+    return (
+        _VERDICT_ORDER.get(estimate.verdict, 2),
+        # Three digits: a closer race is decided by headroom and simplicity.
+        float(f"{measure_seconds(estimate) * handicap:.3g}"),
+        estimate.gpu.peak_reserved_bytes / max(1, estimate.gpu.capacity_bytes),
+        count_levers(candidate.strategy),
+    )

@@ -1,0 +1,119 @@
+"""JobRequest: what a user wants planned, before any choice is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from pydantic import ValidationError
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import UsageError
+from tightfit.core.strategy import Method, Strategy
+from tightfit.core.suggest import did_you_mean
+from tightfit.core.workload import DataProfile
+from tightfit.models.spec import ModelSpec
+from tightfit.planning.rules import check_lora_targets
+
+METHODS = ("auto", "full", "lora", "qlora")
+DEFAULT_EFFECTIVE_BATCH = 16
+"""Sequences per optimizer step: what QLoRA and most open recipes use for instruction tuning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """A job in the user's words. What is not fixed here is searched."""
+
+    spec: ModelSpec
+    method: str = "auto"
+    """`auto`, `full`, `lora` (16-bit base weights) or `qlora` (nf4 base weights)."""
+    seq_len: int | None = None
+    """None: the profile's, or the Strategy's default, cut to what the model can take."""
+    effective_batch: int = DEFAULT_EFFECTIVE_BATCH
+    num_epochs: float = 1.0
+    profile: DataProfile | None = None
+    fixed: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    """Strategy fields the user has decided, by name."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UsageError(
+                f"`{self.method}` is not a method.{did_you_mean(self.method, METHODS)}",
+                remedy="--method " + "|".join(METHODS),
+            )
+        if self.effective_batch < 1 or self.num_epochs <= 0:
+            raise UsageError(
+                f"A batch of {self.effective_batch} and {self.num_epochs} epochs train nothing.",
+                remedy="give an effective batch of 1 or more and more than 0 epochs",
+            )
+        unknown = [name for name in self.fixed if name not in Strategy.model_fields]
+        if unknown:
+            raise UsageError(
+                f"`{unknown[0]}` is no part of a strategy."
+                + did_you_mean(unknown[0], Strategy.model_fields),
+                remedy="use a field that `tightfit plan --json` prints under `strategy`",
+            )
+        object.__setattr__(self, "fixed", _coerce(self.fixed))
+        targets = self.fixed.get("lora_targets")
+        if isinstance(targets, tuple):
+            check_lora_targets(self.spec, targets)
+
+    @property
+    def planned_seq_len(self) -> int:
+        """Tokens per sequence that the search uses."""
+        if self.seq_len is not None:
+            return self.seq_len
+        if self.profile is not None:
+            return self.profile.seq_len
+        default = int(Strategy.model_fields["seq_len"].default)
+        return min(default, self.spec.max_positions or default)
+
+
+def _coerce(fixed: Mapping[str, object]) -> Mapping[str, object]:
+    """The same fields with enums in place of words, or the first fault as a message."""
+    try:
+        checked = Strategy.model_validate(dict(fixed))
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        raise UsageError(
+            f"`{first['loc'][0]}` cannot be {first['input']!r}: {first['msg'].lower()}.",
+            remedy="tightfit plan --help",
+        ) from fault
+    return MappingProxyType({name: getattr(checked, name) for name in fixed})
+
+
+def name_method(strategy: Strategy) -> str:
+    """The word people use: `full`, `lora`, `lora-int8`, `qlora`, `lora-gptq4` or `load`."""
+    if strategy.method is not Method.LORA or not strategy.weights.is_quantized:
+        return strategy.method.value
+    return "qlora" if strategy.weights is Dtype.NF4 else f"lora-{strategy.weights.value}"
+
+
+def describe_strategy(strategy: Strategy) -> str:
+    """One line: `lora fp16, ddp on 1 x 4 GPUs, micro-batch 2 x 4, checkpointing, fused loss`."""
+    s = strategy
+    dtypes = s.weights.value if s.weights is s.compute else f"{s.weights.value}/{s.compute.value}"
+    where = "1 GPU" if s.world_size == 1 else f"{s.num_nodes} x {s.gpus_per_node} GPUs"
+    parts = [
+        f"{name_method(s)} {dtypes}",
+        f"{s.sharding.value} on {where}",
+        f"micro-batch {s.micro_batch} x {s.grad_accum}",
+    ]
+    if s.offload.value != "none":
+        parts.append(f"offload {s.offload.value}")
+    parts.append("checkpointing" if s.checkpointing else "no checkpointing")
+    if s.optimizer is not Strategy.model_fields["optimizer"].default:
+        parts.append(s.optimizer.value)
+    parts.append(f"{s.attention.value} attention")
+    parts.append(f"{s.loss.value} loss")
+    parts += [
+        name
+        for name, on in (
+            ("fused kernels", s.fused_kernels),
+            ("compiled", s.compile),
+            ("packed", s.packing),
+        )
+        if on
+    ]
+    return ", ".join(parts)

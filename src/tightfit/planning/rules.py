@@ -1,0 +1,469 @@
+"""What cannot work, whatever the memory: every legality rule, as data, with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import UsageError
+from tightfit.core.strategy import (
+    ALL_LINEAR,
+    Attention,
+    Loss,
+    Method,
+    Offload,
+    Optimizer,
+    Sharding,
+    Strategy,
+)
+from tightfit.core.suggest import did_you_mean
+from tightfit.hardware.types import Gpu, Node
+from tightfit.models.spec import ModelSpec
+
+_BNB = "https://huggingface.co/docs/bitsandbytes/main/en/installation"
+_DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
+_FLASH = "https://github.com/Dao-AILab/flash-attention#nvidia-cuda-support"
+_FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+_LIGER = "https://github.com/linkedin/Liger-Kernel (monkey_patch.py, 0.8)"
+_PEFT_FSDP = "https://huggingface.co/docs/peft/accelerate/fsdp"
+_PEFT_ZERO = "https://huggingface.co/docs/peft/accelerate/deepspeed"
+_SCALER = "https://huggingface.co/docs/peft/developer_guides/troubleshooting"
+_WHEELS = "https://github.com/pytorch/pytorch/issues/190385"
+
+MAX_TOKENS_PER_MICRO_BATCH = 2**24
+_8BIT = (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
+_T5_TYPES = frozenset({"t5", "mt5", "umt5", "longt5"})
+_GEMMA3_TYPES = frozenset({"gemma3", "gemma3_text"})
+_NO_SDPA_TYPES = frozenset({"bloom", "codegen", "gpt_oss"})
+_NO_FLASH_TYPES = frozenset({"bloom", "codegen"}) | _T5_TYPES
+LIGER_TYPES = frozenset(
+    "gemma gemma2 gemma3 gemma3_text glm4 gpt_oss granite llama llama4_text ministral mistral "
+    "mixtral nemotron olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe qwen3_next smollm3".split()
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a rule looks at."""
+
+    spec: ModelSpec
+    strategy: Strategy
+    node: Node
+    num_nodes: int
+    """Nodes there are; the strategy says how many of them it uses."""
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.node.gpu
+
+    @property
+    def capability(self) -> str:
+        """As people write it: `7.5`; `not NVIDIA` for other makes."""
+        found = self.node.gpu.compute_capability
+        return f"{found[0]}.{found[1]}" if found else "not NVIDIA"
+
+    def is_below(self, major: int, minor: int = 0) -> bool:
+        """An NVIDIA card older than this compute capability."""
+        found = self.node.gpu.compute_capability
+        return found is not None and found < (major, minor)
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """A table row per position. T5's buckets and rotary models have none."""
+        longest = self.spec.max_positions
+        return longest is not None and self.spec.position_params >= longest * self.spec.hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that does not work. `reason` is filled with c (case), s (strategy), m (model)."""
+
+    name: str
+    reason: str
+    source: str
+    """A link or a version: where to look when the world may have changed."""
+    violated: Callable[[Case], bool]
+    severity: Literal["illegal", "warning"] = "illegal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A rule that one case breaks, its reason with the case's values."""
+
+    rule: str
+    reason: str
+    source: str
+
+
+def find_violations(case: Case) -> list[Violation]:
+    """Every rule that makes the case illegal, in the file's order."""
+    return [_describe(rule, case) for rule in _ILLEGAL if rule.violated(case)]
+
+
+def find_first_violation(case: Case) -> Violation | None:
+    """The first of them: enough to leave a strategy out."""
+    return next((_describe(rule, case) for rule in _ILLEGAL if rule.violated(case)), None)
+
+
+def find_warnings(case: Case) -> list[Violation]:
+    """What works but deserves a word."""
+    return [_describe(rule, case) for rule in _WARNINGS if rule.violated(case)]
+
+
+def check_lora_targets(spec: ModelSpec, targets: tuple[str, ...]) -> None:
+    """Raise where a target is no module of this model: adapters would silently be missing."""
+    known = spec.module_names
+    for target in targets:
+        if target != ALL_LINEAR and target not in known:
+            raise UsageError(
+                f"{spec.name} has no module `{target}`.{did_you_mean(target, known)}",
+                remedy=f"--lora-targets {ALL_LINEAR}, or some of {','.join(known)}",
+            )
+
+
+def _describe(rule: Rule, case: Case) -> Violation:
+    reason = rule.reason.format(c=case, s=case.strategy, m=case.spec)
+    return Violation(rule=rule.name, reason=reason, source=rule.source)
+
+
+def _is_halved(case: Case) -> bool:
+    s = case.strategy
+    stored = (s.weights, s.compute, s.adapter_dtype if s.method is Method.LORA else s.compute)
+    return Dtype.BF16 in stored
+
+
+def _wants_triton(case: Case) -> bool:
+    s = case.strategy
+    return s.fused_kernels or s.loss is Loss.FUSED or s.compile
+
+
+RULES: tuple[Rule, ...] = (
+    # The card
+    Rule(
+        name="torch-wheels",
+        reason="torch is built for compute capability 5.0 and newer; {c.gpu.name} is {c.capability}",
+        source=_WHEELS,
+        violated=lambda c: c.is_below(5),
+    ),
+    Rule(
+        name="legacy-wheels",
+        reason="{c.gpu.name} ({c.capability}) needs torch's CUDA 12.6 wheels, which end with 2.14",
+        source=_WHEELS,
+        violated=lambda c: c.is_below(7, 5) and not c.is_below(5),
+        severity="warning",
+    ),
+    Rule(
+        name="fp16-capability",
+        reason="fp16 arithmetic needs compute capability 5.3; {c.gpu.name} is {c.capability}",
+        source="https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions",
+        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.is_below(5, 3),
+    ),
+    Rule(
+        name="bf16-capability",
+        reason="bf16 needs compute capability 8.0; {c.gpu.name} is {c.capability}",
+        source="torch.cuda.is_bf16_supported(including_emulation=False), torch 2.13",
+        violated=lambda c: not c.gpu.supports_bf16 and _is_halved(c),
+    ),
+    Rule(
+        name="int8-capability",
+        reason="int8 needs compute capability 7.5; {c.gpu.name} is {c.capability}",
+        source=_BNB,
+        violated=lambda c: c.strategy.weights is Dtype.INT8 and c.is_below(7, 5),
+    ),
+    Rule(
+        name="nf4-capability",
+        reason="nf4 needs compute capability 6.0; {c.gpu.name} is {c.capability}",
+        source=_BNB,
+        violated=lambda c: c.strategy.weights is Dtype.NF4 and c.is_below(6),
+    ),
+    Rule(
+        name="8bit-optimizer-capability",
+        reason="8-bit optimizers need compute capability 6.0; {c.gpu.name} is {c.capability}",
+        source=_BNB,
+        violated=lambda c: c.strategy.optimizer in _8BIT and c.is_below(6),
+    ),
+    Rule(
+        name="triton-capability",
+        reason="fused kernels and torch.compile need compute capability 7.0 (Triton); "
+        "{c.gpu.name} is {c.capability}",
+        source="torch/_inductor/scheduler.py and torch/utils/_triton.py, torch 2.13",
+        violated=lambda c: _wants_triton(c) and c.is_below(7),
+    ),
+    # Number formats
+    Rule(
+        name="quantized-full",
+        reason="{s.weights.value} weights take no gradient, so full tuning cannot train them; "
+        "train adapters on them instead",
+        source="https://arxiv.org/abs/2305.14314",
+        violated=lambda c: c.strategy.method is Method.FULL and c.strategy.weights.is_quantized,
+    ),
+    Rule(
+        name="packed-arithmetic",
+        reason="arithmetic and adapters are fp32, bf16 or fp16; {s.compute.value} and "
+        "{s.adapter_dtype.value} were asked for",
+        source="https://arxiv.org/abs/2305.14314",
+        violated=lambda c: c.strategy.compute.is_quantized or c.strategy.adapter_dtype.is_quantized,
+    ),
+    Rule(
+        name="autocast-up",
+        reason="autocast lowers precision, it never raises it: {s.weights.value} weights do not "
+        "compute in fp32; store fp32 weights",
+        source="https://docs.pytorch.org/docs/stable/amp.html",
+        violated=lambda c: c.strategy.compute is Dtype.FP32
+        and c.strategy.weights in (Dtype.BF16, Dtype.FP16),
+    ),
+    Rule(
+        name="fp16-trained-weights",
+        reason="the gradient scaler refuses fp16 gradients, so trained weights stay fp32 under "
+        "fp16 arithmetic; these are fp16",
+        source=_SCALER,
+        # DeepSpeed keeps its own fp32 copy and its own scaler.
+        violated=lambda c: c.strategy.method is Method.FULL
+        and c.strategy.weights is Dtype.FP16
+        and not c.strategy.sharding.is_zero,
+    ),
+    Rule(
+        name="fp16-adapters",
+        reason="the gradient scaler of fp16 arithmetic takes fp32 gradients only; the adapters "
+        "are {s.adapter_dtype.value}",
+        source=_SCALER,
+        violated=lambda c: c.strategy.method is Method.LORA
+        and c.strategy.compute is Dtype.FP16
+        and c.strategy.adapter_dtype is not Dtype.FP32
+        and not c.strategy.sharding.is_zero,
+    ),
+    Rule(
+        name="fp16-overflow",
+        reason="activations of {m.model_type} exceed fp16's range (65504) and become infinite",
+        source="https://github.com/huggingface/transformers/pull/36832",
+        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.spec.model_type in _GEMMA3_TYPES,
+    ),
+    Rule(
+        name="fp16-overflow-t5",
+        reason="{m.model_type} was trained in bf16 and can overflow in fp16; watch the loss for nan",
+        source="https://github.com/huggingface/transformers/issues/9295",
+        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.spec.model_type in _T5_TYPES,
+        severity="warning",
+    ),
+    # Attention, kernels, lengths
+    Rule(
+        name="flash-capability",
+        reason="flash attention 2 needs compute capability 8.0; {c.gpu.name} is {c.capability}",
+        source=_FLASH,
+        violated=lambda c: c.strategy.attention is Attention.FLASH and c.is_below(8),
+    ),
+    Rule(
+        name="flash-dtype",
+        reason="flash attention computes in fp16 or bf16, not {s.compute.value}",
+        source=_FLASH,
+        violated=lambda c: c.strategy.attention is Attention.FLASH
+        and c.strategy.compute is Dtype.FP32,
+    ),
+    Rule(
+        name="flash-head-dim",
+        reason="flash attention 2 takes heads up to 256 wide; {m.name} has {m.head_dim}",
+        source=_FLASH,
+        violated=lambda c: c.strategy.attention is Attention.FLASH and c.spec.head_dim > 256,
+    ),
+    Rule(
+        name="flash-family",
+        reason="transformers has no flash attention for {m.model_type}",
+        source="_supports_flash_attn in transformers 5.22",
+        violated=lambda c: c.strategy.attention is Attention.FLASH
+        and c.spec.model_type in _NO_FLASH_TYPES,
+    ),
+    Rule(
+        name="flash-sinks",
+        reason="{m.model_type} has attention sinks, which flash attention knows from compute "
+        "capability 9.0 on; {c.gpu.name} is {c.capability}",
+        source="_compatible_flash_implementations of gpt_oss in transformers 5.22",
+        violated=lambda c: c.strategy.attention is Attention.FLASH
+        and c.spec.model_type == "gpt_oss"
+        and c.is_below(9),
+    ),
+    Rule(
+        name="sdpa-softcap",
+        reason="sdpa cannot cap attention logits as {m.name} does; use eager (or flash)",
+        source="transformers 5.22, integrations/sdpa_attention.py; "
+        "https://github.com/huggingface/transformers/pull/32865",
+        violated=lambda c: c.strategy.attention is Attention.SDPA and c.spec.has_attention_softcap,
+    ),
+    Rule(
+        name="sdpa-family",
+        reason="transformers has no sdpa attention for {m.model_type}; use eager",
+        source="_supports_sdpa in transformers 5.22",
+        violated=lambda c: c.strategy.attention is Attention.SDPA
+        and c.spec.model_type in _NO_SDPA_TYPES,
+    ),
+    Rule(
+        name="fused-family",
+        reason="Liger has no fused kernels for {m.model_type}; use the plain or chunked loss",
+        source=_LIGER,
+        violated=lambda c: (c.strategy.fused_kernels or c.strategy.loss is Loss.FUSED)
+        and c.spec.model_type not in LIGER_TYPES,
+    ),
+    Rule(
+        name="compile-over-fused",
+        reason="torch.compile cannot see into Liger's norm and falls back there: use one of the two",
+        source="measured with torch 2.11 and liger-kernel 0.8",
+        violated=lambda c: c.strategy.compile and c.strategy.fused_kernels,
+        severity="warning",
+    ),
+    Rule(
+        name="learned-positions",
+        reason="{m.name} has {m.max_positions} learned positions; {s.seq_len} were asked for",
+        source="the model's config.json",
+        violated=lambda c: c.has_learned_positions
+        and c.strategy.seq_len > (c.spec.max_positions or 0),
+    ),
+    Rule(
+        name="beyond-positions",
+        reason="{s.seq_len} tokens exceed the {m.max_positions} that {m.name} was trained on; "
+        "quality drops unless its rotary scaling is changed",
+        source="the model's config.json",
+        violated=lambda c: c.spec.max_positions is not None
+        and c.strategy.seq_len > c.spec.max_positions
+        and not c.has_learned_positions
+        and not c.spec.is_encoder_decoder,
+        severity="warning",
+    ),
+    Rule(
+        name="absurd-batch",
+        reason="{s.micro_batch} x {s.seq_len} tokens in one micro-batch is more than any card takes",
+        source="more than 2^24 tokens",
+        violated=lambda c: c.strategy.tokens_per_micro_batch > MAX_TOKENS_PER_MICRO_BATCH,
+    ),
+    Rule(
+        name="packing-encoder-decoder",
+        reason="packing joins documents of one stream; {m.name} has an encoder and a decoder",
+        source="tightfit's packer",
+        violated=lambda c: c.strategy.packing and c.spec.is_encoder_decoder,
+    ),
+    Rule(
+        name="packing-mask",
+        reason="packing without flash attention builds a block mask of {s.seq_len} x {s.seq_len}",
+        source="torch.nn.attention.varlen needs compute capability 8.0",
+        violated=lambda c: c.strategy.packing
+        and (c.strategy.attention is Attention.EAGER or c.is_below(8)),
+        severity="warning",
+    ),
+    # Sharding and offload
+    Rule(
+        name="more-than-there-is",
+        reason="{s.num_nodes} x {s.gpus_per_node} GPUs were asked for; there are {c.num_nodes} "
+        "x {c.node.num_gpus}",
+        source="the hardware given",
+        violated=lambda c: c.strategy.gpus_per_node > c.node.num_gpus
+        or c.strategy.num_nodes > c.num_nodes,
+    ),
+    Rule(
+        name="single-many",
+        reason="sharding `single` runs on one GPU; {s.world_size} were asked for",
+        source="tightfit's launcher",
+        violated=lambda c: c.strategy.sharding is Sharding.SINGLE and c.strategy.world_size > 1,
+    ),
+    Rule(
+        name="needless-sharding",
+        reason="{s.sharding.value} on one GPU shards nothing; use single",
+        source="https://arxiv.org/abs/1910.02054",
+        violated=lambda c: c.strategy.world_size == 1
+        and c.strategy.sharding is not Sharding.SINGLE
+        and c.strategy.offload is Offload.NONE,
+        severity="warning",
+    ),
+    Rule(
+        name="hybrid-one-node",
+        reason="fsdp-hybrid replicates between nodes; there is one node: use fsdp",
+        source=_FSDP2,
+        violated=lambda c: c.strategy.sharding is Sharding.FSDP_HYBRID and c.strategy.num_nodes < 2,
+    ),
+    Rule(
+        name="offload-unsharded",
+        reason="{s.sharding.value} keeps all state on the GPU; offload needs fsdp or zero "
+        "(or a paged optimizer)",
+        source=_DEEPSPEED,
+        violated=lambda c: c.strategy.offload is not Offload.NONE
+        and not c.strategy.sharding.shards_optimizer,
+    ),
+    Rule(
+        name="fsdp-partial-offload",
+        reason="FSDP offloads weights, gradients and optimizer together; `{s.offload.value}` alone "
+        "is not possible: use all",
+        source=_FSDP2,
+        violated=lambda c: c.strategy.sharding.is_fsdp
+        and c.strategy.offload in (Offload.OPTIMIZER, Offload.PARAMS),
+    ),
+    Rule(
+        name="zero-param-offload",
+        reason="weights are offloaded with zero3 only, not with {s.sharding.value}",
+        source=_DEEPSPEED,
+        violated=lambda c: c.strategy.sharding in (Sharding.ZERO1, Sharding.ZERO2)
+        and c.strategy.offload.moves_params,
+    ),
+    Rule(
+        name="int8-sharded",
+        reason="int8 weights cannot be sharded: only 4-bit weights can be stored as floats for "
+        "{s.sharding.value}",
+        source=_PEFT_FSDP,
+        violated=lambda c: c.strategy.weights is Dtype.INT8 and c.strategy.sharding.shards_weights,
+    ),
+    Rule(
+        name="gptq-sharded",
+        reason="GPTQ weights are packed integers, which {s.sharding.value} cannot shard",
+        source=_PEFT_FSDP,
+        violated=lambda c: c.strategy.weights is Dtype.GPTQ4 and c.strategy.sharding.shards_weights,
+    ),
+    Rule(
+        name="nf4-zero3-offload",
+        reason="nf4 weights with zero3 work without offload; offload them with fsdp",
+        source=_PEFT_ZERO,
+        violated=lambda c: c.strategy.weights is Dtype.NF4
+        and c.strategy.sharding is Sharding.ZERO3
+        and c.strategy.offload.moves_params,
+    ),
+    # The optimizer
+    Rule(
+        name="8bit-optimizer-fsdp",
+        reason="8-bit optimizers fail on FSDP's sharded tensors (illegal memory access)",
+        source="https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",
+        violated=lambda c: c.strategy.optimizer in _8BIT and c.strategy.sharding.is_fsdp,
+    ),
+    Rule(
+        name="8bit-optimizer-offload",
+        reason="an offloaded optimizer steps on the CPU; {s.optimizer.value} steps on the GPU",
+        source=_DEEPSPEED,
+        violated=lambda c: c.strategy.optimizer in _8BIT and c.strategy.offload.moves_optimizer,
+    ),
+    Rule(
+        name="adafactor-flattened",
+        reason="{s.sharding.value} flattens weights, which leaves Adafactor no rows and columns",
+        source="deepspeed/runtime/zero/stage_1_and_2.py, 0.19",
+        violated=lambda c: c.strategy.optimizer is Optimizer.ADAFACTOR
+        and c.strategy.sharding.is_zero,
+    ),
+    Rule(
+        name="in-backward-accumulation",
+        reason="an optimizer inside the backward pass frees gradients at once, so {s.grad_accum} "
+        "micro-batches cannot be summed",
+        source="https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html",
+        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.grad_accum > 1,
+    ),
+    Rule(
+        name="in-backward-scaler",
+        reason="fp16's gradient scaler must see all gradients before a step; an optimizer inside "
+        "the backward pass does not wait",
+        source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html",
+        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.compute is Dtype.FP16,
+    ),
+    Rule(
+        name="in-backward-sharded",
+        reason="DeepSpeed owns the optimizer step; it cannot move inside the backward pass",
+        source=_DEEPSPEED,
+        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.sharding.is_zero,
+    ),
+)
+
+_ILLEGAL = tuple(rule for rule in RULES if rule.severity == "illegal")
+_WARNINGS = tuple(rule for rule in RULES if rule.severity == "warning")

@@ -1,0 +1,238 @@
+"""The strategy space: every way a request could run on a group of nodes, legal or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import (
+    Attention,
+    Loss,
+    Method,
+    Offload,
+    Optimizer,
+    Sharding,
+    Strategy,
+)
+from tightfit.hardware.types import Gpu, Node, NodeGroup
+from tightfit.models.spec import ModelSpec
+from tightfit.planning.request import JobRequest
+from tightfit.planning.rules import Case, find_first_violation
+
+_Fields = dict[str, Any]
+
+_ONE_GPU = (
+    (Sharding.SINGLE, Offload.NONE),
+    (Sharding.FSDP, Offload.ALL),
+    (Sharding.ZERO2, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.ALL),
+)
+_MANY_GPUS = (
+    (Sharding.DDP, Offload.NONE),
+    (Sharding.FSDP, Offload.NONE),
+    (Sharding.FSDP_GRAD_OP, Offload.NONE),
+    (Sharding.ZERO1, Offload.NONE),
+    (Sharding.ZERO2, Offload.NONE),
+    (Sharding.ZERO3, Offload.NONE),
+    (Sharding.FSDP, Offload.ALL),
+    (Sharding.ZERO2, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.ALL),
+)
+_KERNELS: tuple[_Fields, ...] = (
+    {"loss": Loss.FUSED, "fused_kernels": True, "compile": False},
+    {"loss": Loss.FUSED, "fused_kernels": False, "compile": True},
+    {"loss": Loss.CHUNKED, "fused_kernels": False, "compile": True},
+    {"loss": Loss.CHUNKED, "fused_kernels": False, "compile": False},
+    {"loss": Loss.PLAIN, "fused_kernels": False, "compile": False},
+)
+_FULL_OPTIMIZERS = (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many nodes of a group take part, with how many GPUs each."""
+
+    group: NodeGroup
+    num_nodes: int
+    gpus_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+
+def list_layouts(group: NodeGroup, request: JobRequest, *, is_coarse: bool = False) -> list[Layout]:
+    """One GPU, one whole node, then whole nodes doubling up to all of them."""
+    counts = sorted({2**power for power in range(17) if 2**power < group.num_nodes})
+    shapes = [(1, 1), *((count, group.node.num_gpus) for count in (*counts, group.num_nodes))]
+    if is_coarse:
+        shapes = shapes[-1:]
+    fixed = request.fixed
+    if fixed.get("sharding") is Sharding.SINGLE:
+        shapes = [(1, 1)]
+    if "num_nodes" in fixed or "gpus_per_node" in fixed:
+        nodes, gpus = fixed.get("num_nodes"), fixed.get("gpus_per_node")
+        shapes = [(_count(nodes, shape[0]), _count(gpus, shape[1])) for shape in shapes]
+    return [
+        Layout(group=group, num_nodes=nodes, gpus_per_node=gpus)
+        for nodes, gpus in dict.fromkeys(shapes)
+    ]
+
+
+def _count(stated: object, otherwise: int) -> int:
+    return stated if isinstance(stated, int) else otherwise
+
+
+def enumerate_strategies(
+    request: JobRequest, layout: Layout, *, is_coarse: bool = False
+) -> Iterator[Strategy]:
+    """Every strategy of one layout at micro-batch 1, checkpointed ones first.
+
+    What a request fixes replaces that part of the space. A coarse space has the
+    levers that nearly always win only; the buying guide uses it.
+    """
+    base: _Fields = {
+        "seq_len": request.planned_seq_len,
+        "num_nodes": layout.num_nodes,
+        "gpus_per_node": layout.gpus_per_node,
+    }
+    axes = (
+        list_precisions(request, layout.group.node.gpu, is_coarse=is_coarse),
+        _list_shardings(layout, is_coarse=is_coarse),
+        _list_kernels(request, layout.group.node, is_coarse=is_coarse),
+        _list_attention(request, layout.group.node),
+        [{"checkpointing": True}, {"checkpointing": False}],
+    )
+    seen: set[Strategy] = set()
+    for parts in product(*axes):
+        merged: _Fields = base | {key: value for part in parts for key, value in part.items()}
+        if not _is_sensible(merged):
+            continue
+        for optimizer in _list_optimizers(merged, is_coarse=is_coarse):
+            strategy = Strategy(**(merged | {"optimizer": optimizer} | dict(request.fixed)))
+            if strategy not in seen:
+                seen.add(strategy)
+                yield strategy
+
+
+def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[int, int]]:
+    """(micro-batch, accumulation) pairs, smallest first.
+
+    Micro-batch x accumulation x GPUs comes as near to the effective batch as it
+    can without passing it; only more GPUs than sequences pass it.
+    """
+    share = max(1, request.effective_batch // strategy.world_size)
+    if "micro_batch" in request.fixed:
+        sizes = [strategy.micro_batch]
+    else:
+        sizes = [2**power for power in range(17) if 2**power <= share]
+    if "grad_accum" in request.fixed or strategy.optimizer_in_backward:
+        return [(size, strategy.grad_accum) for size in sizes]
+    return [(size, max(1, share // size)) for size in sizes]
+
+
+def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -> list[_Fields]:
+    """Number formats per method, the card's natural ones first.
+
+    bf16 stays in the space of cards without it, so that the reason of its
+    absence can be shown.
+    """
+    half = choose_half(request.spec, gpu)
+    halves = [half] if is_coarse or half is Dtype.BF16 else [half, Dtype.BF16]
+    stated = request.fixed.get("compute")
+    if isinstance(stated, Dtype):
+        halves = [stated]
+    found: list[_Fields] = []
+    for compute in halves:
+        adapter = Dtype.BF16 if compute is Dtype.BF16 else Dtype.FP32
+        lora: _Fields = {"method": Method.LORA, "compute": compute, "adapter_dtype": adapter}
+        if request.method in ("auto", "lora"):
+            found.append({**lora, "weights": compute})
+        if request.method in ("auto", "qlora"):
+            found.append({**lora, "weights": Dtype.NF4})
+        if request.method == "auto":
+            found.append({**lora, "weights": Dtype.INT8})
+        if request.method in ("auto", "full"):
+            full: _Fields = {"method": Method.FULL, "compute": compute, "adapter_dtype": adapter}
+            if compute is not Dtype.FP16:
+                found.append({**full, "weights": compute})
+            if compute is not Dtype.FP32 and not (is_coarse and compute is Dtype.BF16):
+                found.append({**full, "weights": Dtype.FP32})
+    return found
+
+
+def choose_half(spec: ModelSpec, gpu: Gpu) -> Dtype:
+    """The arithmetic a card is made for: bf16, else fp16, else (or where fp16 overflows) fp32."""
+    if gpu.supports_bf16:
+        return Dtype.BF16
+    trial = Strategy(
+        method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP16, attention=Attention.EAGER
+    )
+    case = Case(spec=spec, strategy=trial, node=Node(gpu=gpu, num_gpus=1), num_nodes=1)
+    violation = find_first_violation(case)
+    is_forbidden = violation is not None and violation.rule.startswith("fp16")
+    return Dtype.FP32 if is_forbidden else Dtype.FP16
+
+
+def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attention:
+    """The best attention this model has on this card: sdpa, else flash, else eager."""
+    for attention in (Attention.SDPA, Attention.FLASH):
+        trial = Strategy(
+            method=Method.LOAD, weights=compute, compute=compute, attention=attention
+        )
+        case = Case(spec=spec, strategy=trial, node=node, num_nodes=1)
+        violation = find_first_violation(case)
+        if violation is None or not violation.rule.startswith(attention.value):
+            return attention
+    return Attention.EAGER
+
+
+def _list_shardings(layout: Layout, *, is_coarse: bool) -> list[_Fields]:
+    pairs = _ONE_GPU if layout.world_size == 1 else _MANY_GPUS
+    if is_coarse:
+        wanted = (Sharding.SINGLE, Sharding.DDP, Sharding.FSDP)
+        pairs = tuple(pair for pair in pairs if pair[0] in wanted and pair[1] is Offload.NONE)
+    if layout.num_nodes > 1:
+        pairs = (*pairs, (Sharding.FSDP_HYBRID, Offload.NONE))
+    return [{"sharding": sharding, "offload": offload} for sharding, offload in pairs]
+
+
+def _list_kernels(request: JobRequest, node: Node, *, is_coarse: bool) -> list[_Fields]:
+    if not is_coarse:
+        return list(_KERNELS)
+    trial = Strategy(method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP32, **_KERNELS[0])
+    case = Case(spec=request.spec, strategy=trial, node=node, num_nodes=1)
+    violation = find_first_violation(case)
+    has_fused = violation is None or not violation.rule.startswith(("fused", "triton"))
+    return [_KERNELS[0] if has_fused else _KERNELS[3]]
+
+
+def _list_attention(request: JobRequest, node: Node) -> list[_Fields]:
+    """sdpa where the model has it; flash for packed rows, which it needs no mask for."""
+    best = choose_attention(request.spec, node, compute=choose_half(request.spec, node.gpu))
+    found: list[_Fields] = [{"attention": best, "packing": False}]
+    if request.profile is not None and not request.spec.is_encoder_decoder:
+        kinds = dict.fromkeys((best, Attention.FLASH))
+        found += [{"attention": kind, "packing": True} for kind in kinds]
+    return found
+
+
+def _list_optimizers(fields: _Fields, *, is_coarse: bool) -> tuple[Optimizer, ...]:
+    """Adapters have little state: only full tuning gains from smaller optimizers."""
+    if fields["method"] is not Method.FULL:
+        return (Optimizer.ADAMW,)
+    return _FULL_OPTIMIZERS[:2] if is_coarse else _FULL_OPTIMIZERS
+
+
+def _is_sensible(fields: _Fields) -> bool:
+    """Leave out what is legal but never gains: it would only cost time to look at."""
+    is_zero = fields["sharding"].is_zero
+    if is_zero and fields["compile"]:
+        return False  # DeepSpeed's hooks break the graph at every layer
+    # Adapters' optimizer state is too small to be worth the trip to the host.
+    is_lora = fields["method"] is Method.LORA
+    return not (is_lora and fields["offload"] is Offload.OPTIMIZER)
