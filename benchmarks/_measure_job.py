@@ -1,5 +1,6 @@
 """One measured job: build the model a case describes, run it, record what the allocator saw."""
 
+# ruff: noqa: PLC0415 - bitsandbytes and liger-kernel are optional, peft may start CUDA.
 from __future__ import annotations
 
 import contextlib
@@ -137,9 +138,7 @@ def build_base(case: Case, config: Any, device: str) -> nn.Module:
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     dtype = DTYPES.get(case.weights, torch.bfloat16)
     with torch.device("meta" if case.fsdp_ranks else device):
-        model: nn.Module = auto.from_config(
-            config, dtype=dtype, attn_implementation=case.attention
-        )
+        model: nn.Module = auto.from_config(config, dtype=dtype, attn_implementation=case.attention)
     if case.weights not in DTYPES:
         quantize_linears(model, case.weights, device)
     return model
@@ -299,9 +298,7 @@ def autocast_for(case: Case, device: str) -> Any:
 
 def train_step(case: Case, job: dict[str, Any], meter: Meter) -> dict[str, Any]:
     """One optimizer step as training loops write it; only the loss outlives the forward pass."""
-    model, optimizer, scaler, device = (
-        job[k] for k in ("model", "optimizer", "scaler", "device")
-    )
+    model, optimizer, scaler, device = (job[k] for k in ("model", "optimizer", "scaler", "device"))
     phases: dict[str, Any] = {}
     batches = [draw_batch(case, model, device) for _ in range(case.accumulation)]
     meter.synchronize()
@@ -399,12 +396,9 @@ SAVED_VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "full eager": {"attention": "eager"},
     "full padding": {"padding": True},
-    "full eager padding": {"attention": "eager", "padding": True},
-    "full fp32": {"weights": "fp32"},
     "full fp32 autocast bf16": {"weights": "fp32", "autocast": "bf16"},
     "full checkpointed": {"checkpointing": "non-reentrant"},
     "lora bf16 adapters": {"method": "lora", "adapters": "bf16"},
-    "lora fp32 adapters": {"method": "lora"},
     "lora fp32 adapters autocast bf16": {"method": "lora", "autocast": "bf16"},
     "lora fp32 base autocast bf16": {"method": "lora", "weights": "fp32", "autocast": "bf16"},
 }
@@ -423,20 +417,21 @@ def measure_saved(case: Case, meter: Meter, *, device: str, rehearse: bool) -> d
     return {"saved": report}
 
 
-def saved_per_layer(
-    case: Case, meter: Meter, *, device: str, rehearse: bool
-) -> dict[str, Any]:
+def saved_per_layer(case: Case, meter: Meter, *, device: str, rehearse: bool) -> dict[str, Any]:
     held, tensors = {}, {}
     for depth in (2, 4):
         cut = dataclasses.replace(case, num_layers=depth)
         model, _ = build_model(cut, device=device, rehearse=rehearse)
         batch = draw_batch(case, model, device)
         with autocast_for(case, device):
-            model(**batch).loss.backward()  # warm: workspaces exist before the reading
-            model.zero_grad(set_to_none=True)
-            before = meter.allocated()
+            loss = model(**batch).loss
+        loss.backward()  # warm: workspaces exist before the reading
+        model.zero_grad(set_to_none=True)
+        del loss
+        before = meter.allocated()
+        with autocast_for(case, device):
             tensors[depth], loss = saved_tensors(model, batch)
-            held[depth] = meter.allocated() - before
+        held[depth] = meter.allocated() - before
         del model, batch, loss
         gc.collect()
     per_layer = {k: (n - tensors[2][k]) / 2 for k, n in tensors[4].items() if n != tensors[2][k]}
@@ -464,7 +459,8 @@ def saved_tensors(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[Cou
             share = "" if full == 1 else f" of a storage {full:g}x its size"
             kind = str(tensor.dtype).removeprefix("torch.")
             counts[f"{kind}{list(tensor.shape)}{share}"] += 1
-        return tensor
+        # Kept as it came, a node's own output would hold that node alive for ever.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = model(**batch).loss

@@ -1,5 +1,6 @@
 """Raw rates of one device: matrix products, attention, copies, optimizer passes, launches."""
 
+# ruff: noqa: PLC0415 - bitsandbytes and liger-kernel are optional, peft may start CUDA.
 from __future__ import annotations
 
 import statistics
@@ -93,15 +94,18 @@ def measure_copies() -> dict[str, float]:
         "host_to_device_pageable": (device, pageable),
         "device_to_host_pageable": (pageable, device),
     }
-    rates = {"device_copy_read_plus_write": 2 * num_bytes / median_seconds(lambda: other.copy_(device))}
+    copy_seconds = median_seconds(lambda: other.copy_(device))
+    rates = {"device_copy_read_plus_write": 2 * num_bytes / copy_seconds}
     for name, (target, source) in pairs.items():
-        seconds = median_seconds(lambda t=target, s=source: t.copy_(s, non_blocking=True), repeats=3)
+        seconds = median_seconds(
+            lambda t=target, s=source: t.copy_(s, non_blocking=True), repeats=3
+        )
         rates[name] = num_bytes / seconds
     return {f"{name}_bytes_per_second": rate for name, rate in rates.items()}
 
 
 def measure_optimizers() -> list[dict[str, Any]]:
-    """AdamW over 0.5e9 elements in 64 tensors; bytes are weights, gradient, moments, written back."""
+    """AdamW over 0.5e9 elements: weight, gradient and moments read, all but gradient written."""
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         for kind in ("fused", "foreach"):

@@ -28,6 +28,9 @@ SOURCES: dict[str, dict[str, Any]] = {
             "README: CUDA 11.8, torch 2.0, flash attention 2, batch 1, accumulation 8",
             "figures dated 2023-10-11 and 2023-11-30 (git log -S), when peft was 0.5 and 0.6: "
             "lora/layer.py there leaves new adapter weights fp32",
+            "modeling_qwen.py as kept in tomaarsen/attention_sinks@0125bd63f2f4: weights cast to "
+            "bf16, cross entropy on 16-bit logits (autocast makes it fp32), a causal-mask buffer "
+            "of max_position_embeddings squared bytes",
             "unit: 162.0G over two 80 GiB cards is 81.0 each, impossible as GiB, so 1e9 bytes",
         ],
     },
@@ -46,8 +49,8 @@ SOURCES: dict[str, dict[str, Any]] = {
         "evidence": [
             "train.py@05ed9f2a60f9: precision bf16 without a mixed-precision policy, sdpa, "
             "lora_rank 64, lora_target_modules all = k,q,v,up,down,gate, AdamW fused=False",
-            "Linear4bit quant_type nf4, quant_storage bf16; compress_statistics default is double "
-            "quantization; lm_head and embeddings stay bf16",
+            "Linear4bit quant_type nf4, quant_storage bf16; compress_statistics defaults to True "
+            "(bitsandbytes nn/modules.py), double quantization; lm_head and embeddings stay bf16",
             "dummy data: every sample is longer than context_length and cut to it",
             "peak = torch.cuda.max_memory_reserved / 2**30; CPUOffload(offload_params=True) keeps "
             "parameters, gradients and the optimizer step on the host",
@@ -69,7 +72,8 @@ SOURCES: dict[str, dict[str, Any]] = {
             "lm_head_chunk_size 128 and chunked_cross_entropy on bf16 logits, never upcast",
             "memory = torch.cuda.max_memory_allocated() / 1e9 (same files)",
             "devices > 1: FSDP over Block with activation checkpointing of Block; one device: none",
-            "quantize: bitsandbytes PagedAdamW (32-bit) and every nn.Linear, lm_head too",
+            "quantize: bitsandbytes PagedAdamW (32-bit); BitsandbytesPrecision gets no "
+            "ignore_modules, so lm_head is quantized too (its docstring)",
             "resource tables: lora_r 8 on query and value; config_hub yaml: rank and targets below",
             "embeddings are never tied: finetune refuses train.tie_embeddings",
             "model.py: logit softcapping (Gemma 2) computes the scores by hand, not with SDPA",
@@ -134,11 +138,13 @@ SOURCES: dict[str, dict[str, Any]] = {
             "scenarios.yaml, -granite: torch_dtype bfloat16 and no autocast for full and LoRA; "
             "scenarios-liger: bf16 autocast everywhere",
             "framework_plugin_bnb.py: nf4, double quantization; accelerated-peft-bnb skips the "
-            "fp32 upcast that SFTTrainer does for baseline-peft-bnb on one GPU (under FSDP trl "
-            "skips it)",
-            "accelerate 1.0.1 with FSDP and mixed precision keeps trainable parameters fp32; "
+            "fp32 upcast of baseline-peft-bnb on one GPU; trl v0.11.4 and v0.13.0 "
+            "sft_trainer.py skip it for sharded QLoRA; peft v0.13.2 utils/other.py skips it for "
+            "GPTQ",
+            "accelerator.py:1577@v1.0.1: FSDP with mixed precision upcasts trainable flat "
+            "parameters to fp32, adapters too",
             "accelerate.yaml: FULL_SHARD, TRANSFORMER_BASED_WRAP, BACKWARD_PRE",
-            "peft 0.12/0.13 autocasts adapters to fp32 (autocast_adapter_dtype)",
+            "peft v0.12.0, v0.13.2 mapping.py: autocast_adapter_dtype=True (fp32 adapters)",
             "foak: in-place Triton cross entropy on fp32 logits, fused norm and rope, fused LoRA "
             "when quantized; foak-liger: fused linear cross entropy",
             "peak = HF Trainer's max_memory_allocated on rank 0 (README, Logging GPU Memory)",
@@ -167,11 +173,11 @@ SOURCES: dict[str, dict[str, Any]] = {
             "loss": "plain",
             "lora_rank": 8,
             "lora_targets": ["q_proj", "v_proj"],
-            "extras": {"kbit_upcast": True},
+            "upcast_unquantized": True,
         },
         "evidence": [
-            "blog table of May 2023: SFTTrainer (prepares k-bit models in fp32), eager attention; "
-            "adapter rank not stated, so peft's defaults (r 8 on q_proj, v_proj)",
+            "blog table of May 2023: SFTTrainer (trl v0.4.2: prepare_model_for_int8_training); "
+            "eager attention assumed; adapter rank not stated, so peft's defaults",
         ],
     },
 }

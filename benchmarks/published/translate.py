@@ -225,9 +225,12 @@ def translate_swift(row: Row, job: Job) -> None:
         job["double_quant"] = True
     if row["quant"] == "int4 (gptq)":
         job["compute"], job["adapter_dtype"] = "fp16", "fp32"
-    if "flash-attn OFF" in row["notes"] or row["model"].startswith(("chatglm", "baichuan")):
-        job["attention"] = "sdpa"
+    if row["model"].startswith(("chatglm", "baichuan")):
+        job["attention"] = "sdpa"  # no flash support registered; assumed, not looked up
+    if "flash-attn OFF" in row["notes"]:
+        job["attention"] = "eager"  # QWenAttention._attn
     job["packing"] = "packing" in row["method"]
+    job["varying_lengths"] = not job["packing"]
     if "Megatron" in row["source"]:
         job |= {"optimizer": "adamw", "packing": True}
 
@@ -243,13 +246,13 @@ def translate_fms(row: Row, job: Job) -> None:
     if job["weights"] == "nf4":
         job["double_quant"] = True
     job["fused_kernels"] = "foak" in framework
-    extras = job["extras"] = {"autocast": autocast or job["weights"] in ("nf4", "gptq4")}
+    job["extras"] = {"autocast": autocast or job["weights"] in ("nf4", "gptq4")}
     if framework.endswith("liger"):
         job["loss"] = "fused"
     elif "foak" in framework:
-        extras["loss_gradient_in_place"] = True
+        job["loss"] = "kernel"
     if framework == "baseline-peft-bnb" and job["sharding"] == "single":
-        extras["kbit_upcast"] = True
+        job["upcast_unquantized"] = True
     lora = re.search(r"lora r=(\d+)\S* targets=([^;]*)", row["notes"])
     if job["method"] == "lora" and lora:
         job["lora_rank"], job["lora_targets"] = int(lora[1]), lora[2].split()

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tightfit import __version__
-from tightfit.cli import doctor, estimate, hardware, models, plan, version
+from tightfit.cli.declare import make_command
 from tightfit.cli.faults import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
@@ -19,11 +19,12 @@ from tightfit.cli.faults import (
     report_fault,
     usage_fault,
 )
+from tightfit.cli.flags import doctor, estimate, hardware, models, plan, version
 from tightfit.core.errors import UserError
 
 # Typer carried click as a dependency and now carries a copy of it: asking its own exported
 # exception for its parents works with both.
-_ParserFault = typer.BadParameter.__mro__[2]
+_ParserFault: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="tightfit",
@@ -60,15 +61,18 @@ def _global(
     pass
 
 
-for _run_verb, _examples in (
-    (doctor.doctor, doctor.EXAMPLES),
-    (models.models, models.EXAMPLES),
-    (hardware.hardware, hardware.EXAMPLES),
-    (estimate.estimate, estimate.EXAMPLES),
-    (plan.plan, plan.EXAMPLES),
-    (version.version, version.EXAMPLES),
-):
-    app.command(epilog=_examples)(_run_verb)
+VERBS = {
+    "doctor": (doctor.DoctorFlags, doctor.EXAMPLES),
+    "models": (models.ModelsFlags, models.EXAMPLES),
+    "hardware": (hardware.HardwareFlags, hardware.EXAMPLES),
+    "estimate": (estimate.EstimateFlags, estimate.EXAMPLES),
+    "plan": (plan.PlanFlags, plan.EXAMPLES),
+    "version": (version.VersionFlags, version.EXAMPLES),
+}
+"""A verb's options and examples; the verb itself is `tightfit.cli.<verb>.<verb>`."""
+
+for _verb, (_flags, _examples) in VERBS.items():
+    app.command(_verb, epilog=_examples)(make_command(_verb, _flags))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,21 +96,25 @@ def _run(words: list[str], *, as_json: bool) -> int:
     except UserError as fault:
         return report_fault(fault, as_json=as_json)
     except _ParserFault as fault:
-        return _report_parser_fault(fault, words, as_json=as_json)
+        return _report_parser_fault(fault, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except (BrokenPipeError, PipeClosedError):
+        raise
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # while typer printed its help
+            raise PipeClosedError from None
         raise
     except Exception as fault:
         return report_bug(fault, argv=words, as_json=as_json)
     return code if isinstance(code, int) else 0
 
 
-def _report_parser_fault(fault: BaseException, words: list[str], *, as_json: bool) -> int:
+def _report_parser_fault(fault: BaseException, *, as_json: bool) -> int:
     if type(fault).__name__ == "NoArgsIsHelpError":
         print(fault.format_message())  # type: ignore[attr-defined]
         return 0
-    return report_fault(usage_fault(fault, words), as_json=as_json)
+    return report_fault(usage_fault(fault), as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -8,23 +8,28 @@ from pathlib import Path
 
 from tightfit.core.errors import UsageError
 from tightfit.core.units import GIB, render_bytes
-from tightfit.estimate.result import Estimate
+from tightfit.estimate.result import Estimate, Phase
+from tightfit.planning.explain import STAGES
 
-COLOURS = (
-    "#4477aa",
-    "#ee6677",
-    "#228833",
-    "#ccbb44",
-    "#66ccee",
-    "#aa3377",
-    "#e69f00",
-    "#009e73",
-    "#cc79a7",
-    "#8c6d46",
-    "#6f7bd1",
-    "#999999",
-)
-"""Told apart with the common colour blindnesses; after Paul Tol's bright set and Okabe and Ito's."""
+NAMED_COLOURS = {
+    "weights": "#4477aa",
+    "adapters": "#ee6677",
+    "gradients": "#aa3377",
+    "optimizer": "#66ccee",
+    "activations": "#e69f00",
+    "logits": "#009e73",
+    "communication": "#6f7bd1",
+    "kv cache": "#8c6d46",
+    "quantization": "#cc79a7",
+    "dequantized": "#228833",
+    "allocator slack": "#b0b0b0",
+    "cuda context": "#7f7f7f",
+}
+"""Told apart with the common colour blindnesses; after Paul Tol's and Okabe and Ito's sets.
+
+What is no tensor of the job is grey.
+"""
+OTHER_COLOURS = ("#ccbb44", "#997700", "#994455", "#117733", "#88ccaa", "#332288")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +63,16 @@ class Chart:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Every part that is drawn somewhere, in order of appearance."""
-        return tuple(
-            dict.fromkeys(name for p in self.panels for bar in p.bars for name, _ in bar.parts)
-        )
+        """Every part that is drawn somewhere; known ones first, in their usual order."""
+        drawn = {name: 0 for p in self.panels for bar in p.bars for name, _ in bar.parts}
+        known = [name for name in NAMED_COLOURS if name in drawn]
+        return (*known, *(name for name in drawn if name not in NAMED_COLOURS))
 
     @property
     def colour_of(self) -> dict[str, str]:
-        return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(self.components)}
+        others = [name for name in self.components if name not in NAMED_COLOURS]
+        drawn = {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
+        return {name: NAMED_COLOURS.get(name) or drawn[name] for name in self.components}
 
     @property
     def top_gib(self) -> float:
@@ -74,35 +81,45 @@ class Chart:
         return 1.08 * max(sizes) / GIB
 
 
-def make_panel(title: str, subtitle: str, estimate: Estimate) -> Panel:
-    """One panel from one estimate; parts of no size are left out."""
+def make_panel(title: str, estimate: Estimate, *, subtitle: str = "") -> Panel:
+    """One panel from one estimate: each stage at its fullest moment, parts of no size left out."""
+    fullest: dict[str, Phase] = {}
+    for phase in estimate.phases:
+        stage = STAGES.get(phase.name, phase.name)
+        held = fullest.get(stage)
+        if held is None or phase.peak_reserved_bytes > held.peak_reserved_bytes:
+            fullest[stage] = phase
     bars = tuple(
         Bar(
-            phase=phase.name,
-            parts=tuple((name, size) for name, size in phase.components.items() if size > 0),
+            phase=stage,
+            parts=_order(phase.components),
         )
-        for phase in estimate.phases
+        for stage, phase in fullest.items()
     )
     return Panel(
         title=title, subtitle=subtitle, capacity_bytes=estimate.gpu.capacity_bytes, bars=bars
     )
 
 
-def write_chart(chart: Chart, path: Path) -> None:
-    """PNG or HTML, by the file's ending."""
-    if path.suffix.lower() == ".png":
-        from tightfit.cli.chart_png import write_png
-
-        write_png(chart, path)
-    elif path.suffix.lower() in (".html", ".htm"):
-        from tightfit.cli.chart_html import write_html
-
-        write_html(chart, path)
-    else:
+def check_chart_path(path: Path) -> None:
+    """Refuse an ending we cannot draw, before any work is done."""
+    if path.suffix.lower() not in (".png", ".html", ".htm"):
         raise UsageError(
             f"`--chart {path}` ends neither in .png nor in .html.",
             remedy=f"--chart {path.with_suffix('.html')}",
         )
+
+
+def write_chart(chart: Chart, path: Path) -> None:
+    """PNG or HTML, by the file's ending."""
+    if path.suffix.lower() == ".png":
+        from tightfit.cli.chart_png import write_png  # noqa: PLC0415  (matplotlib)
+
+        write_png(chart, path)
+    else:
+        from tightfit.cli.chart_html import write_html  # noqa: PLC0415  (circular)
+
+        write_html(chart, path)
 
 
 def pick_ticks(top_gib: float, *, most: int = 8) -> list[float]:
@@ -117,6 +134,13 @@ def describe_bar(bar: Bar, panel: Panel) -> str:
     over = bar.total_bytes - panel.capacity_bytes
     told = render_bytes(bar.total_bytes)
     return f"{told}, {render_bytes(over)} too much" if over > 0 else told
+
+
+def _order(components: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """The same order in every bar, so that equal parts stand under each other."""
+    places = {name: place for place, name in enumerate(NAMED_COLOURS)}
+    named = [(name.replace("_", " "), size) for name, size in components.items() if size > 0]
+    return tuple(sorted(named, key=lambda part: places.get(part[0], 4)))
 
 
 def _totals(panel: Panel) -> Sequence[int]:

@@ -27,6 +27,7 @@ h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin: 1.8rem 0 0; }
 p { color: var(--soft); margin: .2rem 0 .6rem; }
 svg { width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px; }
 text.soft { fill: var(--soft); font-size: 12px; } text.over { fill: var(--limit); }
+text.size { paint-order: stroke; stroke: var(--paper); stroke-width: 5px; }
 line.grid { stroke: var(--line); } line.limit { stroke: var(--limit); stroke-width: 2;
   stroke-dasharray: 6 4; }
 rect { stroke: var(--paper); stroke-width: 1; } rect:hover { opacity: .75; }
@@ -59,9 +60,7 @@ def render_html(chart: Chart) -> str:
 
 def _render_panel(panel: Panel, chart: Chart) -> str:
     height = TOP + ROW * len(panel.bars) + 28
-    inside = "".join(
-        [*_axis(panel, chart, height), *_bars(panel, chart), *_limit(panel, chart, height)]
-    )
+    inside = "".join([*_axis(chart, height), *_bars(panel, chart), *_limit(panel, chart, height)])
     label = escape(f"{panel.title}: memory by phase", quote=True)
     return (
         f"<h2>{escape(panel.title)}</h2>\n<p>{escape(panel.subtitle)}</p>\n"
@@ -73,7 +72,7 @@ def _x(gib: float, chart: Chart) -> float:
     return round(LEFT + (WIDTH - LEFT - RIGHT) * gib / chart.top_gib, 2)
 
 
-def _axis(panel: Panel, chart: Chart, height: int) -> Iterator[str]:
+def _axis(chart: Chart, height: int) -> Iterator[str]:
     for tick in pick_ticks(chart.top_gib):
         x = _x(tick, chart)
         yield f'<line class="grid" x1="{x}" y1="{TOP}" x2="{x}" y2="{height - 24}"/>'
@@ -87,7 +86,7 @@ def _bars(panel: Panel, chart: Chart) -> Iterator[str]:
         yield f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(bar.phase)}</text>'
         yield from _parts(bar, chart, y)
         end = _x(bar.total_bytes / GIB, chart) + 8
-        kind = "over" if bar.total_bytes > panel.capacity_bytes else "soft"
+        kind = "size over" if bar.total_bytes > panel.capacity_bytes else "size soft"
         told = escape(describe_bar(bar, panel))
         yield f'<text class="{kind}" x="{end}" y="{y + 16}">{told}</text>'
 

@@ -16,14 +16,14 @@ def write_png(chart: Chart, path: Path) -> None:
     """Draw into memory, then write the file whole."""
     try:
         # The object interface, not pyplot: no display, no global state.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as fault:
         raise EnvironmentFaultError(
             "A PNG chart needs matplotlib, which is not installed.",
             remedy="pip install 'tightfit[plot]'    (or --chart chart.html, which needs nothing)",
         ) from fault
-    heights = [1.1 + 0.42 * len(panel.bars) for panel in chart.panels]
+    heights = [1.1 + 0.34 * len(panel.bars) for panel in chart.panels]
     figure = Figure(figsize=(10, sum(heights) + 1.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(
@@ -58,9 +58,12 @@ def _draw_panel(axis: Any, panel: Panel, chart: Chart) -> None:
             va="center",
             fontsize=8,
             color="#b3261e" if over else "#333333",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85},
+            zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9},
         )
-    axis.axvline(panel.capacity_bytes / GIB, color="#b3261e", linewidth=1.4, linestyle="--")
+    axis.axvline(
+        panel.capacity_bytes / GIB, color="#b3261e", linewidth=1.4, linestyle="--", zorder=3
+    )
     axis.annotate(
         f"card: {render_bytes(panel.capacity_bytes)}",
         (panel.capacity_bytes / GIB, 1.0),
@@ -75,9 +78,15 @@ def _draw_panel(axis: Any, panel: Panel, chart: Chart) -> None:
 
 
 def _dress_axis(axis: Any, panel: Panel, chart: Chart) -> None:
-    axis.set_title(f"{panel.title}  ", loc="left", fontsize=10, fontweight="bold", pad=18)
+    axis.set_title(
+        f"{panel.title}  ",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+        pad=30 if panel.subtitle else 18,
+    )
     axis.annotate(
-        panel.subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 4),
+        panel.subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 17),
         textcoords="offset points", fontsize=8, color="#555555",
     )  # fmt: skip
     axis.set_yticks(range(len(panel.bars)), [bar.phase for bar in panel.bars], fontsize=9)
@@ -92,7 +101,7 @@ def _dress_axis(axis: Any, panel: Panel, chart: Chart) -> None:
 
 
 def _draw_legend(figure: Any, chart: Chart) -> None:
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Patch  # noqa: PLC0415  (optional package)
 
     handles = [Patch(color=colour, label=name) for name, colour in chart.colour_of.items()]
     figure.legend(

@@ -26,7 +26,7 @@ OPTIMIZERS = (
     "adafactor",
 )
 ATTENTIONS = ("eager", "sdpa", "flash")
-LOSSES = ("plain", "chunked", "fused")
+LOSSES = ("plain", "kernel", "chunked", "fused")
 SHARDINGS = ("single", "ddp", "fsdp", "fsdp-grad-op", "fsdp-hybrid", "zero1", "zero2", "zero3")
 OFFLOADS = ("none", "optimizer", "params", "all")
 

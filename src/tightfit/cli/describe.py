@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Strategy
-from tightfit.hardware.types import NodeGroup
 
 
 def describe_method(strategy: Strategy) -> str:
     """`full`, `LoRA r16`, `QLoRA r16`, `load`."""
     if strategy.method is not Method.LORA:
-        return strategy.method.value
+        return str(strategy.method.value)
     name = "QLoRA" if strategy.weights is Dtype.NF4 else "LoRA"
     return f"{name} r{strategy.lora_rank}"
 
@@ -39,7 +38,7 @@ def describe_strategy(strategy: Strategy) -> str:
     words = [f"{describe_method(strategy)}, {describe_precision(strategy)}"]
     if strategy.is_trained:
         words.append(strategy.optimizer.value)
-    words.append(f"{strategy.micro_batch} x {strategy.seq_len} tokens")
+    words.append(f"{strategy.micro_batch} x {strategy.seq_len:,} tokens")
     if strategy.grad_accum > 1:
         words.append(f"{strategy.grad_accum} micro-batches per step")
     if strategy.is_trained:
@@ -55,32 +54,41 @@ def describe_strategy(strategy: Strategy) -> str:
     return ", ".join(words)
 
 
+def describe_how(strategy: Strategy, gpu: str | None = None) -> str:
+    """The head of a plan's row: `LoRA r16, fp16, ddp on 4 GPUs`, or `on 4 x V100-SXM2-32GB`."""
+    words = (describe_method(strategy), describe_precision(strategy), describe_sharding(strategy))
+    gpus = describe_gpus(gpu, num_nodes=strategy.num_nodes, gpus_per_node=strategy.gpus_per_node)
+    return f"{', '.join(words)} on {gpus}"
+
+
 def describe_levers(strategy: Strategy) -> str:
     """The remaining switches of a plan's row, for a table cell."""
-    words = []
-    if strategy.checkpointing:
-        words.append("checkpointing")
+    words = [f"micro-batch {describe_batch(strategy)}"]
+    words.append("checkpointing" if strategy.checkpointing else "no checkpointing")
     if strategy.fused_kernels:
         words.append("fused kernels")
     if strategy.loss is not Loss.PLAIN:
         words.append(f"{strategy.loss.value} loss")
     if strategy.attention is not Attention.SDPA:
-        words.append(strategy.attention.value)
+        words.append(f"{strategy.attention.value} attention")
     if strategy.packing:
         words.append("packing")
     if strategy.optimizer is not Optimizer.ADAMW:
         words.append(strategy.optimizer.value)
-    return ", ".join(words) or "-"
+    if strategy.compile:
+        words.append("compiled")
+    return ", ".join(words)
 
 
-def describe_gpus(group: NodeGroup, *, num_nodes: int, gpus_per_node: int) -> str:
-    """`4 x V100-SXM2-32GB`, or `2 nodes of 4 x A100`."""
-    cards = f"{gpus_per_node} x {group.node.gpu.name}"
+def describe_gpus(gpu: str | None, *, num_nodes: int, gpus_per_node: int) -> str:
+    """`4 x V100-SXM2-32GB`, `2 nodes of 4 x A100`; `4 GPUs` where the card is said elsewhere."""
+    if gpu is None:
+        cards = f"{gpus_per_node} GPU{'s' if gpus_per_node > 1 else ''}"
+    else:
+        cards = f"{gpus_per_node} x {shorten_gpu(gpu)}"
     return cards if num_nodes == 1 else f"{num_nodes} nodes of {cards}"
 
 
-def describe_layout(strategy: Strategy, group: NodeGroup) -> str:
-    """The GPUs the strategy uses and how it spreads over them."""
-    gpus = describe_gpus(group, num_nodes=strategy.num_nodes, gpus_per_node=strategy.gpus_per_node)
-    spread = describe_sharding(strategy)
-    return gpus if spread == "single" else f"{gpus} ({spread})"
+def shorten_gpu(name: str) -> str:
+    """The card without its series: `V100-SXM2-32GB`, `RTX 4090`."""
+    return name.removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import typer
 
-from tightfit.cli.flags import takes
-from tightfit.cli.options import Json
-
-EXAMPLES = """\b
-Examples:
-  tightfit doctor
-  tightfit doctor --json
-"""
+from tightfit.cli.flags.doctor import DoctorFlags
+from tightfit.cli.json_output import show_json
+from tightfit.hardware.checkup import run_checkup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorFlags:
-    """Options of `tightfit doctor`."""
-
-    as_json: Json = False
-
-
-@takes(DoctorFlags)
 def doctor(flags: DoctorFlags) -> None:
-    """Check this machine: GPUs, driver, memory, disk, packages, Slurm, Kubernetes, hub access.
+    """Run the checks and print them; the exit code tells the worst."""
+    checkup = run_checkup()
+    if flags.as_json:
+        show_json(checkup.model_dump(mode="json"))
+    else:
+        from tightfit.cli.render_doctor import show_checkup  # noqa: PLC0415  (rich)
 
-    Every fault comes with its remedy. Needs neither a GPU nor torch.
-    """
+        show_checkup(checkup)
+    if checkup.exit_code:
+        raise typer.Exit(checkup.exit_code)

@@ -1,4 +1,4 @@
-"""What a JSON answer repeats of the question: the model and the hardware as they were understood."""
+"""What a JSON answer repeats of the question: model and hardware as they were understood."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from tightfit.cli.json_output import show_json
 from tightfit.core.errors import UsageError, UserError
 from tightfit.core.suggest import did_you_mean
 
@@ -29,13 +28,15 @@ def report_fault(fault: UserError, *, as_json: bool) -> int:
     print(f"error: {fault.problem}\n  try: {fault.remedy}", file=sys.stderr)
     if as_json:
         told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
-        print(json.dumps(told, indent=2))
+        show_json(told)
     return fault.exit_code
 
 
 def report_bug(fault: BaseException, *, argv: Sequence[str], as_json: bool) -> int:
     """An exception nobody foresaw: one line, and how to see the rest."""
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        import traceback  # noqa: PLC0415  (costs start-up time)
+
         traceback.print_exception(fault)
     said = " ".join(str(fault).split())[:300]
     problem = f"This is a bug in tightfit: {type(fault).__name__}: {said}"
@@ -44,12 +45,12 @@ def report_bug(fault: BaseException, *, argv: Sequence[str], as_json: bool) -> i
     )
     print(f"error: {problem}\n  try: {remedy}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": problem, "remedy": remedy, "exit_code": EXIT_BUG}, indent=2))
+        show_json({"error": problem, "remedy": remedy, "exit_code": EXIT_BUG})
     return EXIT_BUG
 
 
-def usage_fault(fault: Any, argv: Sequence[str]) -> UserError:
-    """A complaint of the option parser, as ours: with the nearest option or verb where there is one."""
+def usage_fault(fault: Any) -> UserError:
+    """A complaint of the option parser in our words, with the nearest option or verb."""
     context = getattr(fault, "ctx", None)
     path = context.command_path if context is not None else "tightfit"
     remedy = f"{path} --help"

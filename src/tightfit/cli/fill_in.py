@@ -1,4 +1,4 @@
-"""What `estimate` chooses where the user said nothing: number formats by card, sharding by count."""
+"""What `estimate` chooses where the user said nothing: dtypes by card, sharding by count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from tightfit.cli import choices
-from tightfit.cli.estimate_flags import EstimateFlags
+from tightfit.cli.flags.estimate import EstimateFlags
+from tightfit.cli.settings import read_settings
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import (
@@ -19,17 +20,25 @@ from tightfit.core.strategy import (
     Sharding,
     Strategy,
 )
-from tightfit.hardware.types import Gpu, NodeGroup
+from tightfit.hardware.types import NodeGroup
+from tightfit.models.spec import ModelSpec
+from tightfit.planning.space import choose_attention, choose_half
+
+DEFAULT_SEQ_LEN = int(Strategy.model_fields["seq_len"].default)
 
 
-def choose_strategy(flags: EstimateFlags, group: NodeGroup) -> Strategy:
-    """The strategy the flags state, completed for this group's card."""
+def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) -> Strategy:
+    """The strategy the flags state, completed for this model and this group's card."""
     method = choices.read_word(flags.method, choices.METHODS, option="--method")
+    dtypes = _choose_dtypes(flags, method=method, card_half=choose_half(spec, group.node.gpu))
     given: dict[str, Any] = {
-        **_choose_dtypes(flags, method=method, gpu=group.node.gpu),
+        **dtypes,
+        "attention": choose_attention(spec, group.node, compute=dtypes["compute"]),
+        "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
         **_choose_layout(flags, group),
         **_stated(flags),
         "method": Method.LORA if method == "qlora" else Method(method),
+        **read_settings(flags.settings),
     }
     return build_strategy(given)
 
@@ -47,8 +56,7 @@ def build_strategy(given: dict[str, Any]) -> Strategy:
         ) from fault
 
 
-def _choose_dtypes(flags: EstimateFlags, *, method: str, gpu: Gpu) -> dict[str, Dtype]:
-    card_half = Dtype.BF16 if gpu.supports_bf16 else Dtype.FP16
+def _choose_dtypes(flags: EstimateFlags, *, method: str, card_half: Dtype) -> dict[str, Dtype]:
     compute = _dtype(flags.compute, choices.COMPUTE, "--compute")
     weights = _dtype(flags.weights, choices.WEIGHTS, "--weights")
     if method == "qlora" and weights not in (None, Dtype.NF4):
@@ -104,8 +112,10 @@ def _stated(flags: EstimateFlags) -> dict[str, Any]:
         ("loss", Loss, choices.LOSSES),
         ("offload", Offload, choices.OFFLOADS),
     )
-    plain = ("lora_rank", "micro_batch", "seq_len", "grad_accum", "checkpointing")
-    plain += ("fused_kernels", "double_quant", "train_embeddings", "optimizer_in_backward")
+    plain = (
+        *("lora_rank", "micro_batch", "seq_len", "grad_accum", "checkpointing"),
+        *("fused_kernels", "double_quant", "train_embeddings", "optimizer_in_backward"),
+    )
     stated = {name: getattr(flags, name) for name in plain}
     for name, kind, known in words:
         text = getattr(flags, name)

@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+import dataclasses
 
-import typer
-
-from tightfit.cli.completion import complete_model
-from tightfit.cli.flags import takes
-from tightfit.cli.options import Json
-
-if TYPE_CHECKING:
-    pass
-
-EXAMPLES = """\b
-Examples:
-  tightfit models                    every model of the catalogue
-  tightfit models qwen               those whose name contains a word
-  tightfit models Llama-2-7b         one model, with the count of each part
-  tightfit models ./my-model --json  a folder with config.json
-"""
+from tightfit.cli.flags.models import ModelsFlags
+from tightfit.cli.json_output import show_json
+from tightfit.core.errors import NotFoundError
+from tightfit.models.catalogue import CatalogueRow, load_row
+from tightfit.models.parameters import explain_count
+from tightfit.models.resolve import list_models, resolve_model, search_models
+from tightfit.models.spec import ModelSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelsFlags:
-    """Options of `tightfit models`."""
-
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[WORD|NAME]",
-            help="A word to search for; or a catalogue name, hub id, folder or GGUF file to show.",
-            autocompletion=complete_model,
-            show_default=False,
-        ),
-    ] = None
-    as_json: Json = False
-
-
-@takes(ModelsFlags)
 def models(flags: ModelsFlags) -> None:
-    """List, search or show models.
+    """Show the catalogue, the rows that contain a word, or one model."""
+    if flags.name is None:
+        _show_list(list(list_models()), as_json=flags.as_json)
+        return
+    found = search_models(flags.name)
+    try:
+        spec = resolve_model(flags.name)
+    except NotFoundError:
+        if not found:
+            raise
+        _show_list(found, as_json=flags.as_json)
+        return
+    # `qwen2.5` also leads to one model by its alias; whoever types a part of many names searches.
+    if len(found) > 1 and not _is_exact(flags.name, spec):
+        _show_list(found, as_json=flags.as_json)
+    else:
+        _show_one(spec, as_json=flags.as_json)
 
-    Nothing is downloaded: names come from the catalogue inside the package, the local hub
-    cache, or files you point at.
-    """
+
+def _is_exact(name: str, spec: ModelSpec) -> bool:
+    """The name is the model's own, with or without its owner and the `-hf` of converted ones."""
+    if not spec.source.startswith("catalogue:"):
+        return True
+    known = {spec.name.lower(), spec.name.lower().rpartition("/")[2]}
+    return bool({name.lower(), f"{name.lower()}-hf"} & known)
+
+
+def _show_list(rows: list[CatalogueRow], *, as_json: bool) -> None:
+    specs = [load_row(row) for row in rows]
+    if as_json:
+        told = [
+            {
+                "name": row.model,
+                "model_type": spec.model_type,
+                "num_params": spec.num_params,
+                "num_active_params": spec.num_active_params,
+                "num_layers": spec.num_layers,
+                "max_positions": spec.max_positions,
+                "config_kind": row.config_kind,
+                "config_source": row.config_source,
+            }
+            for row, spec in zip(rows, specs, strict=True)
+        ]
+        show_json({"models": told})
+        return
+    from tightfit.cli.render_models import show_models  # noqa: PLC0415  (rich)
+
+    show_models(specs)
+
+
+def _show_one(spec: ModelSpec, *, as_json: bool) -> None:
+    row = next((row for row in list_models() if spec.source == f"catalogue:{row.model}"), None)
+    if as_json:
+        show_json(
+            {
+                **spec.model_dump(mode="json"),
+                "num_params": spec.num_params,
+                "num_active_params": spec.num_active_params,
+                "count": [dataclasses.asdict(part) for part in explain_count(spec)],
+                "catalogue": dataclasses.asdict(row) if row is not None else None,
+            }
+        )
+        return
+    from tightfit.cli.render_models import show_model  # noqa: PLC0415  (rich)
+
+    show_model(spec, row)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from tightfit.cli.describe import describe_layout, describe_strategy
+from rich.console import RenderableType
+from rich.text import Text
+
+from tightfit.cli.describe import describe_gpus, describe_sharding, describe_strategy
 from tightfit.cli.notes import heading, plain, render_notes
-from tightfit.cli.screen import Column, make_table, render_bar
+from tightfit.cli.screen import Column, make_table, render_bar, render_gauge, show
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes, render_count, render_seconds
 from tightfit.estimate.result import Estimate, StepTime, Verdict
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from tightfit.core.strategy import Strategy
-    from tightfit.hardware.types import NodeGroup
-    from tightfit.models.spec import ModelSpec
+from tightfit.hardware.types import NodeGroup
+from tightfit.models.spec import ModelSpec
 
 VERDICT_STYLES = {
     Verdict.FITS: "bold green",
@@ -32,14 +30,20 @@ VERDICT_WORDS = {
 }
 
 
-def render_estimate(
+def show_estimate(
+    estimate: Estimate, *, spec: ModelSpec, strategy: Strategy, group: NodeGroup
+) -> None:
+    """Print everything `tightfit estimate` shows a person."""
+    show(_render(estimate, spec=spec, strategy=strategy, group=group))
+
+
+def _render(
     estimate: Estimate, *, spec: ModelSpec, strategy: Strategy, group: NodeGroup
 ) -> Iterator[RenderableType]:
-    """Everything `tightfit estimate` shows a person."""
     yield render_verdict(estimate)
     yield _render_subject(estimate, spec=spec, strategy=strategy, group=group)
     yield ""
-    yield heading(f"GPU memory at its peak ({estimate.gpu.peak_phase}), on each GPU")
+    yield heading(f"GPU memory at its peak ({_words(estimate.gpu.peak_phase)}), on each GPU")
     yield _render_components(estimate)
     yield ""
     yield heading("Peak of each phase")
@@ -52,10 +56,8 @@ def render_estimate(
 
 def render_verdict(estimate: Estimate) -> RenderableType:
     """`fits: 14.2 of 31.7 GiB`, in the colour of the verdict."""
-    from rich.text import Text
-
-    word = Text(VERDICT_WORDS[estimate.verdict], style=VERDICT_STYLES[estimate.verdict])
-    return word + Text(f": {estimate.reason}")
+    word = (VERDICT_WORDS[estimate.verdict], VERDICT_STYLES[estimate.verdict])
+    return Text.assemble(word, f": {estimate.reason}")
 
 
 def render_time(time: StepTime) -> str:
@@ -72,9 +74,14 @@ def _render_subject(
 ) -> RenderableType:
     counts = estimate.parameters
     trained = f", {render_count(counts.trainable)} trained" if strategy.is_trained else ""
+    gpus = describe_gpus(
+        group.node.gpu.name, num_nodes=strategy.num_nodes, gpus_per_node=strategy.gpus_per_node
+    )
+    is_plain = describe_sharding(strategy) == "single"
+    spread = "" if is_plain else f", {describe_sharding(strategy)}"
     return plain(
         f"{spec.name} ({render_count(counts.total)} parameters{trained}): "
-        f"{describe_strategy(strategy)}, on {describe_layout(strategy, group)}"
+        f"{describe_strategy(strategy)}{spread}, on {gpus}"
     )
 
 
@@ -82,7 +89,7 @@ def _render_components(estimate: Estimate) -> RenderableType:
     gpu = estimate.gpu
     scale = max(gpu.capacity_bytes, gpu.peak_reserved_bytes, 1)
     rows: list[tuple[RenderableType, ...]] = [
-        (name, render_bytes(size), render_bar(size / scale, width=36))
+        (_words(name), render_bytes(size), render_bar(size / scale, width=36))
         for name, size in sorted(gpu.components.items(), key=lambda item: -item[1])
         if size > 0
     ]
@@ -102,11 +109,10 @@ def _render_phases(estimate: Estimate) -> RenderableType:
     capacity = max(estimate.gpu.capacity_bytes, 1)
     rows = [
         (
-            phase.name,
+            _words(phase.name),
             render_bytes(phase.peak_allocated_bytes),
             render_bytes(phase.peak_reserved_bytes),
-            render_bytes(phase.host_peak_bytes),
-            render_bar(phase.peak_reserved_bytes / capacity, width=20)
+            render_gauge(phase.peak_reserved_bytes / capacity, width=24)
             + (" too much" if phase.peak_reserved_bytes > capacity else ""),
         )
         for phase in estimate.phases
@@ -115,10 +121,13 @@ def _render_phases(estimate: Estimate) -> RenderableType:
         Column(title="phase"),
         Column(title="tensors", right=True),
         Column(title="process", right=True),
-        Column(title="host RAM", right=True),
-        Column(title="process of the card"),
+        Column(title="process on the card"),
     )
     return make_table(columns, rows)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _render_surroundings(estimate: Estimate) -> RenderableType:
@@ -140,4 +149,4 @@ def _render_surroundings(estimate: Estimate) -> RenderableType:
 
 def _listed(components: dict[str, int]) -> str:
     largest = sorted(components.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {render_bytes(size)}" for name, size in largest if size > 0)
+    return ", ".join(f"{_words(name)} {render_bytes(size)}" for name, size in largest if size > 0)

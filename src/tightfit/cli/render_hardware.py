@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from tightfit.cli.notes import heading, render_notes
-from tightfit.cli.screen import Column, make_table
+from rich.console import RenderableType
+
+from tightfit.cli.notes import heading, plain, render_notes
+from tightfit.cli.screen import Column, make_table, show
 from tightfit.core.units import GB, TERA, render_bytes, render_seconds, render_usd
+from tightfit.hardware.catalogue import GpuRecord
 from tightfit.hardware.types import Cluster, Gpu, NodeGroup
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
-    from tightfit.hardware.catalogue import GpuRecord
+def show_gpus(gpus: list[Gpu]) -> None:
+    show(_render_gpus(gpus))
 
 
-def render_gpus(gpus: list[Gpu]) -> Iterator[RenderableType]:
+def show_gpu(record: GpuRecord) -> None:
+    show(_render_gpu(record))
+
+
+def show_cluster(cluster: Cluster) -> None:
+    show(_render_cluster(cluster))
+
+
+def _render_gpus(gpus: list[Gpu]) -> Iterator[RenderableType]:
     """One line per card."""
     columns = (
         Column(title="GPU", style="bold"),
@@ -33,7 +42,7 @@ def render_gpus(gpus: list[Gpu]) -> Iterator[RenderableType]:
     yield "One card with its sources: tightfit hardware NAME"
 
 
-def render_gpu(record: GpuRecord) -> Iterator[RenderableType]:
+def _render_gpu(record: GpuRecord) -> Iterator[RenderableType]:
     """Every number of one card with the place it came from."""
     gpu = record.gpu
     yield heading(gpu.name)
@@ -44,22 +53,26 @@ def render_gpu(record: GpuRecord) -> Iterator[RenderableType]:
     columns = (
         Column(title="number"),
         Column(title="value", right=True, keep=False),
-        Column(title="source", keep=False),
+        Column(title="source", right=True),
+        Column(title="note", keep=False),
     )
+    sources = list(dict.fromkeys(number.source for number in record.numbers))
     rows = [
         (
             number.label,
             f"{number.value} {number.unit}".strip(),
-            f"{number.source} ({number.note})" if number.note else number.source,
+            str(sources.index(number.source) + 1),
+            plain(number.note),
         )
         for number in record.numbers
     ]
     yield make_table(columns, rows)
     yield from _render_prices(gpu)
+    yield from render_notes("Sources", sources, is_numbered=True)
     yield from render_notes("Notes", (gpu.notes,) if gpu.notes else ())
 
 
-def render_cluster(cluster: Cluster) -> Iterator[RenderableType]:
+def _render_cluster(cluster: Cluster) -> Iterator[RenderableType]:
     """One line per group of equal nodes."""
     columns = (
         Column(title="group", keep=False, style="bold"),

@@ -99,11 +99,16 @@ class Attention(str, Enum):
 
 
 class Loss(str, Enum):
-    """Plain materialises fp32 logits; chunked does so a slice at a time; fused never does."""
+    """How much of the logits exists at a time, and in which precision."""
 
     PLAIN = "plain"
+    """Logits, upcast to fp32, with fp32 gradients."""
+    KERNEL = "kernel"
+    """Logits, upcast to fp32, with the gradient written in their place by one kernel."""
     CHUNKED = "chunked"
+    """Logits whole, upcast a slice at a time."""
     FUSED = "fused"
+    """Logits a slice at a time, head and loss in one kernel."""
 
 
 ALL_LINEAR = "all-linear"
@@ -138,6 +143,9 @@ class Strategy(BaseModel):
     seq_len: PositiveInt = Field(default=2048, le=MAX_SEQ_LEN)
     grad_accum: PositiveInt = Field(default=1, le=MAX_MICRO_BATCH)
     packing: bool = False
+    varying_lengths: bool = False
+    """Each batch is padded to its own longest row and the allocator has no expandable segments,
+    so it keeps blocks of outgrown sizes."""
     checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
     attention: Attention = Attention.SDPA

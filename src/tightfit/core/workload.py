@@ -36,3 +36,9 @@ class DataProfile(BaseModel):
     """Share of slots left empty by best-fit packing at `seq_len`."""
     num_packed_rows: PositiveInt
     """Sequences of `seq_len` after best-fit packing."""
+    num_counted_rows: int = 0
+    """Rows whose tokens were counted; fewer than `num_rows` where a large file was sampled."""
+    longest_row_tokens: int = 0
+    """The longest row before truncation: the `seq_len` that would cut nothing."""
+    num_lost_tokens: int = 0
+    """Tokens that truncation cuts off in one epoch."""

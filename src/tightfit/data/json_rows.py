@@ -156,8 +156,8 @@ class _Text:
                 raise _not_json(self._path, start, _why(fault), "") from fault
             except json.JSONDecodeError as fault:
                 # A cut-off window and a broken text fail alike; only the end of the file tells.
+                line = start + self._window.count("\n", self._at, fault.pos)
                 if not self._is_cut_off(fault) or not self._grow():
-                    line = start + self._window.count("\n", self._at, fault.pos)
                     raise _not_json(self._path, line, fault.msg, "") from fault
             except ValueError as fault:
                 raise _not_json(self._path, start, _why(fault), "") from fault

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.data.guess import guess_tokens
+from tightfit.models.hub_cache import locate_hub_cache
 
 TOKENS_PER_MESSAGE = 5
-"""What a chat template adds around a message: opening mark, role, line end, closing mark, line end
-in ChatML; header marks, role, line ends and end-of-turn in Llama 3. Both come to five.
-Source: chat_template in the tokenizer_config.json of Qwen2.5-7B-Instruct and Llama-3.1-8B-Instruct.
+"""What a chat template adds around a message. ChatML: opening mark, role, line end, closing mark,
+line end (five, measured with SmolLM2-135M-Instruct's template and vocabulary). Llama 3: two header
+marks, role, blank line, end of turn (five by its published form, huggingface.co/blog/llama3).
 A default system prompt, which some templates add, is not counted."""
 TOKENS_PER_ROW = 1
 """The begin-of-text or end-of-text mark."""
@@ -59,18 +60,11 @@ def find_tokenizer(model: str) -> Path | None:
     return None
 
 
-def hub_cache() -> Path:
-    """Where the hub client keeps downloads, by the environment variables it documents."""
-    if explicit := os.environ.get("HF_HUB_CACHE"):
-        return Path(explicit).expanduser()
-    home = os.environ.get("HF_HOME")
-    if home is None:
-        home = str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")
-    return Path(home).expanduser() / "hub"
-
-
 def _in_hub_cache(model: str) -> Path | None:
-    repository = hub_cache() / ("models--" + model.replace("/", "--"))
+    cache = locate_hub_cache()
+    if cache is None:
+        return None
+    repository = cache / ("models--" + model.replace("/", "--"))
     main = repository / "refs" / "main"
     if main.is_file():
         named = repository / "snapshots" / main.read_text(errors="replace").strip()
@@ -93,9 +87,9 @@ def _guessing(why: str) -> TokenCounter:
     )
 
 
-def _exact(tokenizers: object, path: Path) -> TokenCounter:
+def _exact(tokenizers: Any, path: Path) -> TokenCounter:
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))  # type: ignore[attr-defined]
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as fault:  # the library raises bare Exception
         raise InvalidInputError(
             f"{path} is not a tokenizer this version reads: {str(fault)[:200]}.",
@@ -108,6 +102,11 @@ def _exact(tokenizers: object, path: Path) -> TokenCounter:
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 
     def count(texts: Sequence[str]) -> list[int]:
-        return [len(item) for item in encode(list(texts), add_special_tokens=False)]
+        try:
+            encoded = encode(list(texts), add_special_tokens=False)
+        except TypeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
+            whole = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+            encoded = encode(whole, add_special_tokens=False)
+        return [len(item) for item in encoded]
 
     return TokenCounter(count=count, is_exact=True, description=f"counted with {path}")

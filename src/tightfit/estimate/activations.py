@@ -85,14 +85,37 @@ def estimate_layer_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> L
     norms = _norm_bytes(spec, block, strategy, numerics)
     attention = _attention_bytes(spec, block, strategy, numerics)
     mlp = _mlp_bytes(spec, block, strategy, numerics)
-    saved = norms + attention + mlp
+    inputs = _context_bytes(spec, block, strategy, numerics)
+    saved = norms + attention + mlp + _quantized_input_bytes(spec, block, strategy)
     mlp_peak = saved + _mlp_working(spec, block, numerics)
     attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
     return LayerBytes(
         saved=saved,
-        checkpoint=numerics.residual * spec.hidden_size,
+        checkpoint=numerics.residual * spec.hidden_size + inputs,
         working=max(mlp_peak, attention_peak) - saved,
     )
+
+
+def _input_widths(spec: ModelSpec, block: Block) -> int:
+    """Widths of the distinct inputs of one layer's matrices, summed."""
+    roles = {part.role: part.in_features for part in block.linears if part.is_module}
+    return sum(spec.hidden_size + last for last in roles.values())
+
+
+def _quantized_input_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
+    """LLM.int8 keeps each input in 8 bit."""
+    return _input_widths(spec, block) if strategy.weights is Dtype.INT8 else 0
+
+
+def _context_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
+    """Inputs that LLM.int8 keeps, and in 8 bit, even where the layer is recomputed.
+
+    bitsandbytes holds them on the autograd context itself, where non-reentrant
+    checkpointing cannot drop them. Source: bitsandbytes MatMul8bitLt; h200_steps.json.
+    """
+    if strategy.weights is not Dtype.INT8 or strategy.method is not Method.LORA:
+        return 0
+    return (numerics.residual + 1) * _input_widths(spec, block)
 
 
 def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:

@@ -10,11 +10,18 @@ CONTEXT_BYTES = 3 * GIB // 4
 Source: benchmarks/results/h200_steps.json, the process's use of the card less torch's reserve."""
 NCCL_BYTES = GIB // 4
 """Channels and buffers of one NCCL communicator. Source: NCCL_BUFFSIZE 4 MiB x channels x peers."""
-TRANSIENT_SLACK_FRACTION = 0.06
-"""Cached but unused blocks as a share of tensors that come and go within a step.
-Source: benchmarks/results/h200_steps.json, reserved over allocated."""
-BASE_SLACK_BYTES = 256 * MIB
-"""Rounding of blocks to 2 and 20 MiB segments. Source: as above."""
+TRANSIENT_SLACK_FRACTION = 0.05
+"""Rounding and holes, as a share of the tensors of the peak that come and go within a step.
+Source: benchmarks/results/h200_steps.json, reserved over allocated without recomputation."""
+IDLE_SLACK_FRACTION = 1.0
+"""Blocks of another moment's tensors, which stay cached and fit nothing of the peak.
+Source: as above, with recomputation: the reserve holds both the loss and a recomputed layer."""
+STREAM_SLACK_FRACTION = 0.75
+"""Gathered weights live on a stream of their own, whose free blocks no other stream may use.
+Source: as above, FSDP2 ranks."""
+OUTGROWN_SLACK_FRACTION = 1.0
+"""Blocks of outgrown sizes where batch lengths vary and segments cannot expand.
+Source: benchmarks/results/h200_fragmentation.json, 4096 tokens."""
 
 SURVIVAL_MARGIN_FRACTION = 0.03
 """A job survives in as little as 3% above its live tensors, by freeing its cache and retrying.
@@ -23,9 +30,21 @@ MODEL_ERROR_FRACTION = 0.05
 """How far the closed form itself may be off before a verdict would be a guess."""
 
 
-def estimate_slack_bytes(transient_bytes: int) -> int:
-    """Reserved over allocated for a job whose shapes stay the same from step to step."""
-    return BASE_SLACK_BYTES + int(TRANSIENT_SLACK_FRACTION * transient_bytes)
+def estimate_slack_bytes(
+    *, transient_bytes: int, idle_bytes: int, stream_bytes: int, outgrown_bytes: int
+) -> int:
+    """Reserved over allocated at the peak of a step that repeats.
+
+    `idle_bytes` are tensors of another moment that the peak has not, `stream_bytes`
+    those of the peak that belong to communication, `outgrown_bytes` those whose
+    size follows the length of the batch, where lengths vary.
+    """
+    return int(
+        TRANSIENT_SLACK_FRACTION * transient_bytes
+        + IDLE_SLACK_FRACTION * idle_bytes
+        + STREAM_SLACK_FRACTION * stream_bytes
+        + OUTGROWN_SLACK_FRACTION * outgrown_bytes
+    )
 
 
 def estimate_context_bytes(world_size: int) -> int:

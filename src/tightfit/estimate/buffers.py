@@ -13,6 +13,7 @@ from tightfit.estimate.weights import (
     largest_matrix,
     layer_adapter_params,
     outside_params,
+    packed_values,
 )
 from tightfit.models.spec import ModelSpec
 
@@ -27,9 +28,13 @@ class BufferBytes:
     """Unsharded copies on one GPU at the moments that can set the peak."""
 
     forward: int
-    """From the first layer to the loss."""
+    """Inside the layers, in forward and evaluation."""
+    loss: int
+    """When all layers are done."""
     backward: int
     """While a layer's gradients are made and reduced."""
+    backward_end: int
+    """While the first layer's are, when no other is prefetched."""
     step: int
     """During the optimizer step."""
     casts_forward: int
@@ -43,19 +48,22 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
     """Copies that sharding, autocast and quantization make.
 
     FSDP2 with one group per layer: the layer in use and the next one, gathered;
-    the group of embeddings and head stays gathered; a layer's gradients exist
-    unsharded, and once more as the reduce-scatter's input.
+    the group of embeddings and head stays gathered, and its gradients unsharded
+    until the very end; a layer's gradients exist unsharded, and once more as
+    the reduce-scatter's input.
     ZeRO-3 keeps up to `stage3_max_live_parameters` gathered.
     Leaves out DDP's buckets: gradients are views into them.
     Source: torch fully_shard notes; DeepSpeed configuration docs.
     """
     casts_forward, casts_backward = _cast_bytes(spec, strategy)
     dequantized = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
-    forward, backward, step = _gathered_bytes(spec, strategy)
+    gathered = _gathered_bytes(spec, strategy)
     return BufferBytes(
-        forward=forward,
-        backward=backward,
-        step=step,
+        forward=gathered.forward,
+        loss=gathered.loss,
+        backward=gathered.backward,
+        backward_end=gathered.backward_end,
+        step=gathered.step,
         casts_forward=casts_forward,
         casts_backward=casts_backward,
         dequantized=dequantized,
@@ -65,6 +73,9 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
 def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
     """Autocast keeps each 16-bit copy: of trained weights until its context ends, of frozen ones
     in the graph until their layer's backward, and then only if the layer is not recomputed."""
+    if strategy.weights.is_quantized and strategy.upcast_unquantized:
+        head = 2 * spec.embedding_params
+        return head, head
     if not uses_autocast(strategy):
         return 0, 0
     copies = 2 * (sum(block.num_params for block in spec.blocks) + spec.embedding_params)
@@ -77,31 +88,47 @@ def _layer_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     num_values = largest_layer(spec)
     if strategy.weights.is_quantized:
         weights = estimate_weight_bytes(spec, strategy)
-        blocks = max(1, spec.linear_params)
-        return int((weights.packed + weights.quantization_state) * num_values / blocks)
+        num_packed = max(1, packed_values(spec, strategy.weights))
+        return int((weights.packed + weights.quantization_state) * num_values / num_packed)
     return num_values * strategy.compute.value_bytes
 
 
-def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> tuple[int, int, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    forward: int = 0
+    loss: int = 0
+    backward: int = 0
+    backward_end: int = 0
+    step: int = 0
+
+
+def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> _Gathered:
     sharding = strategy.sharding
     value = strategy.compute.value_bytes
     if sharding in (Sharding.ZERO1, Sharding.ZERO2):
         bucket = 2 * ZERO_BUCKET_VALUES
-        return 0, bucket, bucket
+        return _Gathered(backward=bucket, backward_end=bucket, step=bucket)
     if not sharding.shards_weights:
-        return 0, 0, 0
-    outside = outside_params(spec) * value
+        return _Gathered()
     layer = _layer_bytes(spec, strategy)
-    gradients = _layer_gradient_bytes(spec, strategy)
+    gradients = 2 * _layer_gradient_bytes(spec, strategy)
     whole = _model_bytes(spec, strategy)
     if sharding is Sharding.ZERO3:
         live = min(whole, ZERO3_LIVE_VALUES * value + layer)
-        bucket = 2 * spec.hidden_size**2 * value
-        return live, live + gradients + bucket, 0
+        reduced = live + gradients // 2 + 2 * spec.hidden_size**2 * value
+        return _Gathered(forward=live, loss=live, backward=reduced, backward_end=reduced)
+    outside = outside_params(spec) * value
+    if strategy.method is Method.FULL:
+        gradients += outside
     if sharding is Sharding.FSDP_GRAD_OP:
-        return whole, whole + 2 * gradients, 0
-    forward = min(whole, 2 * layer + outside)
-    return forward, forward + 2 * gradients, 0
+        reduced = whole + gradients
+        return _Gathered(forward=whole, loss=whole, backward=reduced, backward_end=reduced)
+    return _Gathered(
+        forward=min(whole, outside + 2 * layer),
+        loss=min(whole, outside + layer),
+        backward=min(whole, outside + 2 * layer) + gradients,
+        backward_end=min(whole, outside + layer) + gradients,
+    )
 
 
 def _model_bytes(spec: ModelSpec, strategy: Strategy) -> int:

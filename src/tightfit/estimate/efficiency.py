@@ -74,10 +74,15 @@ FLASH_BACKWARD_SLOWDOWN = 1.25
 
 KERNEL_GAP_SECONDS = 1.5e-6
 """Device time between two kernels of a full queue."""
-HOST_FORWARD_SECONDS = 11e-6
-"""Host time to get one kernel going from Python, eager, views and checks included."""
-HOST_BACKWARD_SECONDS = 7e-6
+HOST_FORWARD_SECONDS = 20e-6
+"""Host time to get one kernel going from Python, with the views and checks around it."""
+HOST_BACKWARD_SECONDS = 10e-6
 """The same in autograd's C++ engine."""
+HOST_ADAPTER_KERNELS = 12
+"""Kernels' worth of host work in one LoRA module beyond its kernels: peft's own Python."""
+
+ZERO3_HOOK_SECONDS = 120e-6
+"""Host work of DeepSpeed's ZeRO-3 before and after each module, which the device waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +144,7 @@ def matmul_seconds(rates: Rates, *, flops: float, num_bytes: float) -> float:
     and thin matmuls reach less of the peak than large square ones: with 4096
     wide weights on an H200, 57% of the sustained rate at 512 tokens, 91% at 8192.
     """
-    return (
-        flops / rates.matmul_flops_per_second + num_bytes / rates.stream_bytes_per_second
-    )
+    return flops / rates.matmul_flops_per_second + num_bytes / rates.stream_bytes_per_second
 
 
 def attention_seconds(rates: Rates, *, flops: float, seq_len: float, backward: bool) -> float:
@@ -163,11 +166,15 @@ by the second matmul (2), rounded down. Source: transformers `eager_attention_fo
 def stream_value_bytes(strategy: Strategy) -> int:
     """Bytes of one activation between the matmuls.
 
-    fp32 weights under autocast leave embeddings, norms and residuals in fp32.
+    fp32 weights under autocast leave embeddings, norms and residuals in fp32;
+    so does upcasting what is not quantized. FSDP's mixed precision casts all
+    weights, and with them the activations.
     """
-    if strategy.weights is Dtype.FP32 or strategy.compute is Dtype.FP32:
+    if strategy.compute is Dtype.FP32:
         return 4
-    return 2
+    if strategy.weights.is_quantized:
+        return 4 if strategy.upcast_unquantized else 2
+    return 4 if strategy.weights is Dtype.FP32 and not strategy.sharding.is_fsdp else 2
 
 
 def elementwise_bytes_per_token(
@@ -203,24 +210,30 @@ def elementwise_bytes_per_token(
     )
 
 
-def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy) -> float:
-    """Forward traffic of LoRA beside its thin matmuls, for one token.
+def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward: bool) -> float:
+    """Traffic of LoRA beside the base matmuls, for one token.
 
-    In the model's own dtype: the input read again; the result written, scaled,
-    and added. fp32 adapters on a 16-bit model cast the input up, do all of that
-    in 4 bytes, and cast the sum down. Under autocast the casts remain, the rest
-    is 16 bit. Source: peft `LoraLayer.forward`.
+    In the model's own dtype, forward: the input read again; the result
+    written, scaled, and added (6 values an output). Backward: the scaled
+    gradient, read by two matmuls (4); two matmuls on the input's side and a
+    sum of gradients (5). fp32 adapters on a 16-bit model cast the input up, do
+    all of that in 4 bytes, and cast down. Under autocast the casts remain, the
+    rest is 16 bit. Source: peft `Linear.forward`.
     """
     if strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
         value = strategy.compute.value_bytes
-        inputs, outputs = value, 6 * value
+        inputs, outputs = (5 * value, 4 * value) if backward else (value, 6 * value)
     elif strategy.weights is strategy.compute:
-        inputs, outputs = 10, 28
+        inputs, outputs = (20, 22) if backward else (10, 28)
     else:
-        inputs, outputs = 14, 12
+        inputs, outputs = (20, 10) if backward else (14, 12)
     if strategy.compile:
         outputs //= 2
-    return inputs * adapters.inputs_used + outputs * adapters.outputs_used
+    return float(inputs * adapters.inputs_used + outputs * adapters.outputs_used)
+
+
+ELEMENTWISE_BACKWARD = 2.0
+"""Backward over forward traffic: the gradient comes in, the saved input is read, one goes out."""
 
 
 def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
@@ -246,7 +259,7 @@ Fused AdamW reads weight, gradient and two moments and writes all but the
 gradient. Foreach does one operation at a time. Source: torch.optim.
 """
 EIGHT_BIT_STATE_BYTES = 8.0
-"""Two one-byte moments read and written, their scales, and the slower kernel. Source: bitsandbytes."""
+"""Two one-byte moments read and written, their scales, and the slower kernel of bitsandbytes."""
 ZERO_MASTER_BYTES = 34.0
 """DeepSpeed keeps fp32 weights and moments beside 16-bit weights: 3 x 8 + 2 + 4 + 4."""
 
@@ -265,8 +278,11 @@ def optimizer_bytes_per_param(strategy: Strategy) -> float:
 
 DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 4.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}
 """Traffic, or its equal in time, to unpack one weight to 16 bit."""
-INT8_ACTIVATION_BYTES = 10.0
-"""LLM.int8() per input or output value: rounded, scaled, outliers set apart, rescaled."""
+INT8_ACTIVATION_BYTES = 65.0
+"""LLM.int8() per input or output value: rounded, scaled, outliers set apart, rescaled.
+
+Fit to Llama-2-7B on one H200, int8 against bf16 (benchmarks/results/h200_steps.json).
+"""
 
 
 def dequantize_seconds(
@@ -293,11 +309,7 @@ def count_forward_kernels(
     adapter = 4 if strategy.adapter_dtype is not Dtype.FP32 else 7
     if strategy.compile:
         adapter = 3
-    linear = 1
-    if strategy.weights.is_quantized:
-        linear = 3
-    elif strategy.weights is not strategy.compute:
-        linear = 3
+    linear = 1 if strategy.weights is strategy.compute else 3  # unpacked or cast first
     return (
         norm * work.num_norms
         + (rotary + attention) * work.num_attentions

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Generic, TypeVar
 
 from tightfit.core.strategy import Attention, Method, Strategy
 from tightfit.estimate.weights import is_target
 from tightfit.models.spec import ModelSpec, Role
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +46,6 @@ class Workload:
     """Input widths of those matrices, summed: what one token makes them read."""
     outputs_used: int
     num_expert_layers: int
-    expert_copies_used: int
-    """Expert matrices one token passes, all layers together."""
     mlp_width_used: int
     """Inner MLP values of one token, all layers together."""
     query_width: int
@@ -64,7 +65,6 @@ class Adapters:
     """Sums over the matrices that LoRA attaches to, for one token."""
 
     num_used: int
-    num_held: int
     inputs_used: int
     outputs_used: int
 
@@ -99,25 +99,25 @@ class StepFlops:
         return self.model + self.recomputed
 
 
-class _ByIdentity:
-    """A spec seen before, found by identity: hashing a whole spec costs more than an estimate."""
+class _PerSpec(Generic[T]):
+    """Remembers sums by a spec's identity: hashing a whole spec costs more than an estimate."""
 
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[ModelSpec, Workload]] = {}
+    def __init__(self, compute: Callable[[ModelSpec, tuple[str, ...]], T]) -> None:
+        self._compute = compute
+        self._seen: dict[tuple[int, tuple[str, ...]], tuple[ModelSpec, T]] = {}
 
-    def __call__(self, spec: ModelSpec) -> Workload:
-        # The spec is held beside its sums, so its id cannot be given to another one.
-        found = self._seen.get(id(spec))
-        if found is not None:
-            return found[1]
-        if len(self._seen) >= 256:
-            self._seen.clear()
-        work = _sum_matrices(spec)
-        self._seen[id(spec)] = (spec, work)
-        return work
+    def get(self, spec: ModelSpec, names: tuple[str, ...] = ()) -> T:
+        found = self._seen.get((id(spec), names))
+        if found is None:
+            if len(self._seen) >= 1024:
+                self._seen.clear()
+            # The spec is held beside its sums, so its id cannot be given to another one.
+            found = (spec, self._compute(spec, names))
+            self._seen[id(spec), names] = found
+        return found[1]
 
 
-def _sum_matrices(spec: ModelSpec) -> Workload:
+def _sum_matrices(spec: ModelSpec, _names: tuple[str, ...]) -> Workload:
     parts = [(block.num_layers, part) for block in spec.blocks for part in block.linears]
     used = [(n * part.copies_per_token, part) for n, part in parts]
     held = [(n * part.copies, part) for n, part in parts]
@@ -127,7 +127,6 @@ def _sum_matrices(spec: ModelSpec) -> Workload:
         for n, part in used
         if part.role in (Role.MLP, Role.EXPERT) and part.out_features == spec.hidden_size
     )
-    experts = [n for n, part in used if part.role is Role.EXPERT]
     attention = _attention_layers(spec)
     num_attentions = sum(group.num_layers for group in attention)
     return Workload(
@@ -148,7 +147,6 @@ def _sum_matrices(spec: ModelSpec) -> Workload:
         num_expert_layers=sum(
             b.num_layers for b in spec.blocks if any(p.role is Role.EXPERT for p in b.linears)
         ),
-        expert_copies_used=sum(experts),
         mlp_width_used=inner,
         query_width=num_attentions * spec.num_heads * spec.head_dim,
         key_width=num_attentions * spec.num_kv_heads * spec.head_dim,
@@ -162,7 +160,7 @@ def _sum_matrices(spec: ModelSpec) -> Workload:
 
 
 def _attention_layers(spec: ModelSpec) -> tuple[AttentionLayers, ...]:
-    """Encoder and cross attention see everything; decoder layers see the past, or a window of it."""
+    """Encoder and cross attention see everything, decoder layers the past or a window of it."""
     encoder = sum(b.num_layers for b in spec.blocks if b.kind == "encoder")
     decoder = spec.num_layers - encoder
     crossing = sum(
@@ -179,39 +177,32 @@ def _attention_layers(spec: ModelSpec) -> tuple[AttentionLayers, ...]:
     return tuple(group for group in groups if group.num_layers)
 
 
-sum_workload = _ByIdentity()
-"""`sum_workload(spec)`: the spec's `Workload`, computed once per spec."""
-
-
-@lru_cache(maxsize=1024)
-def _sum_adapters(spec: ModelSpec, targets: tuple[str, ...]) -> Adapters:
+def _sum_targets(spec: ModelSpec, targets: tuple[str, ...]) -> Adapters:
     chosen = [
         (b.num_layers, part) for b in spec.blocks for part in b.linears if is_target(part, targets)
     ]
     return Adapters(
         num_used=sum(n * part.copies_per_token for n, part in chosen),
-        num_held=sum(n * part.copies for n, part in chosen),
         inputs_used=sum(n * part.copies_per_token * part.in_features for n, part in chosen),
         outputs_used=sum(n * part.copies_per_token * part.out_features for n, part in chosen),
     )
 
 
-NO_ADAPTERS = Adapters(num_used=0, num_held=0, inputs_used=0, outputs_used=0)
-_adapters_seen: dict[tuple[int, tuple[str, ...]], tuple[ModelSpec, Adapters]] = {}
+_workloads = _PerSpec(_sum_matrices)
+_adapters = _PerSpec(_sum_targets)
+NO_ADAPTERS = Adapters(num_used=0, inputs_used=0, outputs_used=0)
+
+
+def sum_workload(spec: ModelSpec) -> Workload:
+    """The spec's sums, computed once per spec."""
+    return _workloads.get(spec)
 
 
 def sum_adapters(spec: ModelSpec, strategy: Strategy) -> Adapters:
     """Widths that LoRA adds matrices for; nothing for other methods."""
     if strategy.method is not Method.LORA:
         return NO_ADAPTERS
-    key = (id(spec), strategy.lora_targets)
-    found = _adapters_seen.get(key)
-    if found is None:
-        if len(_adapters_seen) >= 256:
-            _adapters_seen.clear()
-        found = (spec, _sum_adapters(spec, strategy.lora_targets))
-        _adapters_seen[key] = found
-    return found[1]
+    return _adapters.get(spec, strategy.lora_targets)
 
 
 def count_pairs(seq_len: float, *, causal: bool, window: int | None = None) -> float:

@@ -52,7 +52,7 @@ def estimate_disk_components(spec: ModelSpec, strategy: Strategy) -> dict[str, i
         return {"base_model": base}
     value = 4 if strategy.method is Method.LORA or strategy.weights is Dtype.FP32 else 2
     trained = num_trainable(spec, strategy)
-    checkpoint = int(trained * (value + optimizer_bytes_per_value(strategy)))
+    checkpoint = int(trained * (value + optimizer_bytes_per_value(strategy, value)))
     result = 4 * adapter_params(spec, strategy)
     if strategy.method is Method.FULL:
         result = 2 * spec.num_params

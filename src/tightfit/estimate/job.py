@@ -69,7 +69,7 @@ def _gpu_memory(
     moments = estimate_moments(spec, strategy) if strategy.is_trained else []
     around = estimate_phases(spec, strategy)
     peak = peak_moment(moments or [m for m in around if m.name in ("load", "inference")][:1])
-    components = hold(peak, strategy.world_size)
+    components = hold(peak, moments, strategy)
     gpu = GpuMemory(
         peak_phase=peak.name,
         peak_allocated_bytes=peak.allocated_bytes,
@@ -79,11 +79,12 @@ def _gpu_memory(
         components=components,
     )
     ordered = [around[0], *moments, *around[1:]]
-    return gpu, tuple(_phase(moment, strategy) for moment in ordered)
+    steps = {moment.name: moments for moment in moments}
+    return gpu, tuple(_phase(m, steps.get(m.name, []), strategy) for m in ordered)
 
 
-def _phase(moment: Moment, strategy: Strategy) -> Phase:
-    components = hold(moment, strategy.world_size)
+def _phase(moment: Moment, moments: list[Moment], strategy: Strategy) -> Phase:
+    components = hold(moment, moments, strategy)
     return Phase(
         name=moment.name,
         peak_allocated_bytes=moment.allocated_bytes,

@@ -25,11 +25,11 @@ class LossBytes:
 def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     """Tensors of the size tokens x vocabulary during loss and its backward.
 
-    Plain, as transformers 5 does it: the head's output in the compute dtype
-    stays alive in the model's output; the loss upcasts it to fp32, log-softmax
-    makes a second fp32 copy, which autograd keeps; the backward adds the
-    gradients of the loss and of log-softmax, both fp32: 2 + 4 + 4 + 4 bytes at
-    the peak in 16 bit, 4 + 4 + 4 + 4 in fp32.
+    Plain, as transformers 5 does it: the head's output in the compute dtype,
+    its upcast to fp32, and log-softmax's fp32 output, which autograd keeps. Once
+    the model's output is dropped, only the last remains; the backward adds the
+    gradients of the loss and of log-softmax, both fp32: 12 bytes at the peak.
+    Kernel writes the gradient into the fp32 copy and casts it down: 2 + 4 + 2.
     Chunked keeps the head's output and all log-softmax slices, but gradients
     one slice at a time. Fused (Liger) never holds more than one slice of
     logits, and writes the gradient of the hidden states at once.
@@ -48,9 +48,12 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
             forward=kept + 4 * table // CHUNKS, backward=kept + (value + 8) * table // CHUNKS
         )
     upcast = 0 if strategy.compute is Dtype.FP32 else 4 * table
+    if strategy.loss is Loss.KERNEL:
+        kept = value * table + upcast + softcap
+        return LossBytes(forward=kept, backward=kept + (value * table if upcast else 0))
     return LossBytes(
         forward=value * table + upcast + 4 * table + softcap,
-        backward=value * table + 12 * table + softcap,
+        backward=12 * table + softcap,
     )
 
 

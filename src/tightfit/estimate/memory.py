@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tightfit.core.strategy import Loss, Method, Strategy
+from tightfit.core.strategy import Method, Strategy
 from tightfit.estimate.activations import LayerBytes, estimate_layer_bytes
 from tightfit.estimate.allocator import estimate_context_bytes, estimate_slack_bytes
 from tightfit.estimate.buffers import BufferBytes, estimate_buffer_bytes
@@ -80,9 +81,6 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
     buffers = estimate_buffer_bytes(spec, strategy)
     activations = estimate_activation_bytes(spec, strategy)
     loss = estimate_loss_bytes(spec, strategy)
-    table = strategy.tokens_per_micro_batch * spec.vocab_size
-    # The model's output holds the logits until the step is over.
-    resident = 0 if strategy.loss is Loss.FUSED else table * strategy.compute.value_bytes
     accumulated = state.gradients if strategy.grad_accum > 1 else 0
     head = _head_gradient_bytes(spec, strategy, state)
 
@@ -95,7 +93,7 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             gradients=accumulated,
             activations=activations.kept,
             logits=loss.forward,
-            communication=buffers.forward,
+            communication=buffers.loss,
             autocast_copies=buffers.casts_forward,
             dequantized=buffers.dequantized,
         ),
@@ -104,14 +102,13 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             gradients=accumulated,
             activations=activations.kept,
             logits=loss.backward,
-            communication=buffers.forward,
+            communication=buffers.loss,
             autocast_copies=buffers.casts_backward,
         ),
         moment(
             "backward",
             gradients=max(accumulated, head),
             activations=activations.kept + activations.working,
-            logits=resident,
             communication=buffers.backward,
             autocast_copies=buffers.casts_backward,
             dequantized=buffers.dequantized,
@@ -120,14 +117,12 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             "backward_end",
             gradients=state.gradients,
             activations=activations.first_layer + activations.working,
-            logits=resident,
-            communication=buffers.backward,
+            communication=buffers.backward_end,
             dequantized=buffers.dequantized,
         ),
         moment(
             "optimizer",
             gradients=state.gradients,
-            logits=resident,
             communication=buffers.step,
             optimizer_temporary=state.optimizer_temporary,
         ),
@@ -156,16 +151,34 @@ def peak_moment(moments: list[Moment]) -> Moment:
     return max(moments, key=lambda moment: moment.allocated_bytes)
 
 
-def hold(moment: Moment, world_size: int, transient_bytes: int | None = None) -> dict[str, int]:
+def hold(moment: Moment, moments: Sequence[Moment], strategy: Strategy) -> dict[str, int]:
     """Components of what the process holds on the card: tensors, slack and context."""
-    transient = moment.transient_bytes if transient_bytes is None else transient_bytes
     return moment.components | {
-        "allocator_slack": estimate_slack_bytes(transient),
-        "cuda_context": estimate_context_bytes(world_size),
+        "allocator_slack": estimate_slack_bytes(
+            transient_bytes=moment.transient_bytes,
+            idle_bytes=max((_missing_bytes(moment, other) for other in moments), default=0),
+            stream_bytes=moment.components.get("communication", 0),
+            outgrown_bytes=_batch_bytes(moment) if strategy.varying_lengths else 0,
+        ),
+        "cuda_context": estimate_context_bytes(strategy.world_size),
     }
+
+
+def _batch_bytes(moment: Moment) -> int:
+    """Tensors whose size follows the batch."""
+    return moment.components.get("activations", 0) + moment.components.get("logits", 0)
+
+
+def _missing_bytes(moment: Moment, other: Moment) -> int:
+    """What `other` holds beyond `moment`, component by component."""
+    return sum(
+        max(0, size - moment.components.get(name, 0))
+        for name, size in other.components.items()
+        if name not in PERSISTENT
+    )
 
 
 def estimate_step_peak_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     """What the process holds at the worst moment of the step: the planner's quick question."""
-    peak = peak_moment(estimate_moments(spec, strategy))
-    return sum(hold(peak, strategy.world_size).values())
+    moments = estimate_moments(spec, strategy)
+    return sum(hold(peak_moment(moments), moments, strategy).values())

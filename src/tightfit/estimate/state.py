@@ -44,14 +44,14 @@ def trained_value_bytes(strategy: Strategy) -> int:
     return 2 if strategy.weights.is_quantized else strategy.weights.value_bytes
 
 
-def optimizer_bytes_per_value(strategy: Strategy) -> float:
-    """Moments of one trained value, and its fp32 master copy under ZeRO.
+def optimizer_bytes_per_value(strategy: Strategy, trained_bytes: int) -> float:
+    """Moments of one trained value of `trained_bytes`, and its fp32 master copy under ZeRO.
 
     torch keeps moments in the parameter's dtype. Adafactor's row and column
     sums are three orders of magnitude smaller and count as nothing here.
     """
     is_zero = strategy.sharding.is_zero
-    value = 4 if is_zero else trained_value_bytes(strategy)
+    value = 4 if is_zero else trained_bytes
     moments = {
         Optimizer.ADAMW: 2.0 * value,
         Optimizer.ADAMW_FOREACH: 2.0 * value,
@@ -75,17 +75,16 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     weight_bytes, quantization_bytes = weights.packed + weights.plain, weights.quantization_state
     if sharding.is_zero and not strategy.weights.is_quantized:
         weight_bytes = spec.num_params * 2 if strategy.compute.value_bytes == 2 else weight_bytes
-    value = 2 if sharding.is_zero and strategy.compute.value_bytes == 2 else None
-    value = value or trained_value_bytes(strategy)
-    # Retrained embeddings are copies in the base's own dtype.
-    adapter_bytes = adapter_params(spec, strategy) * value
-    adapter_bytes += retrained_params(spec, strategy) * 2
+    trained = _trained_values(spec, strategy)
+    trained_bytes = sum(count * width for count, width in trained)
 
     shards = strategy.num_shards
     weight_shards = shards if sharding.shards_weights else 1
-    trained = num_trainable(spec, strategy) if strategy.is_trained else 0
-    gradients = ceil(_gradient_bytes(spec, strategy, trained, value))
-    optimizer = ceil(trained * optimizer_bytes_per_value(strategy) / shards)
+    gradients = ceil(_gradient_bytes(spec, strategy, trained_bytes))
+    optimizer = ceil(
+        sum(count * optimizer_bytes_per_value(strategy, width) for count, width in trained) / shards
+    )
+    adapter_bytes = trained_bytes if strategy.method is Method.LORA else 0
 
     on_gpu_weights = ceil(weight_bytes / weight_shards)
     host_weights = 0
@@ -104,20 +103,42 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
         optimizer=optimizer,
         optimizer_temporary=0
         if offload.moves_optimizer
-        else ceil(_temporary_bytes(spec, strategy, trained, value)),
+        else ceil(_temporary_bytes(spec, strategy, trained_bytes)),
         host_weights=host_weights,
         host_optimizer=host_optimizer,
     )
 
 
-def _gradient_bytes(spec: ModelSpec, strategy: Strategy, trained: int, value: int) -> float:
-    if strategy.optimizer_in_backward and trained:
-        share = largest_layer(spec) / spec.num_params
-        trained = max(ceil(trained * share), min(trained, spec.embedding_params))
-    return trained * value / (strategy.num_shards if strategy.sharding.shards_gradients else 1)
+def _trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, int]]:
+    """(how many, bytes of one) for each kind of trained value.
+
+    Embeddings retrained beside adapters are copies in the base's own dtype.
+    """
+    if not strategy.is_trained:
+        return []
+    if strategy.sharding.is_zero and strategy.compute.value_bytes == 2:
+        return [(num_trainable(spec, strategy), 2)]
+    if strategy.method is Method.FULL:
+        return [(spec.num_params, trained_value_bytes(strategy))]
+    base = 2 if strategy.weights.is_quantized else strategy.weights.value_bytes
+    return [
+        (adapter_params(spec, strategy), strategy.adapter_dtype.value_bytes),
+        (retrained_params(spec, strategy), base),
+    ]
 
 
-def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained: int, value: int) -> float:
+def _largest_share(spec: ModelSpec) -> float:
+    """Share of all values in the largest group that a backward pass completes at once."""
+    return max(largest_layer(spec), spec.embedding_params) / spec.num_params
+
+
+def _gradient_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) -> float:
+    if strategy.optimizer_in_backward:
+        trained_bytes = ceil(trained_bytes * _largest_share(spec))
+    return trained_bytes / (strategy.num_shards if strategy.sharding.shards_gradients else 1)
+
+
+def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) -> float:
     """Tensors that live only inside the optimizer's step.
 
     foreach AdamW takes the square root of all second moments at once; fused
@@ -127,13 +148,11 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained: int, value: i
     """
     shards = strategy.num_shards
     if strategy.sharding in (Sharding.ZERO1, Sharding.ZERO2):
-        return 4 * trained / shards
+        return 2 * trained_bytes / shards
     if strategy.optimizer is Optimizer.ADAMW_FOREACH:
-        whole = trained
-        if strategy.optimizer_in_backward:
-            whole = min(trained, max(largest_layer(spec), spec.embedding_params))
-        return whole * value / shards
+        share = _largest_share(spec) if strategy.optimizer_in_backward else 1.0
+        return trained_bytes * share / shards
     if strategy.optimizer is Optimizer.ADAFACTOR:
-        largest = min(trained, max(spec.embedding_params, largest_layer(spec) // 2))
+        largest = min(trained_bytes, max(spec.embedding_params, largest_layer(spec) // 2))
         return 3 * 4 * largest / shards
     return 0.0

@@ -36,8 +36,9 @@ class WeightBytes:
 def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
     """Base weights as loaded for `strategy`, before any sharding.
 
-    Quantized loading packs the linear layers of the blocks and nothing else:
-    embeddings, head, norms, and experts that are bare parameters stay in 16 bit.
+    Quantized loading packs the linear layers of the blocks: embeddings, head and
+    norms stay in 16 bit, and so do experts that are bare parameters, except in
+    GPTQ checkpoints, which hold them packed.
     Source: transformers `replace_with_bnb_linear`; bitsandbytes Linear4bit, Linear8bitLt.
     """
     if not strategy.weights.is_quantized:
@@ -48,13 +49,23 @@ def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
     plain_value = 4 if strategy.upcast_unquantized else 2
     return WeightBytes(
         packed=packed,
-        plain=(spec.num_params - spec.linear_params) * plain_value,
+        plain=(spec.num_params - packed_values(spec, strategy.weights)) * plain_value,
         quantization_state=state,
     )
 
 
+def packed_values(spec: ModelSpec, dtype: Dtype) -> int:
+    """How many values quantized loading packs."""
+    if dtype is not Dtype.GPTQ4:
+        return spec.linear_params
+    return sum(
+        b.num_layers * sum(p.copies * p.in_features * p.out_features for p in b.linears)
+        for b in spec.blocks
+    )
+
+
 def _packed_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple[int, int]:
-    num_values = spec.linear_params
+    num_values = packed_values(spec, dtype)
     if dtype is Dtype.INT8:
         rows = sum(b.num_layers * sum(p.copies * p.out_features for p in b.linears) for b in spec.blocks)
         return num_values, 4 * rows

@@ -246,7 +246,7 @@ def _gpu(name: str) -> Gpu:
 
 
 def _memory_bytes(row: _Row) -> tuple[int, str]:
-    """The smallest total torch reported, else nvidia-smi's, else a fraction of the marketing size."""
+    """The smallest total torch reported, else nvidia-smi's, else a part of the marketing size."""
     for key in ("memory_torch_total_mib", "memory_nvidia_smi_mib"):
         if key in row:
             value = row[key]["value"]

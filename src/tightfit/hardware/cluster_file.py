@@ -70,34 +70,26 @@ class _PlainLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=mark)
         return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(
-                    problem="a key must be a word", problem_mark=key.start_mark
-                )
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key `{key.value[:40]}` is there twice",
-                    problem_mark=key.start_mark,
-                )
-            seen.add(key.value)
-        return {
-            self.construct_scalar(key): self.construct_object(value, deep=True)
-            for key, value in node.value
-        }
 
 
 _PlainLoader.yaml_implicit_resolvers = {}
 
 
-def _construct_mapping(loader: _PlainLoader, node: Any) -> dict[Any, Any]:
-    return loader.construct_mapping(node)
+def _construct_mapping(loader: _PlainLoader, node: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for key, value in node.value:
+        problem = None
+        if not isinstance(key, yaml.ScalarNode):
+            problem = "a key must be a word"
+        elif key.value in document:
+            problem = f"the key `{key.value[:40]}` is there twice"
+        if problem is not None:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        document[key.value] = loader.construct_object(value, deep=True)
+    return document
 
 
 _PlainLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
@@ -168,9 +160,8 @@ def _load(text: str, name: str) -> object:
     except RecursionError as fault:
         raise InvalidInputError(f"{name} is nested too deeply.", remedy=_REMEDY) from fault
     except (yaml.YAMLError, ValueError) as fault:
-        raise InvalidInputError(
-            f"{name} is not YAML: {str(fault)[:200]}.", remedy=_REMEDY
-        ) from fault
+        what = " ".join(str(fault).split())[:200]
+        raise InvalidInputError(f"{name} is not YAML: {what}.", remedy=_REMEDY) from fault
 
 
 def _group(entry: object, name: str, path: str) -> tuple[NodeGroup, list[str]]:

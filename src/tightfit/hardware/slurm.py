@@ -17,7 +17,7 @@ from tightfit.hardware.types import Cluster, Node, NodeGroup
 
 TIMEOUT_SECONDS = 20.0
 NODES_COMMAND = ("sinfo", "-h", "-N", "-o", "%N|%R|%a|%G|%m|%c|%t|%l|%d|%f")
-"""Node, partition, its availability, GRES, memory (MiB), CPUs, state, limit, disk (MiB), features."""
+"""Node, partition, is it up, GRES, MiB of memory, CPUs, state, limit, MiB of disk, features."""
 USED_COMMAND = ("sinfo", "-h", "-N", "-O", "NodeList:64,GresUsed:256")
 """GRES in use. Only -O knows it, and only in columns of fixed width."""
 
@@ -25,7 +25,7 @@ _NO_JOBS = {"down", "drain", "drng", "fail", "failg", "futr", "inval", "unk", "e
 _FLAGS = "*~#!%$@^-+"
 _FLAG_UNREACHABLE = "*"
 _FLAGS_BUSY = "!%$@^-"
-"""Powering down, in maintenance, rebooting or planned for another job. `~` and `#` wake up for us."""
+"""Powering down, in maintenance, rebooting, planned for another job. `~` and `#` wake up for us."""
 _PARENTHESES = re.compile(r"\([^)]*\)")
 
 
@@ -144,7 +144,7 @@ def build_cluster(
     for name, kind, count in members:
         kinds_in[name].add((kind, count))
     groups = []
-    for (name, kind, count), inside in members.items():
+    for (name, kind, count), inside in sorted(members.items(), key=_order):
         guess = guess_gpu(kind, inside[0].features)
         warnings += [f"Partition {name}: {note}" for note in guess.warnings]
         label = name if len(kinds_in[name]) == 1 else f"{name}/{count}x{kind or 'gpu'}"
@@ -161,6 +161,11 @@ def build_cluster(
 
 
 _Key = tuple[str, str | None, int]
+
+
+def _order(item: tuple[_Key, object]) -> tuple[str, str, int]:
+    partition, kind, count = item[0]
+    return partition, kind or "", count
 
 
 def _only(nodes: Sequence[SlurmNode], partition: str | None) -> list[SlurmNode]:
@@ -203,7 +208,7 @@ def _members(nodes: Sequence[SlurmNode], warnings: list[str]) -> dict[_Key, list
     ]
     warnings += [f"Partition {name} takes no jobs at present; left out." for name in closed]
     warnings += [
-        f"Partition {name}: {_list(names)} take no jobs; left out."
+        f"Partition {name}: {_list(names)} taking no jobs left out."
         for name, names in broken.items()
     ]
     return members

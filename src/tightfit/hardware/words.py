@@ -27,7 +27,7 @@ _TWO_COUNTS = re.compile(r"(?P<gpus>[0-9]+)\s*[x×*]\s*(?P<gpu>.+)", re.IGNORECA
 
 
 def parse_words(text: str) -> Cluster:
-    """The cluster that the words describe: groups joined by `+` or `,`, one node unless `n` is said."""
+    """The cluster the words describe. `+` or `,` joins groups; `n` says how many nodes one has."""
     if len(text) > MAX_TEXT:
         raise InvalidInputError(
             f"Hardware words of {len(text)} characters are too long.", remedy=EXAMPLES

@@ -55,7 +55,7 @@ def list_config_files() -> tuple[str, ...]:
 def load_row(row: CatalogueRow) -> ModelSpec:
     """Read one row's config."""
     source = f"catalogue:{row.model}"
-    data = files(_PACKAGE).joinpath(_FOLDER, row.file).read_bytes()
+    data = files(_PACKAGE).joinpath(_FOLDER).joinpath(row.file).read_bytes()
     spec = read_config(parse_json(data, source=source), name=row.model, source=source)
     if row.config_kind != "unverified":
         return spec
@@ -87,7 +87,9 @@ def _row(record: dict[str, str | None]) -> CatalogueRow:
         config_source=cell("config_source"),
         params_stated=int(stated) if is_exact else None,
         agree=cell("agree"),
-        stated_where=cell("stated_where") if is_exact else f"{stated} {cell('stated_where')}".strip(),
+        stated_where=cell("stated_where")
+        if is_exact
+        else f"{stated} {cell('stated_where')}".strip(),
         sha256=cell("sha256"),
         note=cell("note"),
     )

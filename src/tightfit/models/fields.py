@@ -120,9 +120,9 @@ class Fields:
         value = self._values.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e18:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong(key, "a number")
-        if value != value:
+        if not abs(value) <= 1e18:  # written so that NaN is refused too
             raise self._wrong(key, "a number")
         return float(value)
 

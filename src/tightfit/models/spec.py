@@ -172,6 +172,4 @@ class ModelSpec(_Frozen):
     @property
     def module_names(self) -> tuple[str, ...]:
         """Names LoRA can target, in order of appearance."""
-        return tuple(
-            dict.fromkeys(p.name for b in self.blocks for p in b.linears if p.is_module)
-        )
+        return tuple(dict.fromkeys(p.name for b in self.blocks for p in b.linears if p.is_module))

@@ -8,7 +8,8 @@ from tightfit.estimate.job import estimate_job
 from tightfit.estimate.result import Estimate, Verdict
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.rules import Case, find_violations, find_warnings
+from tightfit.planning.case import Case
+from tightfit.planning.rules import find_violations, find_warnings
 
 
 def judge(

@@ -52,6 +52,8 @@ class Plan(_Frozen):
     cost: Cost | None
     why: tuple[str, ...]
     """The levers pulled and what each brings, in plain words."""
+    warnings: tuple[str, ...] = ()
+    """What works but deserves a word: wheels that will end, positions beyond training."""
 
 
 class Exclusion(_Frozen):

@@ -62,8 +62,9 @@ class JobRequest:
     @property
     def planned_seq_len(self) -> int:
         """Tokens per sequence that the search uses."""
-        if self.seq_len is not None:
-            return self.seq_len
+        stated = self.seq_len or self.fixed.get("seq_len")
+        if isinstance(stated, int):
+            return stated
         if self.profile is not None:
             return self.profile.seq_len
         default = int(Strategy.model_fields["seq_len"].default)

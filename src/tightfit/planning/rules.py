@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
-
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import (
@@ -16,11 +12,10 @@ from tightfit.core.strategy import (
     Offload,
     Optimizer,
     Sharding,
-    Strategy,
 )
 from tightfit.core.suggest import did_you_mean
-from tightfit.hardware.types import Gpu, Node
 from tightfit.models.spec import ModelSpec
+from tightfit.planning.case import Case, Rule, Violation
 
 _BNB = "https://huggingface.co/docs/bitsandbytes/main/en/installation"
 _DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
@@ -38,63 +33,11 @@ _T5_TYPES = frozenset({"t5", "mt5", "umt5", "longt5"})
 _GEMMA3_TYPES = frozenset({"gemma3", "gemma3_text"})
 _NO_SDPA_TYPES = frozenset({"bloom", "codegen", "gpt_oss"})
 _NO_FLASH_TYPES = frozenset({"bloom", "codegen"}) | _T5_TYPES
-LIGER_TYPES = frozenset(
-    "gemma gemma2 gemma3 gemma3_text glm4 gpt_oss granite llama llama4_text ministral mistral "
-    "mixtral nemotron olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe qwen3_next smollm3".split()
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """What a rule looks at."""
-
-    spec: ModelSpec
-    strategy: Strategy
-    node: Node
-    num_nodes: int
-    """Nodes there are; the strategy says how many of them it uses."""
-
-    @property
-    def gpu(self) -> Gpu:
-        return self.node.gpu
-
-    @property
-    def capability(self) -> str:
-        """As people write it: `7.5`; `not NVIDIA` for other makes."""
-        found = self.node.gpu.compute_capability
-        return f"{found[0]}.{found[1]}" if found else "not NVIDIA"
-
-    def is_below(self, major: int, minor: int = 0) -> bool:
-        """An NVIDIA card older than this compute capability."""
-        found = self.node.gpu.compute_capability
-        return found is not None and found < (major, minor)
-
-    @property
-    def has_learned_positions(self) -> bool:
-        """A table row per position. T5's buckets and rotary models have none."""
-        longest = self.spec.max_positions
-        return longest is not None and self.spec.position_params >= longest * self.spec.hidden_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One thing that does not work. `reason` is filled with c (case), s (strategy), m (model)."""
-
-    name: str
-    reason: str
-    source: str
-    """A link or a version: where to look when the world may have changed."""
-    violated: Callable[[Case], bool]
-    severity: Literal["illegal", "warning"] = "illegal"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
-    """A rule that one case breaks, its reason with the case's values."""
-
-    rule: str
-    reason: str
-    source: str
+_GEMMA_TYPES = _GEMMA3_TYPES | {"gemma", "gemma2"}
+_QWEN_TYPES = frozenset({"qwen2", "qwen3", "qwen3_moe", "qwen3_next"})
+_LLAMA_TYPES = frozenset({"llama", "llama4_text", "ministral", "mistral", "mixtral", "phi3"})
+LIGER_TYPES = _GEMMA_TYPES | _QWEN_TYPES | _LLAMA_TYPES
+LIGER_TYPES |= {"glm4", "gpt_oss", "granite", "nemotron", "olmo2", "olmo3", "smollm3"}
 
 
 def find_violations(case: Case) -> list[Violation]:
@@ -140,13 +83,37 @@ def _wants_triton(case: Case) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    # The card
+    # The job itself: first, because these forbid every strategy alike
     Rule(
         name="torch-wheels",
-        reason="torch is built for compute capability 5.0 and newer; {c.gpu.name} is {c.capability}",
+        reason="torch is built for compute capability 5.0 on; {c.gpu.name} is {c.capability}",
         source=_WHEELS,
         violated=lambda c: c.is_below(5),
     ),
+    Rule(
+        name="learned-positions",
+        reason="{m.name} has {m.max_positions} learned positions; {s.seq_len} were asked for",
+        source="the model's config.json",
+        violated=lambda c: (
+            c.has_learned_positions and c.strategy.seq_len > (c.spec.max_positions or 0)
+        ),
+    ),
+    Rule(
+        name="absurd-batch",
+        reason="{s.micro_batch} x {s.seq_len} tokens in a micro-batch is more than any card takes",
+        source="more than 2^24 tokens",
+        violated=lambda c: c.strategy.tokens_per_micro_batch > MAX_TOKENS_PER_MICRO_BATCH,
+    ),
+    Rule(
+        name="more-than-there-is",
+        reason="{s.num_nodes} x {s.gpus_per_node} GPUs were asked for; there are {c.num_nodes} "
+        "x {c.node.num_gpus}",
+        source="the hardware given",
+        violated=lambda c: (
+            c.strategy.gpus_per_node > c.node.num_gpus or c.strategy.num_nodes > c.num_nodes
+        ),
+    ),
+    # The card
     Rule(
         name="legacy-wheels",
         reason="{c.gpu.name} ({c.capability}) needs torch's CUDA 12.6 wheels, which end with 2.14",
@@ -211,8 +178,9 @@ RULES: tuple[Rule, ...] = (
         reason="autocast lowers precision, it never raises it: {s.weights.value} weights do not "
         "compute in fp32; store fp32 weights",
         source="https://docs.pytorch.org/docs/stable/amp.html",
-        violated=lambda c: c.strategy.compute is Dtype.FP32
-        and c.strategy.weights in (Dtype.BF16, Dtype.FP16),
+        violated=lambda c: (
+            c.strategy.compute is Dtype.FP32 and c.strategy.weights in (Dtype.BF16, Dtype.FP16)
+        ),
     ),
     Rule(
         name="fp16-trained-weights",
@@ -220,19 +188,23 @@ RULES: tuple[Rule, ...] = (
         "fp16 arithmetic; these are fp16",
         source=_SCALER,
         # DeepSpeed keeps its own fp32 copy and its own scaler.
-        violated=lambda c: c.strategy.method is Method.FULL
-        and c.strategy.weights is Dtype.FP16
-        and not c.strategy.sharding.is_zero,
+        violated=lambda c: (
+            c.strategy.method is Method.FULL
+            and c.strategy.weights is Dtype.FP16
+            and not c.strategy.sharding.is_zero
+        ),
     ),
     Rule(
         name="fp16-adapters",
         reason="the gradient scaler of fp16 arithmetic takes fp32 gradients only; the adapters "
         "are {s.adapter_dtype.value}",
         source=_SCALER,
-        violated=lambda c: c.strategy.method is Method.LORA
-        and c.strategy.compute is Dtype.FP16
-        and c.strategy.adapter_dtype is not Dtype.FP32
-        and not c.strategy.sharding.is_zero,
+        violated=lambda c: (
+            c.strategy.method is Method.LORA
+            and c.strategy.compute is Dtype.FP16
+            and c.strategy.adapter_dtype is not Dtype.FP32
+            and not c.strategy.sharding.is_zero
+        ),
     ),
     Rule(
         name="fp16-overflow",
@@ -242,7 +214,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp16-overflow-t5",
-        reason="{m.model_type} was trained in bf16 and can overflow in fp16; watch the loss for nan",
+        reason="{m.model_type} was trained in bf16 and can overflow in fp16; watch for a nan loss",
         source="https://github.com/huggingface/transformers/issues/9295",
         violated=lambda c: c.strategy.compute is Dtype.FP16 and c.spec.model_type in _T5_TYPES,
         severity="warning",
@@ -258,8 +230,9 @@ RULES: tuple[Rule, ...] = (
         name="flash-dtype",
         reason="flash attention computes in fp16 or bf16, not {s.compute.value}",
         source=_FLASH,
-        violated=lambda c: c.strategy.attention is Attention.FLASH
-        and c.strategy.compute is Dtype.FP32,
+        violated=lambda c: (
+            c.strategy.attention is Attention.FLASH and c.strategy.compute is Dtype.FP32
+        ),
     ),
     Rule(
         name="flash-head-dim",
@@ -271,17 +244,20 @@ RULES: tuple[Rule, ...] = (
         name="flash-family",
         reason="transformers has no flash attention for {m.model_type}",
         source="_supports_flash_attn in transformers 5.22",
-        violated=lambda c: c.strategy.attention is Attention.FLASH
-        and c.spec.model_type in _NO_FLASH_TYPES,
+        violated=lambda c: (
+            c.strategy.attention is Attention.FLASH and c.spec.model_type in _NO_FLASH_TYPES
+        ),
     ),
     Rule(
         name="flash-sinks",
         reason="{m.model_type} has attention sinks, which flash attention knows from compute "
         "capability 9.0 on; {c.gpu.name} is {c.capability}",
         source="_compatible_flash_implementations of gpt_oss in transformers 5.22",
-        violated=lambda c: c.strategy.attention is Attention.FLASH
-        and c.spec.model_type == "gpt_oss"
-        and c.is_below(9),
+        violated=lambda c: (
+            c.strategy.attention is Attention.FLASH
+            and c.spec.model_type == "gpt_oss"
+            and c.is_below(9)
+        ),
     ),
     Rule(
         name="sdpa-softcap",
@@ -294,46 +270,38 @@ RULES: tuple[Rule, ...] = (
         name="sdpa-family",
         reason="transformers has no sdpa attention for {m.model_type}; use eager",
         source="_supports_sdpa in transformers 5.22",
-        violated=lambda c: c.strategy.attention is Attention.SDPA
-        and c.spec.model_type in _NO_SDPA_TYPES,
+        violated=lambda c: (
+            c.strategy.attention is Attention.SDPA and c.spec.model_type in _NO_SDPA_TYPES
+        ),
     ),
     Rule(
         name="fused-family",
         reason="Liger has no fused kernels for {m.model_type}; use the plain or chunked loss",
         source=_LIGER,
-        violated=lambda c: (c.strategy.fused_kernels or c.strategy.loss is Loss.FUSED)
-        and c.spec.model_type not in LIGER_TYPES,
+        violated=lambda c: (
+            (c.strategy.fused_kernels or c.strategy.loss is Loss.FUSED)
+            and c.spec.model_type not in LIGER_TYPES
+        ),
     ),
     Rule(
         name="compile-over-fused",
-        reason="torch.compile cannot see into Liger's norm and falls back there: use one of the two",
+        reason="torch.compile cannot see into Liger's norm and falls back: use one of the two",
         source="measured with torch 2.11 and liger-kernel 0.8",
         violated=lambda c: c.strategy.compile and c.strategy.fused_kernels,
         severity="warning",
-    ),
-    Rule(
-        name="learned-positions",
-        reason="{m.name} has {m.max_positions} learned positions; {s.seq_len} were asked for",
-        source="the model's config.json",
-        violated=lambda c: c.has_learned_positions
-        and c.strategy.seq_len > (c.spec.max_positions or 0),
     ),
     Rule(
         name="beyond-positions",
         reason="{s.seq_len} tokens exceed the {m.max_positions} that {m.name} was trained on; "
         "quality drops unless its rotary scaling is changed",
         source="the model's config.json",
-        violated=lambda c: c.spec.max_positions is not None
-        and c.strategy.seq_len > c.spec.max_positions
-        and not c.has_learned_positions
-        and not c.spec.is_encoder_decoder,
+        violated=lambda c: (
+            c.spec.max_positions is not None
+            and c.strategy.seq_len > c.spec.max_positions
+            and not c.has_learned_positions
+            and not c.spec.is_encoder_decoder
+        ),
         severity="warning",
-    ),
-    Rule(
-        name="absurd-batch",
-        reason="{s.micro_batch} x {s.seq_len} tokens in one micro-batch is more than any card takes",
-        source="more than 2^24 tokens",
-        violated=lambda c: c.strategy.tokens_per_micro_batch > MAX_TOKENS_PER_MICRO_BATCH,
     ),
     Rule(
         name="packing-encoder-decoder",
@@ -345,19 +313,12 @@ RULES: tuple[Rule, ...] = (
         name="packing-mask",
         reason="packing without flash attention builds a block mask of {s.seq_len} x {s.seq_len}",
         source="torch.nn.attention.varlen needs compute capability 8.0",
-        violated=lambda c: c.strategy.packing
-        and (c.strategy.attention is Attention.EAGER or c.is_below(8)),
+        violated=lambda c: (
+            c.strategy.packing and (c.strategy.attention is Attention.EAGER or c.is_below(8))
+        ),
         severity="warning",
     ),
     # Sharding and offload
-    Rule(
-        name="more-than-there-is",
-        reason="{s.num_nodes} x {s.gpus_per_node} GPUs were asked for; there are {c.num_nodes} "
-        "x {c.node.num_gpus}",
-        source="the hardware given",
-        violated=lambda c: c.strategy.gpus_per_node > c.node.num_gpus
-        or c.strategy.num_nodes > c.num_nodes,
-    ),
     Rule(
         name="single-many",
         reason="sharding `single` runs on one GPU; {s.world_size} were asked for",
@@ -368,9 +329,11 @@ RULES: tuple[Rule, ...] = (
         name="needless-sharding",
         reason="{s.sharding.value} on one GPU shards nothing; use single",
         source="https://arxiv.org/abs/1910.02054",
-        violated=lambda c: c.strategy.world_size == 1
-        and c.strategy.sharding is not Sharding.SINGLE
-        and c.strategy.offload is Offload.NONE,
+        violated=lambda c: (
+            c.strategy.world_size == 1
+            and c.strategy.sharding is not Sharding.SINGLE
+            and c.strategy.offload is Offload.NONE
+        ),
         severity="warning",
     ),
     Rule(
@@ -384,23 +347,28 @@ RULES: tuple[Rule, ...] = (
         reason="{s.sharding.value} keeps all state on the GPU; offload needs fsdp or zero "
         "(or a paged optimizer)",
         source=_DEEPSPEED,
-        violated=lambda c: c.strategy.offload is not Offload.NONE
-        and not c.strategy.sharding.shards_optimizer,
+        violated=lambda c: (
+            c.strategy.offload is not Offload.NONE and not c.strategy.sharding.shards_optimizer
+        ),
     ),
     Rule(
         name="fsdp-partial-offload",
         reason="FSDP offloads weights, gradients and optimizer together; `{s.offload.value}` alone "
         "is not possible: use all",
         source=_FSDP2,
-        violated=lambda c: c.strategy.sharding.is_fsdp
-        and c.strategy.offload in (Offload.OPTIMIZER, Offload.PARAMS),
+        violated=lambda c: (
+            c.strategy.sharding.is_fsdp
+            and c.strategy.offload in (Offload.OPTIMIZER, Offload.PARAMS)
+        ),
     ),
     Rule(
         name="zero-param-offload",
         reason="weights are offloaded with zero3 only, not with {s.sharding.value}",
         source=_DEEPSPEED,
-        violated=lambda c: c.strategy.sharding in (Sharding.ZERO1, Sharding.ZERO2)
-        and c.strategy.offload.moves_params,
+        violated=lambda c: (
+            c.strategy.sharding in (Sharding.ZERO1, Sharding.ZERO2)
+            and c.strategy.offload.moves_params
+        ),
     ),
     Rule(
         name="int8-sharded",
@@ -419,9 +387,11 @@ RULES: tuple[Rule, ...] = (
         name="nf4-zero3-offload",
         reason="nf4 weights with zero3 work without offload; offload them with fsdp",
         source=_PEFT_ZERO,
-        violated=lambda c: c.strategy.weights is Dtype.NF4
-        and c.strategy.sharding is Sharding.ZERO3
-        and c.strategy.offload.moves_params,
+        violated=lambda c: (
+            c.strategy.weights is Dtype.NF4
+            and c.strategy.sharding is Sharding.ZERO3
+            and c.strategy.offload.moves_params
+        ),
     ),
     # The optimizer
     Rule(
@@ -440,8 +410,9 @@ RULES: tuple[Rule, ...] = (
         name="adafactor-flattened",
         reason="{s.sharding.value} flattens weights, which leaves Adafactor no rows and columns",
         source="deepspeed/runtime/zero/stage_1_and_2.py, 0.19",
-        violated=lambda c: c.strategy.optimizer is Optimizer.ADAFACTOR
-        and c.strategy.sharding.is_zero,
+        violated=lambda c: (
+            c.strategy.optimizer is Optimizer.ADAFACTOR and c.strategy.sharding.is_zero
+        ),
     ),
     Rule(
         name="in-backward-accumulation",

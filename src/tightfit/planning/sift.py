@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from tightfit.core.strategy import Strategy
+from tightfit.core.strategy import Loss, Offload, Optimizer, Sharding, Strategy
 from tightfit.core.units import render_bytes
+from tightfit.estimate.allocator import MODEL_ERROR_FRACTION
 from tightfit.estimate.job import estimate_job
 from tightfit.estimate.memory import estimate_step_peak_bytes
 from tightfit.estimate.result import Estimate, Verdict
-from tightfit.hardware.types import Node
+from tightfit.hardware.types import Node, NodeGroup
+from tightfit.planning.case import Case, Violation
 from tightfit.planning.plan import Exclusion
 from tightfit.planning.ranking import Candidate
 from tightfit.planning.request import JobRequest, describe_strategy, name_method
-from tightfit.planning.rules import Case, Violation, find_first_violation
+from tightfit.planning.rules import find_first_violation
 from tightfit.planning.space import Layout, enumerate_strategies, list_micro_batches
 
 
@@ -25,15 +28,16 @@ class Shortfall:
     strategy: Strategy
     need_bytes: int
     capacity_bytes: int
-    gpu: str
+    owner: str
+    """Who lacks it: the card, or the node."""
     what: str = "per GPU"
 
     @property
     def sentence(self) -> str:
         missing = render_bytes(self.need_bytes - self.capacity_bytes)
         return (
-            f"The smallest plan needs {render_bytes(self.need_bytes)} {self.what}; {self.gpu} has "
-            f"{render_bytes(self.capacity_bytes)} ({missing} short)."
+            f"The smallest plan needs {render_bytes(self.need_bytes)} {self.what}; "
+            f"{self.owner} has {render_bytes(self.capacity_bytes)} ({missing} short)."
         )
 
 
@@ -44,8 +48,45 @@ class _Tally:
     rule: str
     reason: str
     link: str
-    example: str
+    example: Strategy
     num_strategies: int = 0
+
+    def as_exclusion(self) -> Exclusion:
+        return Exclusion(
+            rule=self.rule,
+            reason=self.reason,
+            num_strategies=self.num_strategies,
+            example=describe_strategy(self.example),
+            link=self.link,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Miss:
+    """Strategies of one method that are too big for one group's cards."""
+
+    group: NodeGroup
+    example: Strategy
+    need_bytes: int
+    num_strategies: int = 0
+
+    def as_tally(self) -> _Tally:
+        gpu, capacity = self.group.node.gpu.name, capacity_of(self.group.node)
+        return _Tally(
+            rule="memory",
+            reason=f"{name_method(self.example)} in these ways needs "
+            f"{render_bytes(self.need_bytes)} or more per GPU; {gpu} has {render_bytes(capacity)}",
+            link="",
+            example=self.example,
+            num_strategies=self.num_strategies,
+        )
+
+
+class _Fit(NamedTuple):
+    """The largest (micro-batch, accumulation) that fits; a roomy fit exceeds a tight one."""
+
+    is_roomy: bool
+    size: tuple[int, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,32 +95,39 @@ class Sieve:
 
     request: JobRequest
     network_bytes_per_second: float | None = None
-    is_coarse: bool = False
     candidates: list[Candidate] = field(default_factory=list)
     num_considered: int = 0
     nearest: Shortfall | None = None
+    nearest_host: Shortfall | None = None
     _tallies: dict[tuple[str, str], _Tally] = field(default_factory=dict)
-    _misses: dict[tuple[str, str], tuple[int, int, Strategy]] = field(default_factory=dict)
+    _misses: dict[tuple[str, str], _Miss] = field(default_factory=dict)
 
-    def sift(self, layout: Layout) -> None:
-        """Judge every strategy of one layout."""
+    def sift(self, layout: Layout, *, is_coarse: bool = False) -> None:
+        """Judge every strategy of one layout: the best levers come first and settle the rest."""
+        fitting: dict[Strategy, _Fit] = {}
         too_big: set[Strategy] = set()
-        for strategy in enumerate_strategies(self.request, layout, is_coarse=self.is_coarse):
+        for strategy in enumerate_strategies(self.request, layout, is_coarse=is_coarse):
             violation = find_first_violation(self._case(layout, strategy))
             if violation is not None:
                 self._tally_rule(violation, strategy)
                 continue
             sizes = list_micro_batches(self.request, strategy)
             self.num_considered += len(sizes)
-            # Keeping activations needs more than recomputing them: no need to ask again.
-            if strategy.model_copy(update={"checkpointing": True}) in too_big:
+            most = _Fit(is_roomy=True, size=sizes[-1])
+            if _is_beaten(strategy, most, fitting):
+                continue
+            if any(smaller in too_big for smaller in _list_smaller(strategy)):
+                too_big.add(strategy)
                 self._tally_memory(layout, strategy, None)
                 continue
-            fitting = self._find_fitting(layout, strategy, sizes)
-            if fitting:
-                self._time(layout, strategy, fitting)
-            else:
+            fit = self._find_largest(layout, strategy, sizes)
+            if fit is None:
                 too_big.add(strategy)
+            else:
+                fitting[strategy] = fit
+        for strategy, fit in fitting.items():
+            if not _is_beaten(strategy, fit, fitting):
+                self._time(layout, strategy, fit.size)
 
     def estimate(self, layout: Layout, strategy: Strategy) -> Estimate:
         return estimate_job(
@@ -92,19 +140,14 @@ class Sieve:
 
     def list_exclusions(self) -> tuple[Exclusion, ...]:
         """Rules first, then memory; the commonest reason first among each."""
-        found = sorted(
-            self._tallies.values(),
-            key=lambda tally: (tally.rule in ("memory", "host-memory"), -tally.num_strategies),
-        )
+        found = [tally for tally in self._tallies.values() if tally.rule != "host-memory"]
+        hosts = [tally for tally in self._tallies.values() if tally.rule == "host-memory"]
+        misses = [miss.as_tally() for miss in self._misses.values()]
+        parts = (found, [*misses, *hosts])
         return tuple(
-            Exclusion(
-                rule=tally.rule,
-                reason=tally.reason,
-                num_strategies=tally.num_strategies,
-                example=tally.example,
-                link=tally.link,
-            )
-            for tally in found
+            tally.as_exclusion()
+            for part in parts
+            for tally in sorted(part, key=lambda tally: -tally.num_strategies)
         )
 
     def _case(self, layout: Layout, strategy: Strategy) -> Case:
@@ -113,93 +156,91 @@ class Sieve:
             spec=self.request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes
         )
 
-    def _find_fitting(
+    def _find_largest(
         self, layout: Layout, strategy: Strategy, sizes: list[tuple[int, int]]
-    ) -> list[tuple[int, int]]:
-        """The micro-batches whose step fits, by bisection: memory grows with the micro-batch."""
+    ) -> _Fit | None:
+        """The largest micro-batch whose step fits, by bisection: memory grows with it.
+
+        Where none fits with room to spare, the smallest may still be a tight fit.
+        """
         capacity = capacity_of(layout.group.node)
-        low, high = 0, len(sizes)
-        smallest: int | None = None
-        probe = 0  # the smallest first: most misses end here
+        low, high, probe = 0, len(sizes), 0  # the smallest first: most misses end here
+        smallest = 0
         while low < high:
-            sized = _sized(strategy, sizes[probe])
-            peak = estimate_step_peak_bytes(self.request.spec, sized)
-            if peak <= capacity:
+            peak = estimate_step_peak_bytes(self.request.spec, resize(strategy, sizes[probe]))
+            smallest = smallest or peak
+            if peak * (1 + MODEL_ERROR_FRACTION) <= capacity:
                 low = probe + 1
             else:
                 high = probe
-                smallest = peak if smallest is None else min(smallest, peak)
-            # After the smallest try the largest, which most hits allow.
-            probe = high - 1 if probe == 0 else (low + high) // 2
-        if low == 0:
-            self._tally_memory(layout, _sized(strategy, sizes[0]), smallest)
-        return sizes[:low]
+            # After the smallest the largest, which most hits allow; then halve what is left.
+            probe = high - 1 if low == 1 and high == len(sizes) else (low + high) // 2
+        if low == 0 and smallest * (1 - MODEL_ERROR_FRACTION) > capacity:
+            self._tally_memory(layout, resize(strategy, sizes[0]), smallest)
+            return None
+        return _Fit(is_roomy=low > 0, size=sizes[max(low, 1) - 1])
 
-    def _time(self, layout: Layout, strategy: Strategy, fitting: list[tuple[int, int]]) -> None:
-        """Time the largest micro-batch, and smaller ones while it is only a tight fit."""
-        for size in reversed(fitting):
-            sized = _sized(strategy, size)
-            estimate = self.estimate(layout, sized)
-            if estimate.verdict in (Verdict.FITS, Verdict.TIGHT):
-                self.candidates.append(
-                    Candidate(layout=layout, strategy=sized, estimate=estimate)
-                )
-            if estimate.verdict is Verdict.FITS:
-                return
+    def _time(self, layout: Layout, strategy: Strategy, size: tuple[int, int]) -> None:
+        sized = resize(strategy, size)
+        estimate = self.estimate(layout, sized)
         if estimate.verdict is Verdict.DOES_NOT_FIT:
             self._tally_estimate(layout, sized, estimate)
+        else:
+            self.candidates.append(
+                Candidate(
+                    layout=layout,
+                    strategy=sized,
+                    estimate=estimate,
+                    wanted_batch=self.request.effective_batch,
+                )
+            )
 
     def _tally_rule(self, violation: Violation, strategy: Strategy) -> None:
         self.num_considered += 1
-        tally = self._tallies.setdefault(
-            (violation.rule, violation.reason),
-            _Tally(
-                rule=violation.rule,
-                reason=violation.reason,
-                link=violation.source,
-                example=describe_strategy(strategy),
-            ),
-        )
+        self._tally(violation.rule, violation.reason, strategy, link=violation.source)
+
+    def _tally(self, rule: str, reason: str, strategy: Strategy, *, link: str = "") -> None:
+        tally = self._tallies.get((rule, reason))
+        if tally is None:
+            tally = _Tally(rule=rule, reason=reason, link=link, example=strategy)
+            self._tallies[rule, reason] = tally
         tally.num_strategies += 1
 
     def _tally_memory(self, layout: Layout, strategy: Strategy, peak: int | None) -> None:
-        group, method = layout.group, name_method(strategy)
-        gpu, capacity = group.node.gpu.name, capacity_of(group.node)
-        key = (group.name, method)
-        best, count, example = self._misses.get(key, (peak or 2**62, 0, strategy))
-        if peak is not None and peak <= best:
-            best, example = peak, strategy
-        self._misses[key] = (best, count + 1, example)
-        self._tallies[("memory", f"{group.name} {method}")] = _Tally(
-            rule="memory",
-            reason=f"{method} left out so needs at least {render_bytes(best)} per GPU; "
-            f"{gpu} has {render_bytes(capacity)}",
-            link="",
-            example=describe_strategy(example),
-            num_strategies=count + 1,
-        )
-        if peak is not None and (self.nearest is None or peak < self.nearest.need_bytes):
+        """Count a miss; `peak` is None where a smaller relative already missed."""
+        group = layout.group
+        key = (group.name, name_method(strategy))
+        miss = self._misses.get(key)
+        if miss is None:
+            miss = _Miss(group=group, example=strategy, need_bytes=peak or 2**62)
+            self._misses[key] = miss
+        miss.num_strategies += 1
+        if peak is None:
+            return
+        if peak < miss.need_bytes:
+            miss.need_bytes, miss.example = peak, strategy
+        if self.nearest is None or peak < self.nearest.need_bytes:
             self.nearest = Shortfall(
                 group=group.name,
                 strategy=strategy,
                 need_bytes=peak,
-                capacity_bytes=capacity,
-                gpu=gpu,
+                capacity_bytes=capacity_of(group.node),
+                owner=group.node.gpu.name,
             )
 
     def _tally_estimate(self, layout: Layout, strategy: Strategy, estimate: Estimate) -> None:
         """The step fits but something else does not: host memory, loading, saving."""
-        key = ("host-memory", f"{layout.group.name} {name_method(strategy)}")
-        tally = self._tallies.setdefault(
-            key,
-            _Tally(
-                rule="host-memory",
-                reason=estimate.reason,
-                link="",
-                example=describe_strategy(strategy),
-            ),
-        )
-        tally.num_strategies += 1
+        self._tally("host-memory", estimate.reason, strategy)
+        need, has = estimate.host.peak_bytes, estimate.host.capacity_bytes or 0
+        if need > has and (self.nearest_host is None or need < self.nearest_host.need_bytes):
+            self.nearest_host = Shortfall(
+                group=layout.group.name,
+                strategy=strategy,
+                need_bytes=need,
+                capacity_bytes=has,
+                owner="the node",
+                what="of host memory per node",
+            )
 
 
 def capacity_of(node: Node) -> int:
@@ -207,5 +248,40 @@ def capacity_of(node: Node) -> int:
     return node.free_gpu_memory_bytes or node.gpu.memory_bytes
 
 
-def _sized(strategy: Strategy, size: tuple[int, int]) -> Strategy:
+def _is_beaten(strategy: Strategy, fit: _Fit, fitting: dict[Strategy, _Fit]) -> bool:
+    """Another one is surely better: the same with one costly lever undone, at no smaller batch.
+
+    Recomputing, offloading and unfused kernels only cost time, and 8-bit state
+    only quality, once the memory they save is not needed.
+    """
+    rivals = []
+    if strategy.checkpointing:
+        rivals.append(_turn(strategy, checkpointing=False))
+    if strategy.offload is not Offload.NONE:
+        rivals.append(_turn(strategy, offload=Offload.NONE))
+        rivals.append(_turn(strategy, offload=Offload.NONE, sharding=Sharding.SINGLE))
+    if strategy.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT):
+        rivals.append(_turn(strategy, optimizer=Optimizer.ADAMW))
+    if not strategy.fused_kernels and not strategy.compile:
+        rivals += _list_smaller(strategy)
+    return any(found >= fit for found in map(fitting.get, rivals) if found is not None)
+
+
+def _list_smaller(strategy: Strategy) -> list[Strategy]:
+    """Strategies that surely need no more memory: fused kernels keep less than unfused ones."""
+    if strategy.compile:
+        return [_turn(strategy, loss=Loss.FUSED)] if strategy.loss is Loss.CHUNKED else []
+    if strategy.fused_kernels:
+        return []
+    smaller = [_turn(strategy, fused_kernels=True, loss=Loss.FUSED)]
+    if strategy.loss is Loss.PLAIN:
+        smaller.append(_turn(strategy, loss=Loss.CHUNKED))
+    return smaller
+
+
+def _turn(strategy: Strategy, **fields: object) -> Strategy:
+    return strategy.model_copy(update=fields)
+
+
+def resize(strategy: Strategy, size: tuple[int, int]) -> Strategy:
     return strategy.model_copy(update={"micro_batch": size[0], "grad_accum": size[1]})

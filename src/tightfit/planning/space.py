@@ -19,8 +19,9 @@ from tightfit.core.strategy import (
 )
 from tightfit.hardware.types import Gpu, Node, NodeGroup
 from tightfit.models.spec import ModelSpec
+from tightfit.planning.case import Case
 from tightfit.planning.request import JobRequest
-from tightfit.planning.rules import Case, find_first_violation
+from tightfit.planning.rules import find_first_violation
 
 _Fields = dict[str, Any]
 
@@ -90,7 +91,7 @@ def _count(stated: object, otherwise: int) -> int:
 def enumerate_strategies(
     request: JobRequest, layout: Layout, *, is_coarse: bool = False
 ) -> Iterator[Strategy]:
-    """Every strategy of one layout at micro-batch 1, checkpointed ones first.
+    """Every strategy of one layout at micro-batch 1, what is faster where it fits first.
 
     What a request fixes replaces that part of the space. A coarse space has the
     levers that nearly always win only; the buying guide uses it.
@@ -104,8 +105,8 @@ def enumerate_strategies(
         list_precisions(request, layout.group.node.gpu, is_coarse=is_coarse),
         _list_shardings(layout, is_coarse=is_coarse),
         _list_kernels(request, layout.group.node, is_coarse=is_coarse),
-        _list_attention(request, layout.group.node),
-        [{"checkpointing": True}, {"checkpointing": False}],
+        _list_attention(request, layout.group.node, is_coarse=is_coarse),
+        [{"checkpointing": False}, {"checkpointing": True}],
     )
     seen: set[Strategy] = set()
     for parts in product(*axes):
@@ -181,9 +182,7 @@ def choose_half(spec: ModelSpec, gpu: Gpu) -> Dtype:
 def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attention:
     """The best attention this model has on this card: sdpa, else flash, else eager."""
     for attention in (Attention.SDPA, Attention.FLASH):
-        trial = Strategy(
-            method=Method.LOAD, weights=compute, compute=compute, attention=attention
-        )
+        trial = Strategy(method=Method.LOAD, weights=compute, compute=compute, attention=attention)
         case = Case(spec=spec, strategy=trial, node=node, num_nodes=1)
         violation = find_first_violation(case)
         if violation is None or not violation.rule.startswith(attention.value):
@@ -192,7 +191,7 @@ def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attentio
 
 
 def _list_shardings(layout: Layout, *, is_coarse: bool) -> list[_Fields]:
-    pairs = _ONE_GPU if layout.world_size == 1 else _MANY_GPUS
+    pairs: tuple[tuple[Sharding, Offload], ...] = _ONE_GPU if layout.world_size == 1 else _MANY_GPUS
     if is_coarse:
         wanted = (Sharding.SINGLE, Sharding.DDP, Sharding.FSDP)
         pairs = tuple(pair for pair in pairs if pair[0] in wanted and pair[1] is Offload.NONE)
@@ -211,19 +210,22 @@ def _list_kernels(request: JobRequest, node: Node, *, is_coarse: bool) -> list[_
     return [_KERNELS[0] if has_fused else _KERNELS[3]]
 
 
-def _list_attention(request: JobRequest, node: Node) -> list[_Fields]:
+def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list[_Fields]:
     """sdpa where the model has it; flash for packed rows, which it needs no mask for."""
     best = choose_attention(request.spec, node, compute=choose_half(request.spec, node.gpu))
     found: list[_Fields] = [{"attention": best, "packing": False}]
     if request.profile is not None and not request.spec.is_encoder_decoder:
-        kinds = dict.fromkeys((best, Attention.FLASH))
+        kinds = (best,) if is_coarse else tuple(dict.fromkeys((best, Attention.FLASH)))
         found += [{"attention": kind, "packing": True} for kind in kinds]
     return found
 
 
 def _list_optimizers(fields: _Fields, *, is_coarse: bool) -> tuple[Optimizer, ...]:
-    """Adapters have little state: only full tuning gains from smaller optimizers."""
-    if fields["method"] is not Method.FULL:
+    """Adapters have little state: only full tuning gains from smaller optimizers.
+
+    DeepSpeed calls 8-bit optimizers untested, so they are not proposed with it.
+    """
+    if fields["method"] is not Method.FULL or fields["sharding"].is_zero:
         return (Optimizer.ADAMW,)
     return _FULL_OPTIMIZERS[:2] if is_coarse else _FULL_OPTIMIZERS
 
@@ -233,6 +235,8 @@ def _is_sensible(fields: _Fields) -> bool:
     is_zero = fields["sharding"].is_zero
     if is_zero and fields["compile"]:
         return False  # DeepSpeed's hooks break the graph at every layer
-    # Adapters' optimizer state is too small to be worth the trip to the host.
-    is_lora = fields["method"] is Method.LORA
-    return not (is_lora and fields["offload"] is Offload.OPTIMIZER)
+    # Adapters' state is too small to be worth sharding or sending to the host.
+    is_about_state = fields["offload"] is Offload.OPTIMIZER or (
+        fields["sharding"] in (Sharding.ZERO1, Sharding.ZERO2)
+    )
+    return not (fields["method"] is Method.LORA and is_about_state)

@@ -16,7 +16,7 @@ def read_chatglm(f: Fields) -> ModelSpec:
 
 
 def _read_first(f: Fields) -> ModelSpec:
-    stem = read_stem(f)
+    stem = read_stem(f, activation="gelu")
     linears = fused_attention(stem, names=_ATTENTION, bias=True) + plain_mlp(
         stem, names=_MLP, bias=True
     )

@@ -13,10 +13,12 @@ from tightfit.models.families.parts import (
 from tightfit.models.fields import MAX_COUNT, MAX_LAYERS, MAX_VOCAB, Fields
 from tightfit.models.spec import Linear, ModelSpec
 
+_TANH = "gelu_pytorch_tanh"
+
 
 def read_gemma(f: Fields) -> ModelSpec:
     """The first Gemma: Llama's layer with tied embeddings."""
-    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=256))
+    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH)
     return ModelSpec(
         **stem.numbers(),
         model_type="gemma",
@@ -28,7 +30,7 @@ def read_gemma(f: Fields) -> ModelSpec:
 
 def read_gemma2(f: Fields) -> ModelSpec:
     """Four norms a layer, every other layer slides, soft caps on scores and logits."""
-    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=256))
+    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH)
     window = f.window("sliding_window", default=4096)
     sliding = count_sliding(f, layers=stem.layers, otherwise=(stem.layers + 1) // 2)
     return ModelSpec(
@@ -68,6 +70,7 @@ def read_gemma3(f: Fields) -> ModelSpec:
         filled,
         kv_heads=f.size_or_default("num_key_value_heads", default=4, most=MAX_COUNT),
         head_dim=f.size_or_default("head_dim", default=256),
+        activation=f.text("hidden_activation", default=_TANH),
     )
     window = f.window("sliding_window", default=4096)
     pattern = f.optional_size("sliding_window_pattern", most=MAX_LAYERS) or 6

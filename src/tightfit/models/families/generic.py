@@ -21,10 +21,10 @@ _SHAPED_ATTENTION = ("kv_lora_rank", "q_lora_rank", "ssm_state_size", "linear_ke
 
 def read_generic(f: Fields) -> ModelSpec:
     """A decoder of Llama's shape where an RMSNorm is named, else of GPT's."""
-    stem = read_stem(f, inner_factor=4)
     is_llama = f.has("rms_norm_eps", "norm_eps") or not f.has(
         "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"
     )
+    stem = read_stem(f, inner_factor=4, activation="silu" if is_llama else "gelu")
     tied = f.flag("tie_word_embeddings", default=False)
     _warn(f, is_llama=is_llama, tied=tied)
     if is_llama:

@@ -13,23 +13,25 @@ from tightfit.models.families.parts import (
 from tightfit.models.fields import MAX_POSITIONS, Fields
 from tightfit.models.spec import Linear, ModelSpec
 
+_TANH = "gelu_pytorch_tanh"
+
 
 def read_gpt2(f: Fields) -> ModelSpec:
     """Learned positions, biases everywhere, tied embeddings."""
-    stem = read_stem(f, inner_factor=4)
+    stem = read_stem(f, inner_factor=4, activation="gelu_new")
     return _read_learned_positions(f, stem, "gpt2")
 
 
 def read_gpt_bigcode(f: Fields) -> ModelSpec:
     """GPT-2 with one key/value head: StarCoder, SantaCoder."""
     shared = f.flag("multi_query", default=True)
-    stem = read_stem(f, inner_factor=4, kv_heads=1 if shared else None)
+    stem = read_stem(f, inner_factor=4, kv_heads=1 if shared else None, activation=_TANH)
     return _read_learned_positions(f, stem, "gpt_bigcode")
 
 
 def read_gpt_neox(f: Fields) -> ModelSpec:
     """GPT-NeoX and Pythia: rotary, two norms a layer whether or not the residual is parallel."""
-    stem = read_stem(f, inner_factor=4)
+    stem = read_stem(f, inner_factor=4, activation="gelu")
     names = ("query_key_value", "dense")
     attention = fused_attention(stem, names=names, bias=f.flag("attention_bias", default=True))
     mlp = plain_mlp(stem, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True)
@@ -47,13 +49,13 @@ def read_gpt_neox(f: Fields) -> ModelSpec:
 
 def read_gptj(f: Fields) -> ModelSpec:
     """GPT-J: one norm a layer, biases on the MLP and the head alone."""
-    stem = read_stem(f, inner_factor=4)
+    stem = read_stem(f, inner_factor=4, activation="gelu_new")
     return _read_parallel(f, stem, split_attention(stem, out_name="out_proj"), "gptj")
 
 
 def read_codegen(f: Fields) -> ModelSpec:
     """CodeGen 1 and 2: GPT-J with query, key and value in one matrix."""
-    stem = read_stem(f, inner_factor=4)
+    stem = read_stem(f, inner_factor=4, activation="gelu_new")
     attention = fused_attention(stem, names=("qkv_proj", "out_proj"))
     return _read_parallel(f, stem, attention, "codegen")
 

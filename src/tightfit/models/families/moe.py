@@ -46,7 +46,7 @@ def read_granitemoe(f: Fields) -> ModelSpec:
 
 
 def read_gpt_oss(f: Fields) -> ModelSpec:
-    """gpt-oss: biases everywhere, experts too; one learned sink per head; every other layer slides."""
+    """gpt-oss: biases on experts too, a learned sink per head, every other layer slides."""
     stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=64))
     experts = read_experts(f, inner=stem.inner, count_default=128, per_token_default=4)
     bias = f.flag("attention_bias", default=True)

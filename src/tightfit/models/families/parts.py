@@ -31,6 +31,7 @@ POSITIONS = (
     "model_max_length",
     "n_ctx",
 )
+ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "activation")
 
 
 class SpecNumbers(TypedDict):
@@ -45,6 +46,7 @@ class SpecNumbers(TypedDict):
     head_dim: int
     intermediate_size: int
     max_positions: int | None
+    activation: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class Stem:
     inner: int
     vocab: int
     positions: int | None
+    activation: str
 
     @property
     def query_width(self) -> int:
@@ -80,6 +83,7 @@ class Stem:
             head_dim=self.head_dim,
             intermediate_size=self.inner,
             max_positions=self.positions,
+            activation=self.activation,
         )
 
 
@@ -90,11 +94,13 @@ def read_stem(
     head_dim: int | None = None,
     inner: int | None = None,
     inner_factor: int | None = None,
+    activation: str = "silu",
 ) -> Stem:
     """Read the usual names.
 
     `kv_heads`, `head_dim` and `inner` are what the family fixes whatever the config
-    says. `inner_factor` is the MLP's width in hidden sizes where the config is silent.
+    says. `inner_factor` (the MLP's width in hidden sizes) and `activation` are for
+    configs that are silent.
     """
     needed = [HIDDEN, LAYERS, HEADS, VOCAB]
     f.need(*needed, *([INNER] if inner is None and inner_factor is None else []))
@@ -119,10 +125,11 @@ def read_stem(
         inner=inner,
         vocab=f.size(*VOCAB, most=MAX_VOCAB),
         positions=f.optional_size(*POSITIONS, most=MAX_POSITIONS),
+        activation=next((f.text(k, default="") for k in ACTIVATIONS if f.has(k)), activation),
     )
 
 
-def linear(  # noqa: PLR0913 - a matrix has this many facts
+def linear(
     name: str, ins: int, outs: int, role: Role, *, bias: bool = False, is_module: bool = True
 ) -> Linear:
     """One matrix, on one line."""
@@ -156,9 +163,7 @@ def fused_attention(
     """One matrix for query, key and value, one for the output."""
     fused, out = names
     return (
-        linear(
-            fused, stem.hidden, stem.query_width + 2 * stem.kv_width, Role.ATTENTION, bias=bias
-        ),
+        linear(fused, stem.hidden, stem.query_width + 2 * stem.kv_width, Role.ATTENTION, bias=bias),
         linear(
             out,
             stem.query_width,

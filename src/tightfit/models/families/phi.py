@@ -15,7 +15,7 @@ from tightfit.models.spec import ModelSpec
 
 def read_phi(f: Fields) -> ModelSpec:
     """Phi 1, 1.5, 2: one norm a layer, biases everywhere, the head's too."""
-    stem = read_stem(f)
+    stem = read_stem(f, activation="gelu_new")
     linears = split_attention(stem, bias=True, out_name="dense") + plain_mlp(
         stem, names=("fc1", "fc2"), bias=True
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tightfit.models.families.parts import Stem, linear, read_stem
 from tightfit.models.fields import MAX_COUNT, MAX_LAYERS, Fields
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
@@ -10,9 +12,11 @@ from tightfit.models.spec import Block, Linear, ModelSpec, Role
 def read_t5(f: Fields) -> ModelSpec:
     """T5, T5 1.1, Flan-T5, mT5: one relative-position table in each stack."""
     f.need(("d_model",), ("d_kv",), ("d_ff",), ("num_layers",), ("num_heads",), ("vocab_size",))
-    stem = read_stem(f, head_dim=f.size("d_kv"))
-    activation = f.text("feed_forward_proj", default="relu")
-    gated = activation.startswith("gated")
+    gate, _, activation = f.text("feed_forward_proj", default="relu").rpartition("-")
+    gated = gate == "gated"
+    if gated and activation == "gelu":
+        activation = "gelu_new"  # as T5 1.1 was trained, whatever its config calls it
+    stem = replace(read_stem(f, head_dim=f.size("d_kv")), activation=activation)
     mlp = _mlp(stem, gated=gated)
     own, crossed = _attention(stem, Role.ATTENTION), _attention(stem, Role.CROSS_ATTENTION)
     encoder = Block(

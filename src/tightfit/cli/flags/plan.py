@@ -1,4 +1,4 @@
-"""The options of `tightfit plan`."""
+"""What `tightfit plan` accepts. None: not given, so a recipe or the planner says it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ import typer
 
 from tightfit.cli import choices
 from tightfit.cli.completion import complete_job
-from tightfit.cli.options import Json, On, count_option, word_option
+from tightfit.cli.flags.options import Json, On, Settings, count_option, word_option
+
+EXAMPLES = """\b
+Examples:
+  tightfit plan Llama-2-7b --on 4xV100-32GB
+  tightfit plan Qwen2.5-7B --on RTX-4090 --data train.jsonl --seq-len 4096 --save plan.json
+  tightfit plan job.yaml --on slurm:gpu --explain
+  tightfit plan Llama-3.1-70B --on '2n x 8xA100-80GB' --method full --json
+  tightfit plan Llama-3.1-8B --method full --buy --chart memory.html
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFlags:
-    """A job as far as the user stated it; a recipe states the rest."""
+    """The best ways to run a job on given hardware, and why.
+
+    Searches method, precision, sharding, offload, micro-batch, checkpointing, kernels, optimizer
+    and node count; the first row is the fastest that fits.
+    """
 
     job: Annotated[
         str,
@@ -53,7 +66,7 @@ class PlanFlags:
         int | None,
         count_option("--effective-batch", "Sequences per optimizer step, over all GPUs."),
     ] = None
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="Plans to show.")] = 5
+    top: Annotated[int, count_option("--top", "How many plans to show. [default: 5]")] = 5
     explain: Annotated[
         bool, typer.Option("--explain", help="List what was excluded and the reason of each.")
     ] = False
@@ -75,13 +88,5 @@ class PlanFlags:
             show_default=False,
         ),
     ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Hold one choice fixed, e.g. --set sharding=zero3. Repeatable.",
-            show_default=False,
-        ),
-    ] = None
+    settings: Settings = None
     as_json: Json = False

@@ -1,4 +1,4 @@
-"""The options of `tightfit estimate`. None means: not given, so it is chosen for the card."""
+"""What `tightfit estimate` accepts. None: not given, so it is chosen for the card."""
 
 from __future__ import annotations
 
@@ -9,12 +9,32 @@ import typer
 
 from tightfit.cli import choices
 from tightfit.cli.completion import complete_model
-from tightfit.cli.options import Json, On, count_option, word_option
+from tightfit.cli.flags.options import (
+    Json,
+    On,
+    Settings,
+    count_option,
+    switch_option,
+    word_option,
+)
+
+EXAMPLES = """\b
+Examples:
+  tightfit estimate Llama-2-7b --on V100-32GB
+  tightfit estimate Llama-2-7b --method full --sharding fsdp --on 8xA100-80GB --seq-len 4096
+  tightfit estimate Qwen2.5-7B --method qlora --micro-batch 4 --loss fused --on RTX-4090 --json
+  tightfit estimate t5-3b --zero-table --gpus-per-node 8 --nodes 1
+  tightfit estimate --zero-table --total-params 2851e6 --largest-layer-params 32e6 --gpus-per-node 8
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateFlags:
-    """One configuration, as far as the user stated it."""
+    """Memory, disk and time of one configuration, part by part.
+
+    Lists every part of the peak: weights, gradients, optimizer, activations, logits, gathered
+    shards, quantization state, CUDA context and allocator slack, for each phase of the job.
+    """
 
     model: Annotated[
         str | None,
@@ -70,10 +90,9 @@ class EstimateFlags:
     ] = None
     checkpointing: Annotated[
         bool | None,
-        typer.Option(
+        switch_option(
             "--checkpointing/--no-checkpointing",
-            help="Recompute layers in the backward pass. [default: on]",
-            show_default=False,
+            "Recompute layers in the backward pass. [default: on]",
         ),
     ] = None
     attention: Annotated[
@@ -85,10 +104,9 @@ class EstimateFlags:
     ] = None
     fused_kernels: Annotated[
         bool | None,
-        typer.Option(
+        switch_option(
             "--fused-kernels/--no-fused-kernels",
-            help="Fused norm, rotary and gated-MLP kernels. [default: off]",
-            show_default=False,
+            "Fused norm, rotary and gated-MLP kernels. [default: off]",
         ),
     ] = None
     sharding: Annotated[
@@ -104,10 +122,8 @@ class EstimateFlags:
     ] = None
     double_quant: Annotated[
         bool | None,
-        typer.Option(
-            "--double-quant/--no-double-quant",
-            help="Quantize nf4's scales too. [default: on]",
-            show_default=False,
+        switch_option(
+            "--double-quant/--no-double-quant", "Quantize nf4's scales too. [default: on]"
         ),
     ] = None
     train_embeddings: Annotated[
@@ -118,6 +134,7 @@ class EstimateFlags:
         bool,
         typer.Option("--optimizer-in-backward", help="Step and free each gradient at once."),
     ] = False
+    settings: Settings = None
     on: On = None
     zero_table: Annotated[
         bool,
@@ -127,9 +144,7 @@ class EstimateFlags:
         int,
         typer.Option("--gpus-per-node", metavar="N", min=1, max=65_536, help="For --zero-table."),
     ] = 1
-    nodes: Annotated[
-        int, typer.Option("--nodes", metavar="N", min=1, max=65_536, help="For --zero-table.")
-    ] = 1
+    nodes: Annotated[int, count_option("--nodes", "For --zero-table. [default: 1]")] = 1
     total_params: Annotated[
         str | None,
         typer.Option(

@@ -1,0 +1,349 @@
+"""Predicted against published training speed, job by job.
+
+    python benchmarks/published_time.py [--all]
+
+Reads `published/measurements.csv` and the jobs that `published/translate.py` made of it, adds the
+speed-only source that it leaves out (llm-foundry), our own H200 table, and the steps that
+`measure_steps.py` timed.
+Rows are evidence, not training data: nothing here feeds back into the estimator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.core.errors import UserError
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.result import StepTime
+from tightfit.estimate.time import HIGH_FACTOR, LOW_FACTOR, estimate_step_time
+from tightfit.estimate.weights import num_trainable
+from tightfit.hardware.catalogue import find_gpu
+from tightfit.hardware.types import Node
+from tightfit.models.config import read_config
+from tightfit.models.resolve import resolve_model
+from tightfit.models.spec import ModelSpec
+
+HERE = Path(__file__).parent
+Row = dict[str, str]
+GBIT = 1e9 / 8
+CLUSTER_NETWORK = {"A100": 1600 * GBIT, "H100": 3200 * GBIT, "H200": 3200 * GBIT}
+"""Adapters of an 8-GPU node as DGX and cloud servers of that generation come; not stated."""
+
+# Batches hold rows of the data's own lengths, which the source does not give.
+VARYING_LENGTHS = ("Lightning-AI/litgpt", "modelscope/ms-swift", "huggingface/peft", "unslothai")
+
+MPT_SIZES = {  # (width, layers, heads): llm-foundry scripts/train/yamls/pretrain
+    **{"125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12)},
+    **{"1b": (2048, 24, 16), "3b": (2560, 32, 20), "7b": (4096, 32, 32)},
+    **{"13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64)},
+}
+
+
+class ExcludedError(Exception):
+    """The row cannot be expressed or compared; the argument says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measured job, as the estimator takes it."""
+
+    group: str
+    label: str
+    spec: ModelSpec
+    strategy: Strategy
+    node: Node
+    tokens_per_second: float
+    network_bytes_per_second: float | None = None
+
+    def predict(self) -> StepTime:
+        return estimate_step_time(
+            spec=self.spec,
+            strategy=self.strategy,
+            node=self.node,
+            network_bytes_per_second=self.network_bytes_per_second,
+            num_trainable=num_trainable(self.spec, self.strategy),
+        )
+
+
+def measured_tokens_per_second(row: Row, strategy: Strategy) -> float:
+    """Tokens per second of the whole job, from whichever figure the source prints."""
+    if row["s_per_step"] and "optimizer step" in row["step_is"]:
+        return strategy.tokens_per_step / float(row["s_per_step"])
+    if row["tokens_per_s"]:
+        per_gpu = row["tput_scope"].startswith("per GPU")
+        return float(row["tokens_per_s"]) * (strategy.world_size if per_gpu else 1)
+    raise ExcludedError("no speed stated")
+
+
+def place(gpu: str, num_gpus: int, num_nodes: int | None = None) -> tuple[Node, dict[str, int]]:
+    nodes = num_nodes or max(1, num_gpus // 8)
+    per_node = num_gpus // nodes
+    has_nvlink = False if "RTX" in gpu else None
+    node = Node(gpu=find_gpu(gpu), num_gpus=per_node, has_nvlink=has_nvlink)
+    return node, {"num_nodes": nodes, "gpus_per_node": per_node}
+
+
+def network_of(gpu: str) -> float | None:
+    return next((speed for name, speed in CLUSTER_NETWORK.items() if name in gpu), None)
+
+
+STRATEGY_FIELDS = (
+    *("method", "weights", "double_quant", "compute", "adapter_dtype", "lora_rank", "optimizer"),
+    *("optimizer_in_backward", "micro_batch", "seq_len", "grad_accum", "packing", "attention"),
+    *("loss", "fused_kernels", "compile", "sharding", "offload", "train_embeddings"),
+)
+
+
+def case_from_job(job: dict[str, Any], row: Row) -> Case:
+    if any(row["source"].startswith(source) for source in VARYING_LENGTHS):
+        raise ExcludedError("real row lengths not stated")
+    if job.get("gpu") is None:
+        raise ExcludedError("GPU not in the catalogue")
+    options = {key: job[key] for key in STRATEGY_FIELDS if key in job}
+    targets = job.get("lora_targets") or "all-linear"
+    options["lora_targets"] = (targets,) if isinstance(targets, str) else tuple(targets)
+    options["checkpointing"] = job["checkpointing"] == "full"
+    if job.get("extras", {}).get("autocast") or row["source"].startswith("QwenLM"):
+        # HF Trainer's --bf16 and --fp16: adapters are stored in fp32 but multiply in 16 bit.
+        options["adapter_dtype"] = options["compute"]
+    stated = re.search(r"(\d+) node\(s\)", row["notes"])
+    node, spread = place(job["gpu"], job["gpus"], int(stated[1]) if stated else None)
+    strategy = Strategy(**options, **spread)
+    return Case(
+        group=row["source"].split("@")[0].split("#")[0],
+        label=f"{job['model']} {describe(strategy)}",
+        spec=resolve_model(job["model"]),
+        strategy=strategy,
+        node=node,
+        tokens_per_second=measured_tokens_per_second(row, strategy),
+        network_bytes_per_second=network_of(job["gpu"]),
+    )
+
+
+def describe(strategy: Strategy) -> str:
+    words = [strategy.method.value, strategy.weights.value, strategy.sharding.value]
+    words += [f"{strategy.micro_batch}x{strategy.seq_len}", f"x{strategy.world_size}"]
+    words += ["ckpt"] * strategy.checkpointing + ["fused"] * strategy.fused_kernels
+    return " ".join(words + ["compile"] * strategy.compile)
+
+
+def mpt_spec(name: str) -> ModelSpec:
+    width, layers, heads = MPT_SIZES[name]
+    config = {"model_type": "mpt", "d_model": width, "n_layers": layers, "n_heads": heads}
+    return read_config({**config, "vocab_size": 50368}, name=f"MPT-{name}", source="llm-foundry")
+
+
+def case_from_foundry(row: Row) -> Case:
+    if "fp8" in row["precision"]:
+        raise ExcludedError("fp8")
+    size = re.match(r"MPT-(\w+)", row["model"])
+    assert size is not None
+    gpu = {"H100 80GB": "H100-SXM5-80GB", "A100 80GB": "A100-SXM4-80GB"}.get(
+        row["gpu_type"], "A100-SXM4-40GB"
+    )
+    node, spread = place(gpu, int(row["gpus"]))
+    sharding = "fsdp-grad-op" if "GRAD_OP" in row["strategy"] else "fsdp"
+    strategy = Strategy(
+        **{"method": "full", "weights": "fp32", "attention": "flash", "sharding": sharding},
+        micro_batch=int(row["micro_batch"]),
+        seq_len=int(row["seq_len"]),
+        grad_accum=int(row["grad_accum"]),
+        checkpointing=row["grad_ckpt"] == "yes",
+        **spread,
+    )
+    spec = mpt_spec(size[1])
+    return Case(
+        group="mosaicml/llm-foundry " + row["gpu_type"],
+        label=f"{spec.name} {describe(strategy)}",
+        spec=spec,
+        strategy=strategy,
+        node=node,
+        tokens_per_second=measured_tokens_per_second(row, strategy),
+        network_bytes_per_second=network_of(gpu),
+    )
+
+
+def published_cases() -> tuple[list[Case], Counter[str]]:
+    """Every row with a speed, as a case or as a counted reason why not."""
+    with (HERE / "published" / "measurements.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    jobs = [json.loads(line) for line in (HERE / "published" / "jobs.jsonl").open()]
+    cases, left_out = [], Counter[str]()
+    for row, job in zip(rows, jobs, strict=True):
+        if not (row["tokens_per_s"] or row["s_per_step"] or row["samples_per_s"]):
+            continue
+        try:
+            if row["source"].startswith("mosaicml/llm-foundry"):
+                cases.append(case_from_foundry(row))
+            elif "excluded_because" in job:
+                raise ExcludedError(job["excluded_because"])
+            else:
+                cases.append(case_from_job(job, row))
+        except (ExcludedError, UserError) as reason:
+            left_out[str(reason)] += 1
+    return cases, left_out
+
+
+H200_JOBS: tuple[tuple[str, dict[str, Any], float], ...] = (
+    ("Llama-2-7b", {"adapter_dtype": "fp32"}, 7218),
+    ("Llama-2-7b", {}, 9283),
+    ("Llama-2-7b", {"fused_kernels": True, "loss": "fused"}, 11833),
+    ("Llama-2-7b", {"fused_kernels": True, "loss": "fused", "checkpointing": False}, 17130),
+    ("Llama-2-7b", {"compile": True, "loss": "fused"}, 11745),
+    ("Llama-2-7b", {"compile": True, "loss": "fused", "checkpointing": False}, 16557),
+    ("Llama-2-7b", {"method": "full", "compile": True, "loss": "fused"}, 10042),
+    (
+        "Llama-2-7b",
+        {"method": "full", "compile": True, "loss": "fused", "checkpointing": False},
+        12976,
+    ),
+    ("Llama-3.1-8B", {"compile": True, "loss": "fused", "checkpointing": False}, 15476),
+    ("Llama-3.2-1B", {"method": "full", "checkpointing": False}, 60084),
+    (
+        "Llama-3.2-1B",
+        {"method": "full", "compile": True, "loss": "fused", "checkpointing": False}
+        | {"micro_batch": 16},
+        68259,
+    ),
+)
+"""Tokens per second on one H200, torch 2.11, 4 x 2048 tokens unless said otherwise."""
+
+
+def h200_cases() -> Iterator[Case]:
+    node = Node(gpu=find_gpu("H200-SXM"), num_gpus=1)
+    for model, options, speed in H200_JOBS:
+        strategy = Strategy(**{"micro_batch": 4, "seq_len": 2048, **options})
+        yield Case(
+            group="our own table, H200",
+            label=f"{model} {describe(strategy)}",
+            spec=resolve_model(model),
+            strategy=strategy,
+            node=node,
+            tokens_per_second=speed,
+        )
+
+
+STEPS = HERE / "results" / "h200_steps.json"
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+CATALOGUE = HERE.parent / "src" / "tightfit" / "catalogue" / "models"
+
+
+def measured_spec(options: dict[str, Any]) -> ModelSpec:
+    """The model as `measure_steps.py` built it: some are cut to a few layers."""
+    (path,) = CATALOGUE.glob(f"*--{options['model']}.json")
+    fields = json.loads(path.read_text())
+    if options["num_layers"] is not None:
+        fields |= {key: options["num_layers"] for key in LAYER_KEYS if key in fields}
+        if "layer_types" in fields:
+            fields["layer_types"] = fields["layer_types"][: options["num_layers"]]
+    return read_config(fields, name=options["model"], source=path.name)
+
+
+def measured_strategy(options: dict[str, Any]) -> Strategy:
+    weights = options["weights"].removesuffix("-double")
+    is_packed = weights in ("nf4", "int8")
+    if options["autocast"] == weights or (options["prepare_kbit"] and not options["autocast"]):
+        raise ExcludedError("autocast as no plan of ours sets it")
+    optimizer = options["optimizer"].removesuffix("-fused")
+    same = ("method", "lora_rank", "micro_batch", "seq_len", "attention")
+    return Strategy(
+        **{name: options[name] for name in same},
+        weights=weights,
+        double_quant=options["weights"].endswith("-double"),
+        upcast_unquantized=options["prepare_kbit"],
+        compute=options["autocast"] or ("bf16" if is_packed else weights),
+        adapter_dtype=options["adapters"],
+        lora_targets=tuple(options["lora_targets"].split(",")),
+        optimizer={
+            "paged-adamw": "adamw",
+            "paged-adamw-8bit": "adamw-paged-8bit",
+        }.get(optimizer, optimizer),
+        grad_accum=options["accumulation"],
+        checkpointing=options["checkpointing"] != "off",
+        loss="plain" if options["loss"] == "plain" else "fused",
+        fused_kernels=options["loss"] == "liger",
+    )
+
+
+def measured_cases() -> Iterator[Case]:
+    """Training steps that `measure_steps.py` timed on one H200."""
+    if not STEPS.exists():
+        return
+    node = Node(gpu=find_gpu("H200-SXM"), num_gpus=1)
+    for row in json.loads(STEPS.read_text())["cases"]:
+        options = row["options"]
+        if row["status"] != "ok" or options["task"] != "train" or options["fsdp_ranks"]:
+            continue
+        with contextlib.suppress(ExcludedError):
+            strategy = measured_strategy(options)
+            spec = measured_spec(options)
+            yield Case(
+                group="measured steps, H200",
+                label=f"{spec.name} {describe(strategy)}",
+                spec=spec,
+                strategy=strategy,
+                node=node,
+                tokens_per_second=strategy.tokens_per_step / row["step_seconds"],
+            )
+
+
+def ratios(cases: list[Case]) -> list[float]:
+    return [case.predict().tokens_per_second / case.tokens_per_second for case in cases]
+
+
+def summarize(name: str, found: list[float]) -> str:
+    errors = sorted(abs(ratio - 1) for ratio in found)
+    tenth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+    # A job predicted too fast by some factor took that factor times the predicted seconds.
+    inside = sum(LOW_FACTOR <= ratio <= HIGH_FACTOR for ratio in found) / len(found)
+    return (
+        f"{name:62} {len(found):4} {statistics.median(found):7.2f} "
+        f"{statistics.median(errors):7.1%} {tenth:7.1%} {inside:7.0%}"
+    )
+
+
+def describe_case(case: Case) -> str:
+    """Predicted and measured tokens per second, their ratio, and where the time goes."""
+    step = case.predict()
+    speed, measured = step.tokens_per_second, case.tokens_per_second
+    parts = " ".join(
+        f"{name} {seconds / step.seconds_per_step:.0%}"
+        for name, seconds in step.components.items()
+        if seconds > 0.02 * step.seconds_per_step
+    )
+    head = f"{case.group[-24:]:24} {case.label:62}"
+    return f"{head} {speed:10.0f} {measured:10.0f} {speed / measured:5.2f}  {parts}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--all", action="store_true", help="print every job")
+    show_all = parser.parse_args().all
+    cases, left_out = published_cases()
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in [*h200_cases(), *measured_cases(), *cases]:
+        groups[case.group].append(case)
+    if show_all:
+        for case in (case for members in groups.values() for case in members):
+            print(describe_case(case))
+    print(f"{'source':62} jobs   ratio  median     90%  in range")
+    for name, members in groups.items():
+        print(summarize(name, ratios(members)))
+    print(summarize("all published", ratios(cases)))
+    print("left out:")
+    for reason, count in left_out.most_common():
+        print(f"  {count:4} {reason}")
+
+
+if __name__ == "__main__":
+    main()

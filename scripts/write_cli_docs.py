@@ -1,0 +1,59 @@
+"""Writes docs/cli.md from the `--help` of every verb: python scripts/write_cli_docs.py"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from pathlib import Path
+
+from tightfit.cli.app import VERBS, main
+
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+COLUMNS = 90
+
+_HEAD = """# The command line
+
+<!-- Made by `python scripts/write_cli_docs.py` from `--help`; a test keeps it true. -->
+
+Every verb takes `--json` (one JSON document on stdout and nothing else) and `--help`. Text in
+a pipe has no colours and no frames; `COLUMNS` sets its width. A failure is one `error:` line
+and one `try:` line on stderr, with an exit code by its kind: [exit codes](exit-codes.md). With
+`--json` the failure is also an object on stdout: `error`, `remedy`, `exit_code`.
+
+The shell completes verbs, options, their words, models and GPUs after
+`tightfit --install-completion`.
+"""
+
+
+def render_page() -> str:
+    """The whole page."""
+    parts = [_HEAD, _section("tightfit", [])]
+    parts += [_section(f"tightfit {verb}", [verb]) for verb in VERBS]
+    return "\n".join(parts)
+
+
+def _section(title: str, argv: list[str]) -> str:
+    return f"## `{title}`\n\n```text\n{read_help(argv)}```\n"
+
+
+def read_help(argv: list[str]) -> str:
+    """What `tightfit ARGV --help` prints in a terminal of fixed width."""
+    printed = io.StringIO()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(COLUMNS)
+    try:
+        with contextlib.redirect_stdout(printed):
+            main([*argv, "--help"])
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(render_page(), encoding="utf-8")
+    sys.stdout.write(f"wrote {PAGE}\n")

@@ -1,0 +1,60 @@
+"""`tightfit plan --buy`: what to rent for the job, by price per run and per month."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tightfit.cli.chart import Chart, Panel, make_panel, write_chart
+from tightfit.cli.describe import describe_how, describe_levers, shorten_gpu
+from tightfit.cli.flags.plan import PlanFlags
+from tightfit.cli.json_output import show_json
+from tightfit.core.files import write_atomic
+from tightfit.core.units import render_usd
+from tightfit.planning.buying import Offer, buying_guide
+from tightfit.planning.request import JobRequest
+
+NUM_DRAWN = 4
+"""Offers in the chart; more than that and the bars are too thin to read."""
+
+
+def buy(flags: PlanFlags, request: JobRequest) -> None:
+    """Print the offers, cheapest first; save and draw the best of them."""
+    offers = buying_guide(request)
+    if flags.as_json:
+        show_json({"offers": [_describe(offer) for offer in offers]})
+    else:
+        from tightfit.cli.render_buy import show_offers  # noqa: PLC0415  (rich)
+
+        show_offers(offers, request, num_shown=flags.top)
+    if flags.save is not None:
+        write_atomic(flags.save, offers[0].plan.model_dump_json(indent=2) + "\n")
+    if flags.chart is not None:
+        write_chart(_draw(offers[: min(flags.top, NUM_DRAWN)]), flags.chart)
+
+
+def _describe(offer: Offer) -> dict[str, Any]:
+    return {
+        "gpu": offer.gpu.name,
+        "num_gpus": offer.num_gpus,
+        "usd_per_hour": offer.usd_per_hour,
+        "usd_per_run": offer.usd_per_run,
+        "usd_per_million_tokens": offer.usd_per_million_tokens,
+        "usd_per_month": offer.usd_per_month,
+        "price_source": offer.price_source,
+        "stages": offer.stages,
+        "plan": offer.plan.model_dump(mode="json"),
+    }
+
+
+def _draw(offers: list[Offer]) -> Chart:
+    return Chart(
+        title=f"{offers[0].plan.model.name}: GPU memory by stage, cheapest first",
+        panels=tuple(_panel(offer) for offer in offers),
+    )
+
+
+def _panel(offer: Offer) -> Panel:
+    strategy = offer.plan.strategy
+    rent = f"{offer.num_gpus} x {shorten_gpu(offer.gpu.name)}, {render_usd(offer.usd_per_hour)}/h"
+    how = f"{describe_how(strategy)}, {describe_levers(strategy)}"
+    return make_panel(rent, offer.plan.estimate, subtitle=how)

@@ -1,0 +1,1 @@
+"""What each verb accepts: declarations only, light enough to print `--help` from."""

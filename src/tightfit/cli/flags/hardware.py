@@ -1,0 +1,41 @@
+"""What `tightfit hardware` accepts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from tightfit.cli.completion import complete_gpu
+from tightfit.cli.flags.options import Json, On
+
+EXAMPLES = """\b
+Examples:
+  tightfit hardware                       every GPU of the catalogue
+  tightfit hardware a100                  those whose name contains a word
+  tightfit hardware T4                    one card, each number with its source
+  tightfit hardware --on here             this machine
+  tightfit hardware --on slurm:gpu        one Slurm partition
+  tightfit hardware --on '6xT4 + 2xRTX-6000' --json
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareFlags:
+    """List, search or show GPUs, or a cluster with --on.
+
+    With --on, shows a machine or cluster as tightfit understands it.
+    """
+
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[WORD|NAME]",
+            help="A word to search for, or the name of one GPU.",
+            autocompletion=complete_gpu,
+            show_default=False,
+        ),
+    ] = None
+    on: On = None
+    as_json: Json = False

@@ -1,0 +1,40 @@
+"""Which hardware is meant where `--on` was not given: this machine, else what the verb says."""
+
+from __future__ import annotations
+
+from tightfit.core.errors import UsageError, UserError
+from tightfit.hardware.resolve import resolve_hardware
+from tightfit.hardware.types import Cluster
+
+DEFAULT_CARD = "RTX-4090"
+"""What an estimate is made against where no GPU is here and none was named."""
+
+
+def choose_cluster_or_card(on: str | None) -> tuple[Cluster, tuple[str, ...]]:
+    """For an estimate, which is useful without any GPU: a common card, and a note that says so."""
+    found = _find(on)
+    if found is not None:
+        return found, () if on else ("Estimated on this machine (--on was not given).",)
+    cluster = resolve_hardware(DEFAULT_CARD)
+    card = cluster.groups[0].node.gpu.name
+    return cluster, (f"No GPU is here and --on was not given: estimated on one {card}.",)
+
+
+def choose_cluster(on: str | None, *, command: str) -> Cluster:
+    """For a plan, which is made for hardware that exists."""
+    found = _find(on)
+    if found is None:
+        raise UsageError(
+            "No GPU is here, and --on was not given.",
+            remedy=f"{command} --on 4xV100-32GB    (or --buy, to be told what to rent)",
+        )
+    return found
+
+
+def _find(on: str | None) -> Cluster | None:
+    if on is not None:
+        return resolve_hardware(on)
+    try:
+        return resolve_hardware("here")
+    except UserError:
+        return None

@@ -1,0 +1,98 @@
+"""Models as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+
+from tightfit.cli.notes import heading, plain, render_notes
+from tightfit.cli.screen import Column, make_table, show
+from tightfit.core.units import render_bytes, render_count
+from tightfit.models.catalogue import CatalogueRow
+from tightfit.models.parameters import explain_count
+from tightfit.models.spec import ModelSpec
+
+
+def show_models(specs: Sequence[ModelSpec]) -> None:
+    show(_render_list(specs))
+
+
+def show_model(spec: ModelSpec, row: CatalogueRow | None) -> None:
+    show(_render_one(spec, row))
+
+
+def _render_list(specs: Sequence[ModelSpec]) -> Iterator[RenderableType]:
+    columns = (
+        Column(title="model", style="bold", keep=False),
+        Column(title="family"),
+        Column(title="parameters", right=True),
+        Column(title="per token", right=True),
+        Column(title="context", right=True),
+    )
+    rows = [
+        (
+            spec.name,
+            spec.model_type,
+            render_count(spec.num_params),
+            render_count(spec.num_active_params)
+            if spec.num_active_params != spec.num_params
+            else "",
+            f"{spec.max_positions:,}" if spec.max_positions else "-",
+        )
+        for spec in specs
+    ]
+    yield make_table(columns, rows)
+    yield ""
+    yield plain(f"{len(rows)} models. One of them, part by part: tightfit models NAME")
+
+
+def _render_one(spec: ModelSpec, row: CatalogueRow | None) -> Iterator[RenderableType]:
+    yield heading(f"{spec.name}: {spec.num_params:,} parameters")
+    shape = [
+        spec.model_type,
+        f"{spec.num_layers} layers",
+        f"hidden {spec.hidden_size:,}",
+        f"{spec.num_heads} heads of {spec.head_dim}",
+        f"{spec.num_kv_heads} for keys and values",
+        f"vocabulary {spec.vocab_size:,}",
+    ]
+    if spec.max_positions:
+        shape.append(f"context {spec.max_positions:,}")
+    yield plain(", ".join(shape))
+    yield ""
+    columns = (
+        Column(title="part"),
+        Column(title="parameters", right=True),
+        Column(title="share", right=True),
+        Column(title="what", keep=False),
+    )
+    rows = [
+        (
+            part.part,
+            f"{part.num_params:,}",
+            f"{part.num_params / spec.num_params:.1%}",
+            plain(part.note),
+        )
+        for part in explain_count(spec)
+    ]
+    yield make_table(columns, rows)
+    yield ""
+    yield plain(f"LoRA can target: {', '.join(spec.module_names)}")
+    yield from _render_sources(spec, row)
+    yield from render_notes("Beware", spec.warnings)
+
+
+def _render_sources(spec: ModelSpec, row: CatalogueRow | None) -> Iterator[RenderableType]:
+    notes = [f"config: {spec.source}"]
+    if row is not None:
+        said = row.config_source.removeprefix(row.config_kind).strip()
+        notes = [f"config ({row.config_kind}): {said}"]
+        if row.params_stated is not None:
+            agrees = {"yes": "equal to ours", "no": "not equal to ours"}.get(row.agree, "")
+            notes.append(f"stated elsewhere: {row.params_stated:,} {agrees} ({row.stated_where})")
+        if row.note:
+            notes.append(row.note)
+    if spec.file_bytes:
+        notes.append(f"weights on disk: {render_bytes(spec.file_bytes)}")
+    yield from render_notes("Sources", notes)

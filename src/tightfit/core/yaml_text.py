@@ -1,0 +1,159 @@
+"""YAML files as people mean them: `on` is a word, 1e-4 a number, and every value has a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.suggest import did_you_mean
+
+MAX_BYTES = 256 * 1024
+"""Far above any file written by hand; keeps a wrong file from being parsed for minutes."""
+
+Place = tuple[str | int, ...]
+"""Keys and list positions from the top to a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamlDocument:
+    """A parsed file: plain mappings, lists and scalars, and the line each one starts on."""
+
+    path: Path
+    value: Any
+    lines: dict[Place, int]
+
+
+def read_yaml(path: Path) -> YamlDocument:
+    """Parse one YAML file, or say in which line it cannot be."""
+    text = _read_text(path)
+    try:
+        value, lines = _parse(text)
+    except yaml.MarkedYAMLError as fault:
+        mark = fault.problem_mark or fault.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise _not_yaml(path, line, fault.problem or fault.context or "cannot be read") from fault
+    except yaml.reader.ReaderError as fault:
+        line = f" line {text.count(chr(10), 0, fault.position) + 1}"
+        raise _not_yaml(path, line, f"a character that is not allowed: {fault.reason}") from fault
+    except (yaml.YAMLError, ValueError, OverflowError) as fault:
+        raise _not_yaml(path, "", str(fault).split(";")[0]) from fault
+    except RecursionError as fault:
+        raise _not_yaml(path, "", "it is nested too deeply") from fault
+    return YamlDocument(path=path, value=value, lines=lines)
+
+
+def _parse(text: str) -> tuple[Any, dict[Place, int]]:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return (None, {}) if node is None else (loader.construct_document(node), _lines(node))
+    finally:
+        loader.dispose()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file():
+            raise InvalidInputError(f"{path} is not a file.", remedy="name a YAML file")
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise InvalidInputError(
+                f"{path} is larger than {MAX_BYTES // 1024} KiB.",
+                remedy="name a YAML file written by hand, not a data file",
+            )
+        return data.decode("utf-8-sig")
+    except FileNotFoundError as fault:
+        raise _missing(path) from fault
+    except UnicodeDecodeError as fault:
+        line = fault.object.count(b"\n", 0, fault.start) + 1
+        raise InvalidInputError(
+            f"{path} line {line} is not UTF-8 text.", remedy="save it as UTF-8"
+        ) from fault
+    except (OSError, ValueError) as fault:
+        reason = getattr(fault, "strerror", None) or str(fault)
+        raise InvalidInputError(
+            f"Cannot read {path}: {reason}.", remedy="name a readable YAML file"
+        ) from fault
+
+
+def _missing(path: Path) -> NotFoundError:
+    try:
+        beside = [item.name for item in path.parent.iterdir()]
+    except OSError:
+        beside = []
+    return NotFoundError(
+        f"There is no file {path}.{did_you_mean(path.name, beside)}",
+        remedy="name an existing YAML file",
+    )
+
+
+def _not_yaml(path: Path, line: str, reason: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{path}{line} is not valid YAML: {reason}.",
+        remedy="indent with spaces, put `key: value` on each line, quote text with `: ` or `#`",
+    )
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2, no aliases, and no key given twice.
+
+    YAML 1.1 reads `on` as true, 1e-4 as text and 1:30 as 90. Aliases can make
+    a short file endless, and of two equal keys one would be dropped unseen.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="aliases (`*name`) are not read", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable):
+                if key in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"`{key}` is given twice", problem_mark=key_node.start_mark
+                    )
+                seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+for _tag, _pattern, _starts in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_starts)
+    )
+
+
+def _lines(root: yaml.Node) -> dict[Place, int]:
+    lines: dict[Place, int] = {}
+    todo: list[tuple[Place, yaml.Node, int]] = [((), root, root.start_mark.line)]
+    while todo:
+        place, node, line = todo.pop()
+        lines[place] = line + 1
+        if isinstance(node, yaml.MappingNode):
+            for key, item in node.value:
+                todo.append(((*place, str(key.value)), item, key.start_mark.line))
+        elif isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                todo.append(((*place, number), item, item.start_mark.line))
+    return lines

@@ -1,0 +1,164 @@
+"""This machine as a cluster of one node: GPUs by NVML, the rest by the kernel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.units import GIB, render_bytes
+from tightfit.hardware.catalogue import list_gpus
+from tightfit.hardware.gpu_hints import guess_gpu
+from tightfit.hardware.machine import Machine, model_cache, read_free_disk, read_machine
+from tightfit.hardware.nvml import DriverReading, GpuReading, read_driver
+from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
+
+TORCH_SHARE_OF_TOTAL = 0.98
+"""Of NVML's total, what torch sees: 0.984 (RTX 4090) to 0.996 (H200) over the catalogue's cards."""
+MEMORY_TOLERANCE = 0.10
+"""A total this far above the catalogue's is another card under the same name."""
+_PCIE_LANE_BYTES_PER_SECOND = {
+    1: 0.25e9,
+    2: 0.5e9,
+    3: 0.985e9,
+    4: 1.97e9,
+    5: 3.94e9,
+    6: 7.56e9,
+}
+
+
+def probe_here(
+    *,
+    read_gpus: Callable[[], DriverReading] = read_driver,
+    read_host: Callable[[], Machine] = read_machine,
+) -> Cluster:
+    """The GPUs of this machine, one group per kind."""
+    reading = read_gpus()
+    if not reading.gpus:
+        raise _no_gpu(reading)
+    machine = read_host()
+    warnings: list[str] = []
+    if reading.hidden:
+        warnings.append(
+            f"CUDA_VISIBLE_DEVICES leaves {len(reading.gpus)} GPUs; {reading.hidden} are hidden."
+        )
+    kinds: dict[tuple[str, int], list[GpuReading]] = {}
+    for gpu in reading.gpus:
+        kinds.setdefault((gpu.name, round(gpu.total_bytes / GIB)), []).append(gpu)
+    groups = [
+        _group(gpus, machine, alone=len(kinds) == 1, warnings=warnings) for gpus in kinds.values()
+    ]
+    if len(groups) > 1:
+        warnings.append("The GPUs differ; each kind is planned for apart, and they share the RAM.")
+    return Cluster(groups=tuple(groups), source="here", warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _group(
+    gpus: Sequence[GpuReading], machine: Machine, *, alone: bool, warnings: list[str]
+) -> NodeGroup:
+    guess = guess_gpu(gpus[0].name, ())
+    if guess.gpu is None:
+        gpu = gpu_from_reading(gpus[0])
+        warnings.append(f"{gpus[0].name} is not in the catalogue: {gpu.notes}.")
+    else:
+        gpu = _with_seen_memory(guess.gpu, gpus[0], warnings)
+        warnings += guess.warnings
+    node = Node(
+        gpu=gpu,
+        num_gpus=1 if guess.is_slice else len(gpus),
+        host_memory_bytes=machine.usable_memory_bytes,
+        num_cores=machine.num_usable_cores,
+        shm_bytes=machine.shm_bytes or None,
+        disk_bytes=read_free_disk(model_cache(os.environ)) or None,
+        free_gpu_memory_bytes=max(1, min(one.free_bytes for one in gpus)),
+        has_nvlink=all(one.num_active_nvlinks > 0 for one in gpus) if len(gpus) > 1 else None,
+    )
+    busy = [one for one in gpus if one.processes]
+    if busy:
+        held = max(one.total_bytes - one.free_bytes for one in busy)
+        warnings.append(
+            f"{len(busy)} of {len(gpus)} {gpu.name} are in use, up to {render_bytes(held)} each."
+        )
+    return NodeGroup(
+        name="here" if alone else f"here/{gpu.name}",
+        node=node,
+        num_nodes=1,
+        num_free_nodes=0 if busy else 1,
+        num_free_gpus=len(gpus) - len(busy),
+    )
+
+
+def _with_seen_memory(gpu: Gpu, reading: GpuReading, warnings: list[str]) -> Gpu:
+    """The catalogue's card with the memory this one shows, where they do not agree."""
+    seen = int(reading.total_bytes * TORCH_SHARE_OF_TOTAL)
+    if reading.total_bytes < gpu.memory_bytes:
+        return gpu.model_copy(update={"memory_bytes": seen})
+    if reading.total_bytes > gpu.memory_bytes * (1 + MEMORY_TOLERANCE):
+        warnings.append(
+            f"{reading.name} shows {render_bytes(reading.total_bytes)}, "
+            f"more than the catalogue's {gpu.name}; the shown memory is used."
+        )
+        sold = float(round(reading.total_bytes / GIB))
+        return gpu.model_copy(update={"memory_bytes": seen, "marketing_gb": sold})
+    return gpu
+
+
+def gpu_from_reading(reading: GpuReading) -> Gpu:
+    """A card the catalogue does not know, from the driver's facts.
+
+    fp32 is 2 x cores x clock, memory speed is bus width x clock x 2 (double data rate).
+    Tensor rates, and whatever the driver does not tell, follow the known card of the
+    nearest compute capability.
+    """
+    near = nearest_gpu(reading)
+    fp32 = near.peak_flops["fp32"]
+    if reading.num_cores and reading.max_sm_hz:
+        fp32 = 2.0 * reading.num_cores * reading.max_sm_hz
+    scale = fp32 / near.peak_flops["fp32"]
+    bandwidth = near.memory_bytes_per_second
+    if reading.memory_bus_bits and reading.max_memory_hz:
+        bandwidth = reading.memory_bus_bits / 8 * reading.max_memory_hz * 2
+    pcie = near.pcie_bytes_per_second
+    lane = _PCIE_LANE_BYTES_PER_SECOND.get(reading.pcie_generation or 0)
+    if lane and reading.pcie_lanes:
+        pcie = lane * reading.pcie_lanes
+    nvlink = near.nvlink_bytes_per_second if reading.num_active_nvlinks else None
+    return Gpu(
+        name=reading.name,
+        marketing_gb=float(max(1, round(reading.total_bytes / GIB))),
+        memory_bytes=int(reading.total_bytes * TORCH_SHARE_OF_TOTAL),
+        compute_capability=reading.compute_capability,
+        peak_flops={kind: rate * scale for kind, rate in near.peak_flops.items()},
+        memory_bytes_per_second=bandwidth,
+        nvlink_bytes_per_second=nvlink,
+        pcie_bytes_per_second=pcie,
+        supports_bf16=reading.compute_capability >= (8, 0),
+        source="nvml",
+        notes=f"rates from the driver's clocks, and by the likeness of {near.name}",
+    )
+
+
+def nearest_gpu(reading: GpuReading) -> Gpu:
+    """The catalogue's card of the nearest compute capability, older first, then nearest memory."""
+
+    def distance(gpu: Gpu) -> tuple[float, bool, float]:
+        capability = gpu.compute_capability or (0, 0)
+        steps = _as_number(capability) - _as_number(reading.compute_capability)
+        return abs(steps), steps > 0, abs(gpu.memory_bytes - reading.total_bytes)
+
+    return min((gpu for gpu in list_gpus() if gpu.compute_capability), key=distance)
+
+
+def _as_number(capability: tuple[int, int]) -> float:
+    return capability[0] + capability[1] / 10
+
+
+def _no_gpu(reading: DriverReading) -> EnvironmentFaultError:
+    if reading.hidden:
+        why = f"CUDA_VISIBLE_DEVICES hides all {reading.hidden} GPUs of this machine"
+        return EnvironmentFaultError(f"{why}.", remedy="unset CUDA_VISIBLE_DEVICES")
+    why = f" ({reading.fault})" if reading.fault else ""
+    return EnvironmentFaultError(
+        f"No NVIDIA GPU is to be seen on this machine{why}.",
+        remedy="say the hardware in words, like --on 1xT4, or see what is wrong: tightfit doctor",
+    )

@@ -1,0 +1,144 @@
+"""What to rent: the cheapest catalogue hardware that does a job, GPU by GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tightfit.core.errors import DoesNotFitError
+from tightfit.estimate.result import Verdict
+from tightfit.hardware.catalogue import list_gpus
+from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
+from tightfit.planning.cost import HOURS_PER_MONTH, estimate_cost, find_price
+from tightfit.planning.explain import list_stages
+from tightfit.planning.plan import Plan
+from tightfit.planning.request import JobRequest
+from tightfit.planning.search import search
+
+COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """One way to rent the job: its plan and its price."""
+
+    gpu: Gpu
+    num_gpus: int
+    plan: Plan
+    usd_per_hour: float
+    usd_per_run: float | None
+    """None where no dataset was given."""
+    usd_per_million_tokens: float
+    usd_per_month: float
+    price_source: str
+    stages: dict[str, int]
+    """Peak bytes per GPU by stage of the job, for the chart."""
+
+    @property
+    def price(self) -> float:
+        """What offers are sorted by: the run where its length is known, else a million tokens."""
+        return self.usd_per_million_tokens if self.usd_per_run is None else self.usd_per_run
+
+
+def buying_guide(
+    request: JobRequest,
+    *,
+    gpus: Iterable[Gpu] | None = None,
+    max_gpus: int = 8,
+    clouds: Iterable[str] | None = None,
+) -> list[Offer]:
+    """The cheapest way per GPU model, cheapest first: one node of 1, 2, 4 or 8 GPUs.
+
+    Prices are the cheapest cloud's median on-demand rate; host, disk and traffic are
+    left out. The search is coarse: no offload, the levers that nearly always win.
+    Raises DoesNotFitError where nothing in the catalogue does the job.
+    """
+    allowed = None if clouds is None else frozenset(clouds)
+    free = replace(request, fixed=_without_layout(request))
+    tried = list_gpus() if gpus is None else list(gpus)
+    offers = []
+    for gpu in tried:
+        if find_price(gpu, clouds=allowed) is None:
+            continue
+        offer = _cheapest_offer(free, gpu, max_gpus=max_gpus, clouds=allowed)
+        if offer is not None:
+            offers.append(offer)
+    if not offers:
+        raise _refuse(free, [gpu for gpu in tried if gpu.prices], max_gpus)
+    return sorted(offers, key=lambda offer: (offer.price, offer.gpu.name))
+
+
+def _refuse(request: JobRequest, tried: list[Gpu], max_gpus: int) -> DoesNotFitError:
+    """Say what the largest node of all lacks."""
+    problem = "No GPU with a price was given."
+    if tried:
+        gpu = max(tried, key=lambda gpu: gpu.memory_bytes)
+        failure = search(request, _rent(gpu, max_gpus), num_plans=1, is_coarse=True).failure
+        problem = f"No node of up to {max_gpus} GPUs does this job. {failure or ''}".rstrip()
+    return DoesNotFitError(
+        problem, remedy="use --method qlora, a shorter --seq-len, or more GPUs per node"
+    )
+
+
+def _rent(gpu: Gpu, count: int) -> Cluster:
+    node = Node(gpu=gpu, num_gpus=count)
+    group = NodeGroup(name=f"{count}x{gpu.name}", node=node, num_nodes=1)
+    return Cluster(groups=(group,), source="catalogue")
+
+
+def _without_layout(request: JobRequest) -> dict[str, object]:
+    """What the user fixed, less what belongs to the hardware they have."""
+    layout = ("num_nodes", "gpus_per_node", "sharding", "offload")
+    return {name: value for name, value in request.fixed.items() if name not in layout}
+
+
+def _cheapest_offer(
+    request: JobRequest, gpu: Gpu, *, max_gpus: int, clouds: frozenset[str] | None
+) -> Offer | None:
+    """Try more GPUs while that is cheaper; a tight fit counts only where nothing better does."""
+    best: Offer | None = None
+    for count in COUNTS:
+        if count > max_gpus:
+            break
+        offer = _offer(request, gpu, count, clouds)
+        if offer is None:
+            continue
+        if best is None or _preference(offer) < _preference(best):
+            best = offer
+        elif best.plan.estimate.verdict is Verdict.FITS:
+            break
+    return best
+
+
+def _preference(offer: Offer) -> tuple[bool, float]:
+    return (offer.plan.estimate.verdict is not Verdict.FITS, offer.price)
+
+
+def _offer(
+    request: JobRequest, gpu: Gpu, count: int, clouds: frozenset[str] | None
+) -> Offer | None:
+    plans = search(request, _rent(gpu, count), num_plans=1, is_coarse=True).plans
+    if not plans:
+        return None
+    plan = plans[0]
+    cost = estimate_cost(
+        gpu=gpu,
+        num_gpus=count,
+        estimate=plan.estimate,
+        num_epochs=request.num_epochs,
+        clouds=clouds,
+    )
+    if cost is None:
+        return None
+    tokens_per_hour = plan.estimate.time.tokens_per_second * 3600
+    return Offer(
+        gpu=gpu,
+        num_gpus=count,
+        plan=plan.model_copy(update={"cost": cost}),
+        usd_per_hour=cost.usd_per_hour,
+        usd_per_run=cost.usd_per_run,
+        usd_per_million_tokens=cost.usd_per_hour / tokens_per_hour * 1e6,
+        usd_per_month=cost.usd_per_hour * HOURS_PER_MONTH,
+        price_source=cost.source,
+        stages=list_stages(plan.estimate),
+    )

@@ -1,0 +1,64 @@
+"""Case, Rule, Violation: what a legality rule looks at, is, and says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tightfit.core.strategy import Strategy
+from tightfit.hardware.types import Gpu, Node
+from tightfit.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a rule looks at."""
+
+    spec: ModelSpec
+    strategy: Strategy
+    node: Node
+    num_nodes: int
+    """Nodes there are; the strategy says how many of them it uses."""
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.node.gpu
+
+    @property
+    def capability(self) -> str:
+        """As people write it: `7.5`; `not NVIDIA` for other makes."""
+        found = self.node.gpu.compute_capability
+        return f"{found[0]}.{found[1]}" if found else "not NVIDIA"
+
+    def is_below(self, major: int, minor: int = 0) -> bool:
+        """An NVIDIA card older than this compute capability."""
+        found = self.node.gpu.compute_capability
+        return found is not None and found < (major, minor)
+
+    @property
+    def has_learned_positions(self) -> bool:
+        """A table row per position. T5's buckets and rotary models have none."""
+        longest = self.spec.max_positions
+        return longest is not None and self.spec.position_params >= longest * self.spec.hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that does not work. `reason` is filled with c (case), s (strategy), m (model)."""
+
+    name: str
+    reason: str
+    source: str
+    """A link or a version: where to look when the world may have changed."""
+    violated: Callable[[Case], bool]
+    severity: Literal["illegal", "warning"] = "illegal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A rule that one case breaks, its reason with the case's values."""
+
+    rule: str
+    reason: str
+    source: str

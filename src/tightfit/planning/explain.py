@@ -1,0 +1,111 @@
+"""The whole story of a search as data, for `--explain`: what was tried, and why it lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.result import Estimate
+from tightfit.planning.plan import Exclusion, Plan
+from tightfit.planning.ranking import (
+    METHOD_HANDICAPS,
+    count_levers,
+    handicap_of,
+    measure_seconds,
+)
+from tightfit.planning.request import describe_strategy, name_method
+from tightfit.planning.search import SearchResult
+
+STAGES = {
+    "load": "load",
+    "forward": "forward",
+    "loss": "forward",
+    "backward": "backward",
+    "backward_end": "backward",
+    "optimizer": "optimizer",
+    "eval": "eval",
+    "save": "save",
+    "merge": "merge",
+}
+"""Moments of the estimate by the stage people know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One plan against the best one."""
+
+    place: int
+    summary: str
+    group: str
+    slowdown: float
+    """Its time over the best plan's; below 1 a faster plan stands behind for other reasons."""
+    handicap: float
+    """What its method and levers were held back by; see `ranking.py`."""
+    num_levers: int
+    headroom_bytes: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What `--explain` shows."""
+
+    num_considered: int
+    num_illegal: int
+    num_too_big: int
+    standings: tuple[Standing, ...]
+    by_rule: tuple[Exclusion, ...]
+    by_memory: tuple[Exclusion, ...]
+    failure: str | None
+
+
+def explain(result: SearchResult) -> Explanation:
+    """Turn a search's result inside out. Touches nothing and estimates nothing again."""
+    by_memory = tuple(found for found in result.excluded if is_memory(found))
+    by_rule = tuple(found for found in result.excluded if not is_memory(found))
+    best = measure_seconds(result.plans[0].estimate) if result.plans else 0.0
+    return Explanation(
+        num_considered=result.num_considered,
+        num_illegal=sum(found.num_strategies for found in by_rule),
+        num_too_big=sum(found.num_strategies for found in by_memory),
+        standings=tuple(
+            _stand(place, plan, best) for place, plan in enumerate(result.plans, start=1)
+        ),
+        by_rule=by_rule,
+        by_memory=by_memory,
+        failure=result.failure,
+    )
+
+
+def is_memory(exclusion: Exclusion) -> bool:
+    """Left out for want of memory, not because it could never work."""
+    return exclusion.rule in ("memory", "host-memory")
+
+
+def list_stages(estimate: Estimate) -> dict[str, int]:
+    """Peak bytes per GPU by stage of the job, in the order they happen."""
+    peaks: dict[str, int] = {}
+    for phase in estimate.phases:
+        stage = STAGES.get(phase.name)
+        if stage is not None:
+            peaks[stage] = max(peaks.get(stage, 0), phase.peak_reserved_bytes)
+    return peaks
+
+
+def handicap_total(strategy: Strategy) -> float:
+    """The method's handicap and the levers' together."""
+    return handicap_of(strategy) * METHOD_HANDICAPS.get(name_method(strategy), 1.0)
+
+
+def _stand(place: int, plan: Plan, best_seconds: float) -> Standing:
+    gpu = plan.estimate.gpu
+    return Standing(
+        place=place,
+        summary=describe_strategy(plan.strategy),
+        group=plan.hardware.group,
+        slowdown=measure_seconds(plan.estimate) / best_seconds if best_seconds else 1.0,
+        handicap=handicap_total(plan.strategy),
+        num_levers=count_levers(plan.strategy),
+        headroom_bytes=gpu.capacity_bytes - gpu.peak_reserved_bytes,
+        why=plan.why,
+    )

@@ -1,0 +1,166 @@
+"""From a request and a cluster to the best few plans, and the reasons the rest lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tightfit import __version__
+from tightfit.estimate.result import Verdict
+from tightfit.hardware.types import Cluster
+from tightfit.planning.assume import assume_host, describe_assumption
+from tightfit.planning.case import Case
+from tightfit.planning.cost import estimate_cost
+from tightfit.planning.plan import Exclusion, Plan, PlanHardware
+from tightfit.planning.ranking import Candidate, rank
+from tightfit.planning.request import JobRequest, name_method
+from tightfit.planning.rules import find_warnings
+from tightfit.planning.sift import Shortfall, Sieve, resize
+from tightfit.planning.space import Layout, list_layouts, list_micro_batches
+from tightfit.planning.why import explain_choice
+
+NUM_PLANS = 5
+_NUM_REFINED = 12
+"""Families whose smaller micro-batches are timed too: short rows can make them faster."""
+
+_NUM_FULL_LAYOUTS = 4
+"""Layouts searched with every lever; further ones only with those that nearly always win."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """Plans best first; why the others are not there; the nearest miss where nothing fits."""
+
+    plans: tuple[Plan, ...]
+    excluded: tuple[Exclusion, ...]
+    num_considered: int
+    """Strategies decided upon: each illegal one, and each legal one at each micro-batch."""
+    shortfall: Shortfall | None
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no plan, in one sentence; None where there is one."""
+        if self.plans:
+            return None
+        if self.shortfall is not None:
+            return self.shortfall.sentence
+        if self.excluded:
+            return f"No strategy is possible: {self.excluded[0].reason}."
+        return "The request leaves no strategy to try."
+
+
+def search(
+    request: JobRequest,
+    cluster: Cluster,
+    *,
+    num_plans: int = NUM_PLANS,
+    is_coarse: bool = False,
+) -> SearchResult:
+    """Plan the request on every group of the cluster; one job runs inside one group.
+
+    Order: `fits` before `tight`, then by time under the handicaps of `ranking.py`.
+    The plans are different ideas (method, sharding, offload, nodes), at least one
+    of each method that fits. A coarse search has fewer levers and tells no reasons.
+    """
+    sieve = Sieve(request=request, network_bytes_per_second=cluster.network_bytes_per_second)
+    for order, layout in enumerate(_list_all_layouts(request, cluster, is_coarse=is_coarse)):
+        sieve.sift(layout, is_coarse=is_coarse or order >= _NUM_FULL_LAYOUTS)
+    best = _best_of_families(sieve.candidates)
+    num_refined = num_plans if is_coarse else _NUM_REFINED
+    refined = [_refine(sieve, candidate) for candidate in best[:num_refined]]
+    ordered = sorted([*refined, *best[num_refined:]], key=rank)
+    chosen = _choose_different(ordered, num_plans)
+    tell = _tell_nothing if is_coarse else explain_choice
+    return SearchResult(
+        plans=tuple(
+            _make_plan(sieve, candidate, cluster, tell(sieve, candidate)) for candidate in chosen
+        ),
+        excluded=sieve.list_exclusions(),
+        num_considered=sieve.num_considered,
+        shortfall=None if chosen else sieve.nearest or sieve.nearest_host,
+    )
+
+
+def _tell_nothing(_sieve: Sieve, _candidate: Candidate) -> tuple[str, ...]:
+    return ()
+
+
+def _list_all_layouts(request: JobRequest, cluster: Cluster, *, is_coarse: bool) -> list[Layout]:
+    """Layouts of every group; whole groups and single nodes first, then the steps between."""
+    found = []
+    for group in cluster.groups:
+        assumed = group.model_copy(update={"node": assume_host(group.node)})
+        found += list_layouts(assumed, request, is_coarse=is_coarse)
+    return sorted(found, key=lambda layout: 1 < layout.num_nodes < layout.group.num_nodes)
+
+
+def _best_of_families(candidates: list[Candidate]) -> list[Candidate]:
+    found: dict[tuple[object, ...], Candidate] = {}
+    for candidate in candidates:
+        held = found.get(candidate.family)
+        if held is None or rank(candidate) < rank(held):
+            found[candidate.family] = candidate
+    return sorted(found.values(), key=rank)
+
+
+def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
+    """The same strategy at the micro-batch that is fastest, which need not be the largest."""
+    best = candidate
+    for size in list_micro_batches(sieve.request, candidate.strategy):
+        if size[0] >= candidate.strategy.micro_batch:
+            continue
+        strategy = resize(candidate.strategy, size)
+        estimate = sieve.estimate(candidate.layout, strategy)
+        other = replace(candidate, strategy=strategy, estimate=estimate)
+        if estimate.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
+            best = other
+    return best
+
+
+def _choose_different(ordered: list[Candidate], num_plans: int) -> list[Candidate]:
+    """The best, then the best of each other method, then the next best ideas."""
+    chosen: dict[tuple[object, ...], Candidate] = {}
+    methods: set[str] = set()
+    for candidate in ordered:
+        method = name_method(candidate.strategy)
+        if method not in methods and len(chosen) < num_plans:
+            methods.add(method)
+            chosen[candidate.idea] = candidate
+    for candidate in ordered:
+        if len(chosen) >= num_plans:
+            break
+        chosen.setdefault(candidate.idea, candidate)
+    return sorted(chosen.values(), key=rank)
+
+
+def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[str, ...]) -> Plan:
+    request, strategy, group = sieve.request, candidate.strategy, candidate.layout.group
+    stated = next(found.node for found in cluster.groups if assume_host(found.node) == group.node)
+    said = describe_assumption(stated, group.node)
+    estimate = candidate.estimate.model_copy(
+        update={"assumptions": (*said, *candidate.estimate.assumptions)}
+    )
+    case = Case(spec=request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes)
+    return Plan(
+        tightfit_version=__version__,
+        model=request.spec,
+        strategy=strategy,
+        hardware=PlanHardware(
+            group=group.name,
+            node=stated,
+            num_nodes=strategy.num_nodes,
+            network_bytes_per_second=cluster.network_bytes_per_second,
+            source=cluster.source,
+        ),
+        data=request.profile,
+        num_epochs=request.num_epochs,
+        effective_batch=strategy.micro_batch * strategy.grad_accum * strategy.world_size,
+        estimate=estimate,
+        cost=estimate_cost(
+            gpu=group.node.gpu,
+            num_gpus=strategy.world_size,
+            estimate=candidate.estimate,
+            num_epochs=request.num_epochs,
+        ),
+        why=why,
+        warnings=tuple(warning.reason for warning in find_warnings(case)),
+    )

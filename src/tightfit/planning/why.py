@@ -1,0 +1,162 @@
+"""Why a plan looks as it does: each lever turned back, estimated again, and put in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Sharding, Strategy
+from tightfit.core.units import render_bytes
+from tightfit.estimate.result import Estimate, Verdict
+from tightfit.planning.case import Case
+from tightfit.planning.ranking import Candidate, measure_seconds
+from tightfit.planning.rules import find_first_violation
+from tightfit.planning.sift import Sieve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """One choice of the strategy, and the strategy without it."""
+
+    name: str
+    is_pulled: Callable[[Strategy], bool]
+    turned_back: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverEffect:
+    """What a lever brings: this plan against the same plan without it."""
+
+    name: str
+    speedup: float
+    """Time without the lever over time with it; above 1 the lever is faster."""
+    added_bytes: int
+    """Peak per GPU with the lever less the peak without it; negative saves memory."""
+    verdict_without: Verdict
+
+    @property
+    def sentence(self) -> str:
+        parts = []
+        if self.speedup >= 1.005:
+            parts.append(f"{self.speedup:.2f}x faster")
+        elif self.speedup <= 0.995:
+            parts.append(f"{1 / self.speedup:.2f}x slower")
+        if abs(self.added_bytes) >= 2**26:
+            sign = "+" if self.added_bytes > 0 else "-"
+            parts.append(f"{sign}{render_bytes(abs(self.added_bytes))} per GPU")
+        if self.verdict_without is Verdict.DOES_NOT_FIT:
+            parts.append("without it the job does not fit")
+        elif self.verdict_without is Verdict.TIGHT:
+            parts.append("without it the fit is tight")
+        elif self.added_bytes > 2**26:
+            parts.append("still fits")
+        return f"{self.name}: " + (", ".join(parts) if parts else "no difference here")
+
+
+LEVERS: tuple[Lever, ...] = (
+    Lever(
+        name="no recomputation",
+        is_pulled=lambda s: not s.checkpointing,
+        turned_back={"checkpointing": True},
+    ),
+    Lever(
+        name="recomputing activations",
+        is_pulled=lambda s: s.checkpointing,
+        turned_back={"checkpointing": False},
+    ),
+    Lever(
+        name="fused kernels",
+        is_pulled=lambda s: s.fused_kernels,
+        turned_back={"fused_kernels": False},
+    ),
+    Lever(
+        name="a loss that never holds all logits",
+        is_pulled=lambda s: s.loss is not Loss.PLAIN,
+        turned_back={"loss": Loss.PLAIN},
+    ),
+    Lever(name="compiled layers", is_pulled=lambda s: s.compile, turned_back={"compile": False}),
+    Lever(name="packing", is_pulled=lambda s: s.packing, turned_back={"packing": False}),
+    Lever(
+        name="flash attention",
+        is_pulled=lambda s: s.attention is Attention.FLASH,
+        turned_back={"attention": Attention.SDPA},
+    ),
+    Lever(
+        name="8-bit optimizer state",
+        is_pulled=lambda s: s.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT),
+        turned_back={"optimizer": Optimizer.ADAMW},
+    ),
+    Lever(
+        name="bf16 adapters",
+        is_pulled=lambda s: s.method is Method.LORA and s.adapter_dtype is Dtype.BF16,
+        turned_back={"adapter_dtype": Dtype.FP32},
+    ),
+    Lever(
+        name="offload to host memory",
+        is_pulled=lambda s: s.offload is not Offload.NONE and s.world_size > 1,
+        turned_back={"offload": Offload.NONE},
+    ),
+    Lever(
+        name="offload to host memory",
+        is_pulled=lambda s: s.offload is not Offload.NONE and s.world_size == 1,
+        turned_back={"offload": Offload.NONE, "sharding": Sharding.SINGLE},
+    ),
+    Lever(
+        name="sharding over the GPUs",
+        is_pulled=lambda s: (
+            s.sharding.shards_optimizer and s.world_size > 1 and s.offload is Offload.NONE
+        ),
+        turned_back={"sharding": Sharding.DDP},
+    ),
+)
+
+
+def measure_levers(sieve: Sieve, candidate: Candidate) -> Iterator[LeverEffect]:
+    """What each pulled lever brings, in the order of `LEVERS`."""
+    strategy, layout = candidate.strategy, candidate.layout
+    for lever in LEVERS:
+        if not lever.is_pulled(strategy):
+            continue
+        without = strategy.model_copy(update=lever.turned_back)
+        case = Case(
+            spec=sieve.request.spec,
+            strategy=without,
+            node=layout.group.node,
+            num_nodes=layout.group.num_nodes,
+        )
+        if find_first_violation(case) is None:
+            yield _compare(lever.name, candidate.estimate, sieve.estimate(layout, without))
+
+
+def explain_choice(sieve: Sieve, candidate: Candidate) -> tuple[str, ...]:
+    """Sentences for a plan: its levers, then what the batch became."""
+    sentences = [effect.sentence for effect in measure_levers(sieve, candidate)]
+    return (*sentences, *_explain_batch(sieve, candidate), *_explain_nodes(candidate))
+
+
+def _compare(name: str, with_it: Estimate, without: Estimate) -> LeverEffect:
+    return LeverEffect(
+        name=name,
+        speedup=measure_seconds(without) / max(measure_seconds(with_it), 1e-12),
+        added_bytes=with_it.gpu.peak_reserved_bytes - without.gpu.peak_reserved_bytes,
+        verdict_without=without.verdict,
+    )
+
+
+def _explain_batch(sieve: Sieve, candidate: Candidate) -> Iterator[str]:
+    s = candidate.strategy
+    wanted = sieve.request.effective_batch
+    got = s.micro_batch * s.grad_accum * s.world_size
+    if got > wanted:
+        yield f"{s.world_size} GPUs take a sequence each at least: {got} per step, not {wanted}"
+    elif got < wanted:
+        yield f"{got} sequences per step: {wanted} do not divide over {s.world_size} GPUs"
+
+
+def _explain_nodes(candidate: Candidate) -> Iterator[str]:
+    free = candidate.layout.group.num_free_nodes
+    wanted = candidate.strategy.num_nodes
+    if free is not None and free < wanted:
+        yield f"needs {wanted} nodes of {candidate.layout.group.name}; {free} are free now"

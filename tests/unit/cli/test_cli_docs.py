@@ -1,0 +1,72 @@
+"""docs/cli.md and docs/exit-codes.md say what the program does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+
+from tightfit.cli import faults
+from tightfit.cli.app import VERBS, app
+from tightfit.core import errors
+
+ROOT = Path(__file__).parents[3]
+TYPER_OF_THE_PAGE = "0.29."
+"""Versions lay out help differently; with another one only the options are compared."""
+
+
+def load_writer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "write_cli_docs", ROOT / "scripts" / "write_cli_docs.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_help_prints() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    remedy = "out of date: python scripts/write_cli_docs.py"
+    if typer.__version__.startswith(TYPER_OF_THE_PAGE):
+        assert page == load_writer().render_page(), remedy
+    for option in list_options():
+        assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", page), f"{option}: {remedy}"
+
+
+def list_options() -> set[str]:
+    command = typer.main.get_command(app)
+    verbs = command.commands.values()  # type: ignore[attr-defined]
+    return {name for verb in verbs for p in verb.params for name in (*p.opts, *p.secondary_opts)
+            if name.startswith("--")}  # fmt: skip
+
+
+def test_every_verb_has_help_json_and_worked_examples() -> None:
+    assert set(VERBS) == {"doctor", "models", "hardware", "estimate", "plan", "version"}
+    for verb, (flags, examples) in VERBS.items():
+        assert flags.__doc__
+        assert "as_json" in flags.__dataclass_fields__
+        assert examples.count(f"tightfit {verb}") >= 2
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_use_options_that_exist(verb: str) -> None:
+    known = list_options()
+    used = re.findall(r"(?<!\S)--[a-z-]+", VERBS[verb][1])
+    assert set(used) <= known
+
+
+def test_every_exit_code_is_documented() -> None:
+    page = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    listed = {int(code): text for code, text in re.findall(r"^\| (\d+) \| (.*?) \|", page, re.M)}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    for kind in kinds:
+        if issubclass(kind, errors.UserError):
+            assert kind.__name__ in listed[kind.exit_code]
+    ours = {faults.EXIT_BUG, faults.EXIT_INTERRUPTED, faults.EXIT_BROKEN_PIPE}
+    assert set(listed) == {0, 1, 2, 3, 4, 5, 6} | ours

@@ -1,0 +1,92 @@
+"""Terminals get colour and rules, pipes get neither."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from cli_run import run_process
+from conftest import Run
+
+from tightfit.cli.screen import render_bar, render_gauge
+
+HUMAN = (
+    ("estimate", "Llama-2-7b", "--on", "V100-32GB"),
+    ("plan", "Llama-2-7b", "--on", "4xV100-32GB", "--explain"),
+    ("models", "qwen"),
+    ("models", "Mixtral-8x7B-v0.1"),
+    ("hardware",),
+    ("hardware", "T4"),
+    ("hardware", "--on", "2n x 4xA100-40GB"),
+    ("doctor",),
+    ("version",),
+    ("--help",),
+    ("estimate", "t5-3b", "--zero-table"),
+)
+
+
+@pytest.mark.parametrize("argv", HUMAN, ids=" ".join)
+def test_piped_text_is_plain_and_nothing_is_cut_off(run: Run, argv: tuple[str, ...]) -> None:
+    for columns in (80, 120):
+        answer = run(*argv, columns=columns)
+        assert answer.code in (0, 6)
+        assert "\x1b" not in answer.out
+        assert "…" not in answer.out
+        assert max(map(len, answer.out.splitlines())) <= columns
+
+
+def on_a_terminal(*argv: str, **environment: str) -> str:
+    """What the command prints when stdout is a terminal."""
+    ours, theirs = pty.openpty()
+    done = subprocess.Popen(
+        [sys.executable, "-m", "tightfit.cli.app", *argv],
+        stdout=theirs,
+        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment},
+    )
+    os.close(theirs)
+    told = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # Linux says so when the other side has closed
+            break
+        if not piece:
+            break
+        told += piece
+    os.close(ours)
+    assert done.wait() == 0
+    return told.decode()
+
+
+def test_a_terminal_gets_colour_and_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    told = on_a_terminal("estimate", "Llama-2-7b", "--on", "V100-32GB")
+    assert "\x1b[1;32mfits" in told
+    assert "───" in told
+
+
+def test_no_color_is_obeyed() -> None:
+    told = on_a_terminal("estimate", "Llama-2-7b", "--on", "V100-32GB", NO_COLOR="1")
+    assert "\x1b[1;32m" not in told
+    assert "fits" in told
+
+
+def test_without_unicode_bars_are_ascii() -> None:
+    answer = run_process(
+        "estimate", "Llama-2-7b", "--on", "V100-32GB", PYTHONIOENCODING="ascii", COLUMNS="100"
+    )
+    assert answer.code == 0
+    assert answer.err == ""
+    assert answer.out.isascii()
+    assert "####" in answer.out
+
+
+@pytest.mark.parametrize("fraction", [-1.0, 0.0, 0.013, 0.5, 0.999, 1.0, 7.0])
+def test_bars_never_leave_their_cells(fraction: float) -> None:
+    assert len(render_bar(fraction, width=20)) <= 20
+    assert len(render_gauge(fraction, width=20)) == 20
+    if fraction >= 1:
+        assert set(render_gauge(fraction, width=20)) <= {"█", "#"}

@@ -1,0 +1,157 @@
+"""Formats: recognised by their keys, turned into messages, refused with the keys they had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.data.formats import (
+    FORMATS,
+    Message,
+    Turns,
+    format_named,
+    recognise_format,
+    to_messages,
+    to_turns,
+)
+from tightfit.data.row import Row
+
+
+def row_of(values: dict[str, Any]) -> Row:
+    return Row(values, Path("train.jsonl"), 7, "line")
+
+
+CASES: list[tuple[dict[str, Any], str, Turns]] = [
+    (
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        "alpaca",
+        Turns("Add.\n\n1 2", "3", 2),
+    ),
+    ({"instruction": "Add.", "input": "", "output": "3"}, "alpaca", Turns("Add.", "3", 2)),
+    ({"instruction": "Add.", "input": None, "output": "3"}, "alpaca", Turns("Add.", "3", 2)),
+    (
+        {"instruction": "Sum", "context": "1", "response": "3", "category": "x"},
+        "alpaca",
+        Turns("Sum\n\n1", "3", 2),
+    ),
+    (
+        {"instruction": "Add.", "output": "3", "system": "Be terse."},
+        "alpaca",
+        Turns("Be terse.\nAdd.", "3", 3),
+    ),
+    (
+        {
+            "messages": [
+                {"role": "system", "content": "S"},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": [{"type": "text", "text": "c"}]},
+                {"role": "assistant", "content": "d"},
+            ]
+        },
+        "chat",
+        Turns("S\na\nc", "b\nd", 5),
+    ),
+    (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        "chat",
+        Turns("a", "b", 2),
+    ),
+    ({"prompt": "a", "completion": "b"}, "prompt-completion", Turns("a", "b", 2)),
+    ({"prompt": "a", "response": "b"}, "prompt-completion", Turns("a", "b", 2)),
+    ({"question": "a", "answer": 42}, "prompt-completion", Turns("a", "42", 2)),
+    (
+        {
+            "prompt": [{"role": "user", "content": "a"}],
+            "completion": [{"role": "assistant", "content": "b"}],
+        },
+        "prompt-completion",
+        Turns("a", "b", 2),
+    ),
+    ({"id": 1, "dialogue": "a", "summary": "b"}, "dialogue-summary", Turns("a", "b", 2)),
+    (
+        {"db_id": "x", "question": "q", "context": "c", "answer": "a"},
+        "question-context-answer",
+        Turns("q\n\nc", "a", 2),
+    ),
+    (
+        {"question": "q", "context": "c", "answers": {"text": ["a", "b"], "answer_start": [1, 2]}},
+        "question-context-answer",
+        Turns("q\n\nc", "a", 2),
+    ),
+    ({"text": "words", "url": "x"}, "text", Turns("", "words", 0)),
+]
+
+
+@pytest.mark.parametrize(("values", "name", "turns"), CASES)
+def test_rows_are_recognised_and_split(values: dict[str, Any], name: str, turns: Turns) -> None:
+    row = row_of(values)
+
+    row_format = recognise_format(row)
+
+    assert row_format.name == name
+    assert to_turns(row, row_format) == turns
+
+
+def test_the_cases_cover_every_format() -> None:
+    assert {name for _, name, _ in CASES} == {item.name for item in FORMATS}
+
+
+def test_messages_keep_order_and_roles() -> None:
+    row = row_of(
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    )
+
+    assert to_messages(row, format_named("chat")) == [
+        Message("user", "a"),
+        Message("assistant", "b"),
+    ]
+
+
+def test_a_tool_call_without_content_counts_its_call() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "find"}}]}
+    row = row_of({"messages": [{"role": "user", "content": "a"}, call]})
+
+    assert "find" in to_turns(row, format_named("chat")).answer
+
+
+def test_unknown_keys_are_listed_with_near_ones() -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        recognise_format(row_of({"instuction": "a", "outputs": "b", "\x1b[31m": "c"}))
+
+    problem = caught.value.problem
+    assert "train.jsonl line 7" in problem
+    assert "`instuction`: did you mean `instruction`?" in problem
+    assert "`outputs`: did you mean `output`?" in problem
+    assert "\x1b" not in problem
+    assert all(item.name in caught.value.remedy for item in FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("alpaca", {"prompt": "a", "completion": "b"}, ["instruction", "`prompt`, `completion`"]),
+        ("alpaca", {"instruction": "a"}, ["`output` or `response`"]),
+        ("alpaca", {"instruction": None, "output": "b"}, ["null"]),
+        ("prompt-completion", {"prompt": "a", "completion": {"x": 1}}, ["an object"]),
+        ("prompt-completion", {"prompt": "a", "completion": []}, ["a list"]),
+        ("chat", {"messages": "hello"}, ["list of messages", "text"]),
+        ("chat", {"messages": []}, ["empty list"]),
+        ("chat", {"messages": ["hello"]}, ["message 1", "text"]),
+        ("chat", {"messages": [{"content": "a"}]}, ["message 1", "no `role`"]),
+        ("chat", {"messages": [{"role": "asistant", "content": "a"}]}, ["`assistant`"]),
+        ("chat", {"messages": [{"role": 5, "content": "a"}]}, ["unknown role"]),
+        ("chat", {"messages": [{"role": "user"}]}, ["no `content`"]),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["not text"]),
+        ("text", {"text": ["a"]}, ["a list"]),
+    ],
+)
+def test_broken_rows_name_their_place(name: str, values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        to_turns(row_of(values), format_named(name))
+
+    assert "train.jsonl line 7" in caught.value.problem
+    assert [word for word in words if word not in caught.value.problem] == []

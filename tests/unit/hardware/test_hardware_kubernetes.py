@@ -1,0 +1,178 @@
+"""Kubernetes: nodes, labels and pods in the API's shape, and its faults."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tightfit.core.errors import EnvironmentFaultError, UserError
+from tightfit.hardware.kubernetes import build_cluster, parse_quantity, probe_kubernetes
+from tightfit.hardware.types import Cluster, NodeGroup
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "hardware"
+
+
+def _recorded(*, may_list_pods: bool = True) -> Callable[[Sequence[str], float], str]:
+    def run(arguments: Sequence[str], timeout_seconds: float) -> str:
+        assert 0 < timeout_seconds <= 60
+        what = arguments[2]
+        if what == "pods" and not may_list_pods:
+            raise EnvironmentFaultError("pods is forbidden", remedy="ask")
+        return (GOLDEN / f"kubernetes_{what}.json").read_text()
+
+    return run
+
+
+def _groups(cluster: Cluster) -> dict[str, NodeGroup]:
+    return {group.name: group for group in cluster.groups}
+
+
+def test_a_cluster_of_many_kinds() -> None:
+    groups = _groups(probe_kubernetes(run=_recorded()))
+    seen = {
+        name: (group.node.gpu.name, group.node.num_gpus, group.num_nodes, group.num_free_gpus)
+        for name, group in groups.items()
+    }
+    assert seen == {
+        "t4-pool": ("Tesla T4", 2, 2, 2),
+        "volta/4xTesla V100-SXM2-32GB": ("Tesla V100-SXM2-32GB", 4, 1, 2),
+        "volta/3xTesla V100-SXM2-32GB": ("Tesla V100-SXM2-32GB", 3, 1, 1),
+        "1xA100-SXM4-40GB MIG 1g.5gb": ("A100-SXM4-40GB MIG 1g.5gb", 1, 1, 4),
+        "1xA10G": ("A10G", 1, 1, 1),
+        "big": ("A100-SXM4-40GB", 8, 1, 8),
+    }
+    t4 = groups["t4-pool"].node
+    assert t4.host_memory_bytes == 26_613_436 * 1024
+    assert t4.num_cores == 7
+    assert t4.disk_bytes == 47_093_746_742
+
+
+def test_what_is_left_out_or_unusual_is_said() -> None:
+    warnings = "\n".join(probe_kubernetes(run=_recorded()).warnings)
+    assert "volta-3 is left out: it is cordoned" in warnings
+    assert "volta-4 is left out: it is not ready" in warnings
+    assert "taint team" in warnings
+    assert "nvidia.com/gpu" not in warnings, "that taint is customary"
+    assert "4 pods share each GPU" in warnings
+    assert "without GPUs are left out (cpu-1)" in warnings
+
+
+def test_without_the_right_to_list_pods_free_is_unknown() -> None:
+    cluster = probe_kubernetes(run=_recorded(may_list_pods=False))
+    assert all(group.num_free_gpus is None for group in cluster.groups)
+    assert any("not known which GPUs are free" in warning for warning in cluster.warnings)
+
+
+def test_a_cluster_without_gpus_is_a_fault() -> None:
+    with pytest.raises(EnvironmentFaultError) as caught:
+        build_cluster([{"metadata": {"name": "cpu-1"}, "status": {}}], [])
+    assert "device plug-in" in caught.value.remedy
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[]", "{}", "null", '{"items": 3}', "[" * 99999])
+def test_output_of_another_shape_is_a_fault(text: str) -> None:
+    with pytest.raises(EnvironmentFaultError):
+        probe_kubernetes(run=lambda _arguments, _seconds: text)
+
+
+def test_missing_and_hanging_commands_are_faults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EnvironmentFaultError, match="kubectl"):
+        probe_kubernetes()
+    script = tmp_path / "kubectl"
+    script.write_text("#!/bin/sh\nexec /bin/sleep 30\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("tightfit.hardware.kubernetes.TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(EnvironmentFaultError, match="no answer"):
+        probe_kubernetes()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4", 4),
+        ("31850m", 31.85),
+        ("64Gi", 64 * 2**30),
+        ("1171131328Ki", 1171131328 * 1024),
+        ("2G", 2e9),
+        ("1e3", 1000),
+        ("12E", 12e18),
+        ("", 0),
+        (None, 0),
+        ("-4", 0),
+        ("lots", 0),
+    ],
+)
+def test_quantities(text: object, number: float) -> None:
+    assert parse_quantity(text) == pytest.approx(number)
+
+
+_JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=6)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+_LABELS = st.dictionaries(
+    st.sampled_from(["nvidia.com/gpu.product", "nvidia.com/gpu.memory", "nvidia.com/gpu.replicas"]),
+    st.one_of(_JSON, st.sampled_from(["Tesla-T4", "4", "16384", "0"])),
+)
+_RESOURCES = st.dictionaries(
+    st.sampled_from(["nvidia.com/gpu", "nvidia.com/mig-1g.5gb", "memory", "cpu"]),
+    st.one_of(_JSON, st.sampled_from(["2", "8Gi"])),
+)
+_NODES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "status": st.fixed_dictionaries(
+                {"allocatable": st.one_of(_RESOURCES, _JSON), "conditions": _JSON}
+            ),
+            "metadata": st.fixed_dictionaries({"name": _JSON, "labels": st.one_of(_LABELS, _JSON)}),
+            "spec": st.one_of(_JSON, st.fixed_dictionaries({"taints": _JSON})),
+        },
+    ),
+    max_size=3,
+)
+_PODS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "spec": st.fixed_dictionaries(
+                {
+                    "nodeName": _JSON,
+                    "containers": st.one_of(
+                        _JSON,
+                        st.lists(
+                            st.fixed_dictionaries(
+                                {
+                                    "resources": st.fixed_dictionaries(
+                                        {"limits": st.one_of(_JSON, _RESOURCES)}
+                                    )
+                                }
+                            )
+                        ),
+                    ),
+                }
+            ),
+            "status": _JSON,
+        }
+    ),
+    max_size=3,
+)
+
+
+@given(_NODES, _PODS)
+def test_any_objects_give_a_cluster_or_one_fault(nodes: object, pods: object) -> None:
+    def run(arguments: Sequence[str], _seconds: float) -> str:
+        return json.dumps({"items": nodes if arguments[2] == "nodes" else pods})
+
+    with contextlib.suppress(UserError):
+        probe_kubernetes(run=run)

@@ -1,0 +1,55 @@
+"""What a user may write after --on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
+from tightfit.hardware import kubernetes, local, slurm
+from tightfit.hardware.resolve import resolve_hardware
+from tightfit.hardware.types import Cluster
+from tightfit.hardware.words import parse_words
+
+
+def test_each_word_goes_to_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def answer(*arguments: object) -> Cluster:
+        asked.append(arguments)
+        return parse_words("T4")
+
+    monkeypatch.setattr(local, "probe_here", answer)
+    monkeypatch.setattr(slurm, "probe_slurm", answer)
+    monkeypatch.setattr(kubernetes, "probe_kubernetes", answer)
+    for text in ("here", "HERE ", "slurm", "slurm:gpu", "k8s", "kubernetes"):
+        resolve_hardware(text)
+    assert asked == [(), (), (None,), ("gpu",), (), ()]
+
+
+def test_words_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab.yml").write_text("groups: [{gpu: T4, gpus_per_node: 6}]")
+    assert resolve_hardware("lab.yml").num_gpus == 6
+    assert resolve_hardware("lab.yml").source == "lab.yml"
+    assert resolve_hardware(" 4xT4 ").num_gpus == 4
+    with pytest.raises(NotFoundError, match="no file"):
+        resolve_hardware("nothing.yaml")
+
+
+def test_nothing_is_refused() -> None:
+    with pytest.raises(UsageError):
+        resolve_hardware("  ")
+    with pytest.raises(UsageError):
+        resolve_hardware("slurm:")
+
+
+def test_a_probe_without_its_command_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for text in ("slurm", "k8s"):
+        with pytest.raises(EnvironmentFaultError) as caught:
+            resolve_hardware(text)
+        assert caught.value.exit_code == 6

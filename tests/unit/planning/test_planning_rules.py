@@ -1,0 +1,293 @@
+"""Each legality rule, shown firing and shown silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tightfit.core.errors import UsageError
+from tightfit.core.strategy import Strategy
+from tightfit.hardware.catalogue import find_gpu
+from tightfit.hardware.types import Node
+from tightfit.models.resolve import resolve_model
+from tightfit.planning.case import Case
+from tightfit.planning.rules import (
+    RULES,
+    check_lora_targets,
+    find_first_violation,
+    find_violations,
+    find_warnings,
+)
+
+_PLAIN: dict[str, Any] = {
+    "method": "full",
+    "weights": "fp32",
+    "compute": "fp32",
+    "adapter_dtype": "fp32",
+    "attention": "eager",
+}
+_BF16: dict[str, Any] = {"weights": "bf16", "compute": "bf16", "adapter_dtype": "bf16"}
+_FP16: dict[str, Any] = {"weights": "fp32", "compute": "fp16"}
+_NF4: dict[str, Any] = {"method": "lora", "weights": "nf4", "compute": "fp16"}
+_INT8: dict[str, Any] = {"method": "lora", "weights": "int8", "compute": "fp16"}
+
+
+def _case(
+    fields: dict[str, Any],
+    *,
+    model: str = "Llama-2-7b",
+    gpu: str = "A100-80GB",
+    num_gpus: int = 4,
+    num_nodes: int = 1,
+) -> Case:
+    node = Node(gpu=find_gpu(gpu), num_gpus=num_gpus)
+    strategy = Strategy(**(_PLAIN | fields))
+    return Case(spec=resolve_model(model), strategy=strategy, node=node, num_nodes=num_nodes)
+
+
+def _without_capability(case: Case) -> Case:
+    """A card older than any in the catalogue that torch still runs on."""
+    gpu = case.gpu.model_copy(update={"compute_capability": (5, 0), "name": "Maxwell"})
+    return Case(
+        spec=case.spec,
+        strategy=case.strategy,
+        node=case.node.model_copy(update={"gpu": gpu}),
+        num_nodes=case.num_nodes,
+    )
+
+
+_FSDP4: dict[str, Any] = {"sharding": "fsdp", "gpus_per_node": 4}
+_ZERO3: dict[str, Any] = {"sharding": "zero3", "gpus_per_node": 4}
+
+# name -> (a case that breaks the rule, the nearest case that does not)
+CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
+    "torch-wheels": (lambda: _case({}, gpu="K80"), lambda: _case({}, gpu="P100-PCIE-16GB")),
+    "legacy-wheels": (lambda: _case({}, gpu="V100-32GB"), lambda: _case({}, gpu="T4")),
+    "fp16-capability": (
+        lambda: _without_capability(_case(_FP16)),
+        lambda: _case(_FP16, gpu="P100-PCIE-16GB"),
+    ),
+    "bf16-capability": (lambda: _case(_BF16, gpu="T4"), lambda: _case(_BF16, gpu="A10")),
+    "int8-capability": (lambda: _case(_INT8, gpu="V100-32GB"), lambda: _case(_INT8, gpu="T4")),
+    "nf4-capability": (
+        lambda: _without_capability(_case(_NF4)),
+        lambda: _case(_NF4, gpu="V100-32GB"),
+    ),
+    "8bit-optimizer-capability": (
+        lambda: _without_capability(_case({"optimizer": "adamw-8bit"})),
+        lambda: _case({"optimizer": "adamw-8bit"}, gpu="P100-PCIE-16GB"),
+    ),
+    "triton-capability": (
+        lambda: _case({"compile": True}, gpu="P100-PCIE-16GB"),
+        lambda: _case({"compile": True}, gpu="V100-32GB"),
+    ),
+    "quantized-full": (
+        lambda: _case({"weights": "nf4"}),
+        lambda: _case({"weights": "nf4", "method": "lora"}),
+    ),
+    "packed-arithmetic": (
+        lambda: _case({"compute": "int8"}),
+        lambda: _case({"weights": "int8", "method": "lora"}),
+    ),
+    "autocast-up": (
+        lambda: _case({"weights": "bf16"}),
+        lambda: _case({"weights": "nf4", "method": "lora"}),
+    ),
+    "fp16-trained-weights": (
+        lambda: _case({"weights": "fp16", "compute": "fp16"}),
+        lambda: _case({"weights": "fp16", "compute": "fp16"} | _ZERO3),
+    ),
+    "fp16-adapters": (
+        lambda: _case(_NF4 | {"adapter_dtype": "fp16"}),
+        lambda: _case(_NF4 | {"adapter_dtype": "fp32"}),
+    ),
+    "fp16-overflow": (
+        lambda: _case(_FP16, model="gemma-3-1b-it"),
+        lambda: _case(_BF16, model="gemma-3-1b-it"),
+    ),
+    "fp16-overflow-t5": (lambda: _case(_FP16, model="t5-base"), lambda: _case(_FP16)),
+    "flash-capability": (
+        lambda: _case(_FP16 | {"attention": "flash"}, gpu="T4"),
+        lambda: _case(_FP16 | {"attention": "flash"}, gpu="RTX 3090"),
+    ),
+    "flash-dtype": (
+        lambda: _case({"attention": "flash"}),
+        lambda: _case(_BF16 | {"attention": "flash"}),
+    ),
+    "flash-head-dim": (
+        lambda: _wide_heads(_case(_BF16 | {"attention": "flash"})),
+        lambda: _case(_BF16 | {"attention": "flash"}, model="gemma-2-9b"),
+    ),
+    "flash-family": (
+        lambda: _case(_BF16 | {"attention": "flash"}, model="bloom-1b1"),
+        lambda: _case(_BF16 | {"attention": "flash"}, model="gpt2"),
+    ),
+    "flash-sinks": (
+        lambda: _case(_BF16 | {"attention": "flash"}, model="gpt-oss-20b"),
+        lambda: _case(_BF16 | {"attention": "flash"}, model="gpt-oss-20b", gpu="H100-SXM5-80GB"),
+    ),
+    "sdpa-softcap": (
+        lambda: _case({"attention": "sdpa"}, model="gemma-2-9b"),
+        lambda: _case({"attention": "sdpa"}, model="gemma-3-1b-it"),
+    ),
+    "sdpa-family": (
+        lambda: _case({"attention": "sdpa"}, model="bloom-1b1"),
+        lambda: _case({"attention": "sdpa"}, model="gpt2"),
+    ),
+    "fused-family": (
+        lambda: _case({"loss": "fused"}, model="gpt2"),
+        lambda: _case({"loss": "chunked"}, model="gpt2"),
+    ),
+    "compile-over-fused": (
+        lambda: _case({"compile": True, "fused_kernels": True}),
+        lambda: _case({"compile": True}),
+    ),
+    "learned-positions": (
+        lambda: _case({"seq_len": 2048}, model="gpt2"),
+        lambda: _case({"seq_len": 2048}, model="t5-base"),
+    ),
+    "beyond-positions": (
+        lambda: _case({"seq_len": 8192}),
+        lambda: _case({"seq_len": 4096}),
+    ),
+    "absurd-batch": (
+        lambda: _case({"micro_batch": 65536, "seq_len": 4096}),
+        lambda: _case({"micro_batch": 64, "seq_len": 4096}),
+    ),
+    "packing-encoder-decoder": (
+        lambda: _case({"packing": True}, model="t5-base"),
+        lambda: _case({"packing": True}, model="gpt2"),
+    ),
+    "packing-mask": (
+        lambda: _case(_FP16 | {"packing": True, "attention": "sdpa"}, gpu="T4"),
+        lambda: _case(_BF16 | {"packing": True, "attention": "flash"}),
+    ),
+    "more-than-there-is": (
+        lambda: _case({"sharding": "ddp", "gpus_per_node": 8}),
+        lambda: _case({"sharding": "ddp", "gpus_per_node": 4}),
+    ),
+    "single-many": (
+        lambda: _case({"gpus_per_node": 2}),
+        lambda: _case({"gpus_per_node": 2, "sharding": "ddp"}),
+    ),
+    "needless-sharding": (
+        lambda: _case({"sharding": "zero2"}),
+        lambda: _case({"sharding": "zero2", "offload": "optimizer"}),
+    ),
+    "hybrid-one-node": (
+        lambda: _case({"sharding": "fsdp-hybrid", "gpus_per_node": 4}),
+        lambda: _case({"sharding": "fsdp-hybrid", "gpus_per_node": 4, "num_nodes": 2}, num_nodes=2),
+    ),
+    "offload-unsharded": (
+        lambda: _case({"sharding": "ddp", "gpus_per_node": 4, "offload": "optimizer"}),
+        lambda: _case({"optimizer": "adamw-paged-8bit"}),
+    ),
+    "fsdp-partial-offload": (
+        lambda: _case(_FSDP4 | {"offload": "optimizer"}),
+        lambda: _case(_FSDP4 | {"offload": "all"}),
+    ),
+    "zero-param-offload": (
+        lambda: _case({"sharding": "zero2", "offload": "all"}),
+        lambda: _case({"sharding": "zero3", "offload": "params"}),
+    ),
+    "int8-sharded": (
+        lambda: _case(_INT8 | _ZERO3),
+        lambda: _case(_INT8 | {"sharding": "zero2", "gpus_per_node": 4}),
+    ),
+    "gptq-sharded": (
+        lambda: _case(_FSDP4 | {"method": "lora", "weights": "gptq4"}),
+        lambda: _case(
+            {"sharding": "ddp", "gpus_per_node": 4, "method": "lora", "weights": "gptq4"}
+        ),
+    ),
+    "nf4-zero3-offload": (
+        lambda: _case(_NF4 | _ZERO3 | {"offload": "all"}),
+        lambda: _case(_NF4 | _FSDP4 | {"offload": "all"}),
+    ),
+    "8bit-optimizer-fsdp": (
+        lambda: _case(_FSDP4 | {"optimizer": "adamw-8bit"}),
+        lambda: _case({"sharding": "ddp", "gpus_per_node": 4, "optimizer": "adamw-8bit"}),
+    ),
+    "8bit-optimizer-offload": (
+        lambda: _case(_ZERO3 | {"optimizer": "adamw-8bit", "offload": "optimizer"}),
+        lambda: _case(_ZERO3 | {"optimizer": "adamw", "offload": "optimizer"}),
+    ),
+    "adafactor-flattened": (
+        lambda: _case(_ZERO3 | {"optimizer": "adafactor"}),
+        lambda: _case({"optimizer": "adafactor"}),
+    ),
+    "in-backward-accumulation": (
+        lambda: _case({"optimizer_in_backward": True, "grad_accum": 2}),
+        lambda: _case({"optimizer_in_backward": True}),
+    ),
+    "in-backward-scaler": (
+        lambda: _case(_FP16 | {"optimizer_in_backward": True}),
+        lambda: _case(_BF16 | {"optimizer_in_backward": True}),
+    ),
+    "in-backward-sharded": (
+        lambda: _case(_ZERO3 | {"optimizer_in_backward": True}),
+        lambda: _case(_FSDP4 | {"optimizer_in_backward": True}),
+    ),
+}
+
+
+def _wide_heads(case: Case) -> Case:
+    spec = case.spec.model_copy(update={"head_dim": 512})
+    return Case(spec=spec, strategy=case.strategy, node=case.node, num_nodes=case.num_nodes)
+
+
+def _fired(case: Case) -> dict[str, str]:
+    return {found.rule: found.reason for found in (*find_violations(case), *find_warnings(case))}
+
+
+def test_every_rule_has_its_pair_of_cases() -> None:
+    assert sorted(CASES) == sorted(rule.name for rule in RULES)
+    assert len(CASES) >= 40
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_fires_and_stays_silent(name: str) -> None:
+    broken, near = CASES[name]
+    fired = _fired(broken())
+    assert name in fired
+    assert "{" not in fired[name]
+    assert name not in _fired(near())
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_rule_says_where_it_comes_from(rule: Any) -> None:
+    assert rule.source
+    assert not rule.reason.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("fields", "gpu", "reason"),
+    [
+        (_INT8, "V100-32GB", "int8 needs compute capability 7.5; Tesla V100-SXM2-32GB is 7.0"),
+        (_BF16, "T4", "bf16 needs compute capability 8.0; Tesla T4 is 7.5"),
+    ],
+)
+def test_reason_names_the_values(fields: dict[str, Any], gpu: str, reason: str) -> None:
+    violation = find_first_violation(_case(fields, gpu=gpu))
+    assert violation is not None
+    assert violation.reason == reason
+
+
+def test_plain_strategy_breaks_nothing() -> None:
+    assert find_violations(_case({})) == []
+
+
+def test_amd_cards_may_quantize() -> None:
+    """bitsandbytes ships gfx90a and gfx942 builds (its installation page, ROCm)."""
+    assert find_violations(_case(_NF4, gpu="MI300X")) == []
+
+
+def test_lora_target_must_exist() -> None:
+    spec = resolve_model("Llama-2-7b")
+    check_lora_targets(spec, ("q_proj", "v_proj"))
+    check_lora_targets(spec, ("all-linear",))
+    with pytest.raises(UsageError, match="Did you mean `q_proj`") as fault:
+        check_lora_targets(spec, ("q_porj",))
+    assert "down_proj" in fault.value.remedy
