@@ -34,6 +34,7 @@ check: install  ## what CI runs before the tests: style, types, rooms, generated
 	$(BIN)/python scripts/write_cli_docs.py --check
 
 bench: install  ## predicted against published memory and time; fails if it got worse
+	$(BIN)/python benchmarks/h200_memory.py --check
 	$(BIN)/python benchmarks/published_memory.py --check
 	$(BIN)/python benchmarks/published_time.py --check
 

@@ -48,8 +48,6 @@ def is_expressible(case: dict[str, Any]) -> bool:
         and not any(options.get(name) for name in INEXPRESSIBLE)
         and options["optimizer"] in OPTIMIZERS
         and options["checkpointing"] != "reentrant"
-        # a 16-bit base under autocast: our loop has none there
-        and not (options["autocast"] and options["weights"] == "bf16")
     )
 
 
@@ -64,6 +62,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         double_quant=options["weights"].endswith("-double"),
         upcast_unquantized=options["prepare_kbit"],
         compute=compute,
+        autocast=bool(options["autocast"]),
         adapter_dtype=options["adapters"],
         optimizer=OPTIMIZERS[options["optimizer"]],
         lora_rank=options["lora_rank"],

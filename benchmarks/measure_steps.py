@@ -316,7 +316,7 @@ def describe_machine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "command": " ".join(["python3", "benchmarks/measure_steps.py", *map(bare, sys.argv[1:])]),
+        "commands": [" ".join(["python3 benchmarks/measure_steps.py", *map(bare, sys.argv[1:])])],
         "python": platform.python_version(),
         "num_cores": os.cpu_count(),
         "cuda": torch.version.cuda,
@@ -325,8 +325,15 @@ def describe_machine() -> dict[str, Any]:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write the whole report at once: the header first, then one line per case or table row."""
+    lines = []
+    for key, value in report.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {text}")
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     partial.replace(path)
 
 
@@ -359,11 +366,14 @@ def main() -> None:
     if arguments.list:
         print(*(case.name for case in cases), sep="\n")
         return
+    header = describe_machine()
     known: dict[str, Any] = {}
     if arguments.out.exists():
-        measured = json.loads(arguments.out.read_text())["cases"]
-        known = {row["name"]: row for row in measured if row["status"] in ("ok", "oom")}
-    header = describe_machine()
+        earlier = json.loads(arguments.out.read_text())
+        known = {row["name"]: row for row in earlier["cases"] if row["status"] in ("ok", "oom")}
+        header["commands"] = [*earlier["commands"], *header["commands"]]
+        header["versions"] = earlier["versions"] | header["versions"]
+        header["notes"] = earlier.get("notes", [])
     load_libraries()
     options: dict[str, Any] = {
         "device": "cpu" if arguments.rehearse else "cuda",

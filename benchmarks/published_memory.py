@@ -39,7 +39,7 @@ NOISE = 0.002
 """A change of the median smaller than this is not "worse"."""
 
 STRATEGY_FIELDS = (
-    "method weights double_quant upcast_unquantized compute adapter_dtype optimizer lora_rank "
+    "method weights double_quant upcast_unquantized compute autocast adapter_dtype optimizer lora_rank "
     "lora_targets train_embeddings micro_batch seq_len grad_accum attention loss fused_kernels "
     "optimizer_in_backward compile packing varying_lengths sharding offload"
 ).split()

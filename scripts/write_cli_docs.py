@@ -22,6 +22,11 @@ a pipe has no colours and no frames; `COLUMNS` sets its width. A failure is one 
 and one `try:` line on stderr, with an exit code by its kind: [exit codes](exit-codes.md). With
 `--json` the failure is also an object on stdout: `error`, `remedy`, `exit_code`.
 
+What `--json` prints: `estimate` one estimate (`verdict`, `reason`, `parameters`, `gpu`, `host`,
+`disk`, `time`, `phases`, `assumptions`) beside the `model`, `strategy` and `hardware` it was made
+for; `plan` an object with `plans` (best first, each the same JSON that `--save` writes),
+`excluded` and `considered`; `plan --buy` an object with `offers`, cheapest first.
+
 The shell completes verbs, options, their words, models and GPUs after
 `tightfit --install-completion`.
 """

@@ -246,7 +246,7 @@ def translate_fms(row: Row, job: Job) -> None:
     if job["weights"] == "nf4":
         job["double_quant"] = True
     job["fused_kernels"] = "foak" in framework
-    job["extras"] = {"autocast": autocast or job["weights"] in ("nf4", "gptq4")}
+    job["autocast"] = autocast or job["weights"] in ("nf4", "gptq4")
     if framework.endswith("liger"):
         job["loss"] = "fused"
     elif "foak" in framework:

@@ -61,7 +61,7 @@ def _global(
     pass
 
 
-VERBS = {
+VERBS: dict[str, tuple[type, str]] = {
     "doctor": (doctor.DoctorFlags, doctor.EXAMPLES),
     "models": (models.ModelsFlags, models.EXAMPLES),
     "hardware": (hardware.HardwareFlags, hardware.EXAMPLES),

@@ -56,7 +56,7 @@ def build_strategy(given: dict[str, Any]) -> Strategy:
         ) from fault
 
 
-def _choose_dtypes(flags: EstimateFlags, *, method: str, card_half: Dtype) -> dict[str, Dtype]:
+def _choose_dtypes(flags: EstimateFlags, *, method: str, card_half: Dtype) -> dict[str, Any]:
     compute = _dtype(flags.compute, choices.COMPUTE, "--compute")
     weights = _dtype(flags.weights, choices.WEIGHTS, "--weights")
     if method == "qlora" and weights not in (None, Dtype.NF4):
@@ -72,6 +72,7 @@ def _choose_dtypes(flags: EstimateFlags, *, method: str, card_half: Dtype) -> di
     # A gradient scaler cannot unscale fp16 gradients, so fp16 arithmetic keeps fp32 adapters.
     adapter = Dtype.BF16 if compute is Dtype.BF16 else Dtype.FP32
     return {
+        "autocast": compute is Dtype.FP16 and weights is not Dtype.FP32,
         "weights": weights,
         "compute": compute,
         "adapter_dtype": _dtype(flags.adapter_dtype, choices.COMPUTE, "--adapter-dtype") or adapter,

@@ -50,7 +50,7 @@ def _render(
 
 def _list_notes(offers: Sequence[Offer], *, num_shown: int) -> Iterator[str]:
     if len(offers) > num_shown:
-        yield f"{len(offers) - num_shown} dearer cards do it too: --top {len(offers)}"
+        yield f"{len(offers) - num_shown} more at a higher price: --top {len(offers)}"
     if offers[0].usd_per_run is None:
         yield "with --data FILE the price of the whole run is known"
     yield (
@@ -74,7 +74,7 @@ def _row(place: int, offer: Offer) -> tuple[RenderableType, ...]:
         rent,
         f"{gpu.peak_reserved_bytes / GIB:.1f}/{gpu.capacity_bytes / GIB:.1f}",
         speed,
-        render_usd(run) if run is not None else f"${offer.usd_per_million_tokens:.3f}",
+        render_usd(run) if run is not None else f"${offer.usd_per_million_tokens:.2g}",
         render_usd(offer.usd_per_hour),
         render_usd(offer.usd_per_month),
     )

@@ -129,6 +129,9 @@ class Strategy(BaseModel):
     `prepare_model_for_kbit_training` does."""
     compute: Dtype = Dtype.BF16
     """Arithmetic. Where it differs from unquantized `weights`, autocast does the casting."""
+    autocast: bool = False
+    """Run under autocast even where weights are 16 bit: fp32 adapters, which a gradient scaler
+    needs, then multiply in the compute dtype. fp32 weights imply it."""
     adapter_dtype: Dtype = Dtype.BF16
     """LoRA weights, and with them their gradients and optimizer state."""
     lora_rank: PositiveInt = Field(default=16, le=65_536)
@@ -177,6 +180,22 @@ class Strategy(BaseModel):
     def tokens_per_step(self) -> int:
         """Token slots of one optimizer step over all ranks, padding included."""
         return self.tokens_per_micro_batch * self.grad_accum * self.world_size
+
+    @property
+    def casts_weights(self) -> bool:
+        """fp32 weights with 16-bit arithmetic, cast by autocast module by module.
+
+        FSDP and ZeRO cast whole shards instead, and hand modules 16-bit weights.
+        """
+        casts_shards = self.sharding.is_fsdp or self.sharding.is_zero
+        is_mixed = self.weights is Dtype.FP32 and self.compute is not Dtype.FP32
+        return is_mixed and not casts_shards
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether the forward pass runs under autocast, for whichever reason."""
+        is_upcast = self.weights.is_quantized and self.upcast_unquantized
+        return self.autocast or is_upcast or self.casts_weights
 
     @property
     def is_trained(self) -> bool:

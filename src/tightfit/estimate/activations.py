@@ -48,29 +48,17 @@ class _Numerics:
     """Width in which adapters read their input."""
 
 
-def uses_autocast(strategy: Strategy) -> bool:
-    """fp32 weights with 16-bit arithmetic, and nobody else to do the casting.
-
-    FSDP and ZeRO cast whole shards instead, and hand modules 16-bit weights.
-    """
-    casts_shards = strategy.sharding.is_fsdp or strategy.sharding.is_zero
-    return (
-        strategy.weights is Dtype.FP32 and strategy.compute is not Dtype.FP32 and not casts_shards
-    )
-
-
 def _numerics(strategy: Strategy) -> _Numerics:
-    value = strategy.compute.value_bytes
-    is_autocast = uses_autocast(strategy)
     is_upcast = strategy.weights.is_quantized and strategy.upcast_unquantized
-    # Under autocast an adapter's input is cast to the compute dtype again, whatever the adapter is.
-    adapter = value if is_autocast else strategy.adapter_dtype.value_bytes
+    # A quantized matrix returns the dtype it was given: fp32, where norms are.
+    value = 4 if is_upcast else strategy.compute.value_bytes
     return _Numerics(
         value=value,
-        residual=4 if is_autocast or is_upcast else value,
-        is_autocast=is_autocast or is_upcast,
+        residual=4 if strategy.casts_weights or is_upcast else value,
+        is_autocast=strategy.is_autocast,
         is_full=strategy.method is Method.FULL,
-        adapter=adapter,
+        # Autocast casts an adapter's input to the compute dtype, whatever the adapter is in.
+        adapter=(strategy.compute if strategy.is_autocast else strategy.adapter_dtype).value_bytes,
     )
 
 

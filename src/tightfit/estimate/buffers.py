@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding, Strategy
-from tightfit.estimate.activations import uses_autocast
 from tightfit.estimate.weights import (
     estimate_weight_bytes,
     largest_layer,
@@ -76,7 +75,7 @@ def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
     if strategy.weights.is_quantized and strategy.upcast_unquantized:
         head = 2 * spec.embedding_params
         return head, head
-    if not uses_autocast(strategy):
+    if not strategy.casts_weights:
         return 0, 0
     copies = 2 * (sum(block.num_params for block in spec.blocks) + spec.embedding_params)
     kept = 0 if strategy.checkpointing else copies

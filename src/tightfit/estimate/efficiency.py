@@ -6,11 +6,13 @@ Every constant is a physical quantity with its source; `docs/formulas-time.md` l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Strategy
 from tightfit.estimate.flops import Adapters, Workload
 from tightfit.hardware.types import Gpu
+from tightfit.models.spec import ModelSpec
 
 Capability = tuple[int, int]
 
@@ -32,8 +34,9 @@ RTX 3090 Ti, 161 of 165 on RTX 4090 (github mli/transformers-benchmarks).
 UNKNOWN_SUSTAINED_FRACTION = 0.75
 AMD_SUSTAINED_FRACTION = 0.51
 """668 of 1300 on MI300X. Source: ml-engineering, as above."""
-FP32_SUSTAINED_FRACTION = 0.90
-"""fp32 without tensor cores: 14 of 15.7 on V100. Source: mli/transformers-benchmarks."""
+FP32_SUSTAINED_FRACTION = 0.80
+"""fp32 without tensor cores: 14 of 15.7 on V100 (mli/transformers-benchmarks), 50 of 67 on H200
+(benchmarks/results/h200_rates.json)."""
 
 FLOPS_PER_WATT: dict[Capability, float] = {
     (7, 0): 0.33e12,
@@ -49,16 +52,20 @@ those and the 1.13e12 of H100, whose process is nearer.
 """
 
 STREAM_FRACTION = 0.85
-"""Large copies and matmul operands, of the memory bandwidth on paper."""
-ELEMENTWISE_FRACTION = 0.70
-"""Elementwise kernels of one layer's activations, of the memory bandwidth on paper."""
+"""Copies and matmul operands, of the memory bandwidth on paper: 4.17 of 4.8e12 on H200, as above."""
+ELEMENTWISE_FRACTION = 0.72
+"""Elementwise kernels, likewise: 3.81 of 4.8e12 on H200 for one large tensor (as above), and less
+for the tensors of one layer."""
 
-FLASH_FRACTION: dict[Capability, float] = {(8, 0): 0.60, (9, 0): 0.35, (10, 0): 0.30}
+HOPPER_SDPA_FRACTION = 0.54
+"""SDPA on Hopper runs cuDNN's kernel: 539 of 989e12 at 128 wide heads, 388e12 at 64 (arXiv:2407.08608
+figure 5); 485 and 304e12 at 2048 tokens on our H200 (h200_rates.json)."""
+FLASH_FRACTION: dict[Capability, float] = {(8, 0): 0.60, (9, 0): 0.35, (10, 0): 0.35}
 """Attention kernels at long sequences, of the vendor's peak.
 
 9.0: FlashAttention-2 on H100 reaches 335 of 989 (FlashAttention-3 paper,
 arXiv:2407.08608, figure 5). 8.0: about 190 of 312 (FlashAttention-2,
-arXiv:2307.08691, figure 4). 10.0: assumed a little below Hopper's.
+arXiv:2307.08691, figure 4). 10.0: assumed as Hopper's.
 """
 OTHER_FLASH_FRACTION = 0.50
 PRE_AMPERE_FLASH_FRACTION = 0.30
@@ -74,15 +81,26 @@ FLASH_BACKWARD_SLOWDOWN = 1.25
 
 KERNEL_GAP_SECONDS = 1.5e-6
 """Device time between two kernels of a full queue."""
-HOST_FORWARD_SECONDS = 20e-6
-"""Host time to get one kernel going from Python, with the views and checks around it."""
-HOST_BACKWARD_SECONDS = 10e-6
-"""The same in autograd's C++ engine."""
-HOST_ADAPTER_KERNELS = 12
-"""Kernels' worth of host work in one LoRA module beyond its kernels: peft's own Python."""
+HOST_FORWARD_SECONDS = 30e-6
+"""Host time to get one kernel going from Python, with the views and checks around it.
 
+This and the next three: between our H200 machine, a slow host (13 us for the smallest operation;
+2.6 ms a layer for small models, 5.3 ms with checkpointing) and QwenLM's A100 rows (a third less).
+"""
+HOST_BACKWARD_SECONDS = 12e-6
+"""The same in autograd's C++ engine."""
+HOST_ADAPTER_KERNELS = 2
+"""Kernels' worth of host work in one LoRA module beyond its kernels: peft's own Python."""
+HOST_CHECKPOINT_SECONDS = 0.5e-3
+"""Host work of recomputing one layer beyond its kernels: hooks, saved random states."""
 ZERO3_HOOK_SECONDS = 120e-6
 """Host work of DeepSpeed's ZeRO-3 before and after each module, which the device waits for."""
+
+EXPERT_MATMUL_SLOWDOWN = 1.6
+"""Grouped matmuls of experts, with sorting tokens and laying out weights, over plain ones.
+
+Fit to Mixtral, Qwen3-MoE and gpt-oss on one H200 (h200_steps.json).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +115,7 @@ class Rates:
     elementwise_bytes_per_second: float
 
 
-def find_rates(gpu: Gpu, strategy: Strategy) -> Rates:
+def find_rates(gpu: Gpu, strategy: Strategy, *, head_dim: int) -> Rates:
     """Sustained rates for the strategy's arithmetic.
 
     fp32 runs without tensor cores: torch leaves TF32 off unless asked.
@@ -109,7 +127,9 @@ def find_rates(gpu: Gpu, strategy: Strategy) -> Rates:
     return Rates(
         matmul_flops_per_second=matmul,
         adapter_flops_per_second=matmul if narrow is compute else sustained_flops(gpu, narrow),
-        attention_flops_per_second=min(matmul, _flash_fraction(gpu) * gpu.flops(compute)),
+        attention_flops_per_second=min(
+            matmul, _flash_fraction(gpu, strategy.attention, head_dim) * gpu.flops(compute)
+        ),
         stream_bytes_per_second=STREAM_FRACTION * gpu.memory_bytes_per_second,
         elementwise_bytes_per_second=ELEMENTWISE_FRACTION * gpu.memory_bytes_per_second,
     )
@@ -130,8 +150,10 @@ def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
     return min(reached, per_watt * gpu.tdp_watts)
 
 
-def _flash_fraction(gpu: Gpu) -> float:
+def _flash_fraction(gpu: Gpu, attention: Attention, head_dim: int) -> float:
     capability = gpu.compute_capability
+    if capability == (9, 0) and attention is Attention.SDPA:
+        return HOPPER_SDPA_FRACTION * min(1.0, sqrt(head_dim / 128))
     if capability is not None and capability < (8, 0):
         return PRE_AMPERE_FLASH_FRACTION
     return FLASH_FRACTION.get(capability or (0, 0), OTHER_FLASH_FRACTION)
@@ -177,21 +199,29 @@ def stream_value_bytes(strategy: Strategy) -> int:
     return 4 if strategy.weights is Dtype.FP32 and not strategy.sharding.is_fsdp else 2
 
 
-def elementwise_bytes_per_token(
-    work: Workload, strategy: Strategy, *, is_rms_norm: bool, is_gated: bool, is_rotary: bool
-) -> float:
+COMPOSED_GELU = frozenset({"gpt2", "gptj", "codegen", "phi"})
+"""Families whose configs name `gelu_new`, which transformers writes as separate operations."""
+
+
+def elementwise_bytes_per_token(work: Workload, strategy: Strategy, *, spec: ModelSpec) -> float:
     """Forward traffic of everything between the matmuls of all layers, for one token.
 
     Eager RMSNorm as transformers writes it: cast up, square, mean, scale, cast
     back, weigh: 24 bytes and 4 values. LayerNorm is one kernel. Rotation: half
-    turned and joined, two products, one sum, 10 values. Fused or compiled
-    kernels read their inputs and write their outputs once.
+    turned and joined, two products, one sum, 10 values. `gelu_new`, where a
+    family uses it, is 8 kernels, 17 values. Fused or compiled kernels read
+    their inputs and write their outputs once.
     """
+    is_rms_norm, is_gated = spec.is_rms_norm, spec.is_gated_mlp
+    is_rotary = spec.position_params == 0
+    has_composed_gelu = spec.model_type in COMPOSED_GELU
     value = stream_value_bytes(strategy)
     fused = strategy.fused_kernels or strategy.compile
     norm = 2 * value if fused or not is_rms_norm else 24 + 4 * value
     rotary = (2 * value if fused else 10 * value) if is_rotary else 0
     activation = (3 if fused else 5) * value if is_gated else 2 * value
+    if has_composed_gelu and not strategy.compile:
+        activation = 17 * value
     residual = 3 * value * work.hidden_size * work.num_norms
     if strategy.compile:
         residual //= 2  # compiled into the norm that follows
@@ -247,37 +277,44 @@ def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
     return work.vocab_size * (8.0 if strategy.loss is Loss.FUSED else 36.0)
 
 
-OPTIMIZER_PASSES: dict[Optimizer, float] = {
-    Optimizer.ADAMW: 7.0,
-    Optimizer.ADAMW_FOREACH: 18.0,
-    Optimizer.SGD_MOMENTUM: 8.0,
-    Optimizer.ADAFACTOR: 24.0,
+OPTIMIZER_BYTES: dict[Optimizer, tuple[float, float]] = {
+    Optimizer.ADAMW: (13.0, 6.0),
+    Optimizer.ADAMW_FOREACH: (21.0, 18.0),
+    Optimizer.SGD_MOMENTUM: (0.0, 8.0),
+    Optimizer.ADAFACTOR: (60.0, 12.0),
 }
-"""Values read or written per parameter.
+"""Traffic, or its equal in time, per parameter: fixed, and per byte of a value.
 
-Fused AdamW reads weight, gradient and two moments and writes all but the
-gradient. Foreach does one operation at a time. Source: torch.optim.
+AdamW: 6.0e-12 s per bf16 and 8.9e-12 s per fp32 parameter fused, 14.1 and 23.0e-12 s foreach, on
+H200 (h200_rates.json). A plain count of fused AdamW is 7 values. SGD and Adafactor: counted.
 """
-EIGHT_BIT_STATE_BYTES = 8.0
-"""Two one-byte moments read and written, their scales, and the slower kernel of bitsandbytes."""
-ZERO_MASTER_BYTES = 34.0
-"""DeepSpeed keeps fp32 weights and moments beside 16-bit weights: 3 x 8 + 2 + 4 + 4."""
+EIGHT_BIT_SECONDS_PER_PARAM = 30e-12
+"""bitsandbytes' 8-bit AdamW is bound by arithmetic: 27 to 39e-12 s on H200 (h200_steps.json),
+about 25e-12 s on A100 (torchtune README)."""
+ZERO_MASTER_BYTES = 40.0
+"""DeepSpeed keeps fp32 weights and moments beside 16-bit weights: as fp32 AdamW, and a cast."""
 
 
-def optimizer_bytes_per_param(strategy: Strategy) -> float:
-    """Memory traffic of the update, per trained value."""
+def optimizer_seconds_per_param(strategy: Strategy, rates: Rates) -> float:
+    """Time of the update on the device, per trained value."""
+    if strategy.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT):
+        return EIGHT_BIT_SECONDS_PER_PARAM
     is_full = strategy.method is Method.FULL
     stored = strategy.weights if is_full else strategy.adapter_dtype
     value = 2 if stored.is_quantized else stored.value_bytes
-    if strategy.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT):
-        return 3 * value + EIGHT_BIT_STATE_BYTES
+    fixed, per_byte = OPTIMIZER_BYTES[strategy.optimizer]
+    num_bytes = fixed + per_byte * value
     if strategy.sharding.is_zero and value == 2:
-        return ZERO_MASTER_BYTES
-    return OPTIMIZER_PASSES[strategy.optimizer] * value
+        num_bytes = max(num_bytes, ZERO_MASTER_BYTES)
+    return num_bytes / rates.stream_bytes_per_second
 
 
-DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 4.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}
-"""Traffic, or its equal in time, to unpack one weight to 16 bit."""
+DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 9.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}
+"""Traffic, or its equal in time, to unpack one weight to 16 bit.
+
+nf4: 451e9 weights per second on H200 (h200_rates.json). GPTQ: 75e-3 s per pass of 6.5e9 weights on
+A100, the difference of QwenLM's Q-LoRA and LoRA rows.
+"""
 INT8_ACTIVATION_BYTES = 65.0
 """LLM.int8() per input or output value: rounded, scaled, outliers set apart, rescaled.
 

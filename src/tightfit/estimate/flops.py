@@ -46,6 +46,7 @@ class Workload:
     """Input widths of those matrices, summed: what one token makes them read."""
     outputs_used: int
     num_expert_layers: int
+    expert_weights_used: int
     mlp_width_used: int
     """Inner MLP values of one token, all layers together."""
     query_width: int
@@ -146,6 +147,9 @@ def _sum_matrices(spec: ModelSpec, _names: tuple[str, ...]) -> Workload:
         outputs_used=sum(n * part.out_features for n, part in used),
         num_expert_layers=sum(
             b.num_layers for b in spec.blocks if any(p.role is Role.EXPERT for p in b.linears)
+        ),
+        expert_weights_used=sum(
+            n * part.in_features * part.out_features for n, part in used if part.role is Role.EXPERT
         ),
         mlp_width_used=inner,
         query_width=num_attentions * spec.num_heads * spec.head_dim,

@@ -135,7 +135,7 @@ def _describe_job(
         strategy=strategy,
         work=sum_workload(spec),
         adapters=sum_adapters(spec, strategy),
-        rates=eff.find_rates(node.gpu, strategy),
+        rates=eff.find_rates(node.gpu, strategy, head_dim=spec.head_dim),
         seq_len=seq_len,
         context_len=context,
     )
@@ -200,9 +200,10 @@ def _blocks_forward(job: _Job) -> _Pass:
     work, strategy, spec = job.work, job.strategy, job.spec
     tokens = job.tokens
     touched = min(work.weights_held, work.weights_used * tokens)
+    plain = work.weights_used - work.expert_weights_used
     matmul = _matmul(
         job,
-        flops=2.0 * tokens * work.weights_used,
+        flops=2.0 * tokens * (plain + eff.EXPERT_MATMUL_SLOWDOWN * work.expert_weights_used),
         weights=touched,
         values=tokens * (work.inputs_used + work.outputs_used),
     )
@@ -222,14 +223,8 @@ def _blocks_forward(job: _Job) -> _Pass:
 
 def _moved_bytes(job: _Job, *, backward: bool) -> float:
     """Bytes of kernels that only move data: norms, rotations, activations, adapters, casts."""
-    spec, strategy = job.spec, job.strategy
-    between = eff.elementwise_bytes_per_token(
-        job.work,
-        strategy,
-        is_rms_norm=spec.is_rms_norm,
-        is_gated=spec.is_gated_mlp,
-        is_rotary=spec.position_params == 0,
-    )
+    strategy = job.strategy
+    between = eff.elementwise_bytes_per_token(job.work, strategy, spec=job.spec)
     adapters = eff.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
     times = eff.ELEMENTWISE_BACKWARD if backward else 1.0
     return times * (job.tokens * between + _weight_cast_bytes(job)) + job.tokens * adapters
@@ -330,6 +325,7 @@ def _launch_seconds(job: _Job, device: float) -> float:
         forward_passes * eff.HOST_FORWARD_SECONDS
         + backward_kernels_per_forward * eff.HOST_BACKWARD_SECONDS
     )
+    host += (forward_passes - 1) * job.work.num_layers * eff.HOST_CHECKPOINT_SECONDS
     if strategy.sharding is Sharding.ZERO3:
         modules = job.work.num_linears_held + job.work.num_norms + 4 * job.work.num_layers
         passes = 1 + (1 + strategy.checkpointing) * strategy.is_trained
@@ -344,10 +340,11 @@ def _optimizer_seconds(job: _Job, num_trainable: int) -> float:
         return 0.0
     shards = strategy.num_shards
     added = 3.0 * _gradient_value_bytes(strategy) * (strategy.grad_accum - 1)
-    num_bytes = added * num_trainable / (shards if strategy.sharding.shards_gradients else 1)
+    seconds = added / job.rates.stream_bytes_per_second
+    seconds /= shards if strategy.sharding.shards_gradients else 1
     if not strategy.offload.moves_optimizer:
-        num_bytes += eff.optimizer_bytes_per_param(strategy) * num_trainable / shards
-    return num_bytes / job.rates.stream_bytes_per_second
+        seconds += eff.optimizer_seconds_per_param(strategy, job.rates) / shards
+    return seconds * num_trainable
 
 
 def _gradient_value_bytes(strategy: Strategy) -> int:

@@ -150,7 +150,12 @@ def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -
     found: list[_Fields] = []
     for compute in halves:
         adapter = Dtype.BF16 if compute is Dtype.BF16 else Dtype.FP32
-        lora: _Fields = {"method": Method.LORA, "compute": compute, "adapter_dtype": adapter}
+        lora: _Fields = {
+            "method": Method.LORA,
+            "compute": compute,
+            "adapter_dtype": adapter,
+            "autocast": compute is Dtype.FP16,
+        }
         if request.method in ("auto", "lora"):
             found.append({**lora, "weights": compute})
         if request.method in ("auto", "qlora"):

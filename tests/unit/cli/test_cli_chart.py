@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import struct
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -92,7 +93,7 @@ def test_parts_of_one_bar_follow_each_other_without_gap() -> None:
         by_row.setdefault(rect.attrib["y"], []).append(box)
     assert len(by_row) == 3
     for boxes in by_row.values():
-        for (x, width), (following, _) in zip(boxes, boxes[1:], strict=False):
+        for (x, width), (following, _) in itertools.pairwise(boxes):
             assert x + width == pytest.approx(following, abs=0.5)
 
 

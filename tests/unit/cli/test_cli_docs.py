@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_every_verb_has_help_json_and_worked_examples() -> None:
     assert set(VERBS) == {"doctor", "models", "hardware", "estimate", "plan", "version"}
     for verb, (flags, examples) in VERBS.items():
         assert flags.__doc__
-        assert "as_json" in flags.__dataclass_fields__
+        assert "as_json" in {field.name for field in dataclasses.fields(flags)}
         assert examples.count(f"tightfit {verb}") >= 2
 
 

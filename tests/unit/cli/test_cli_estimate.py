@@ -11,6 +11,7 @@ from tightfit.cli import hardware_choice
 from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Estimate
+from tightfit.hardware.resolve import resolve_hardware
 
 PROMISED = (
     "verdict",
@@ -85,12 +86,10 @@ def test_lora_trains_what_peft_trains(run: Run) -> None:
 def test_an_estimate_needs_no_gpu_and_says_what_it_assumed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = hardware_choice.resolve_hardware
-
     def no_gpu_here(text: str) -> object:
         if text == "here":
             raise EnvironmentFaultError("No GPU.", remedy="-")
-        return real(text)
+        return resolve_hardware(text)
 
     monkeypatch.setattr(hardware_choice, "resolve_hardware", no_gpu_here)
 

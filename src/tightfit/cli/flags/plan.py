@@ -27,7 +27,8 @@ class PlanFlags:
     """The best ways to run a job on given hardware, and why.
 
     Searches method, precision, sharding, offload, micro-batch, checkpointing, kernels, optimizer
-    and node count; the first row is the fastest that fits.
+    and node count. Best first: what fits comes before what is tight, then the faster, where
+    full tuning, quantized weights and extra packages must be clearly faster to come first.
     """
 
     job: Annotated[
