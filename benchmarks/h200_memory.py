@@ -36,7 +36,10 @@ OPTIMIZERS = {
     "adamw-8bit": "adamw-8bit",
     "paged-adamw-8bit": "adamw-paged-8bit",
 }
-INEXPRESSIBLE = ("keep_outputs", "clip", "padding", "lora_dropout", "expandable_segments")
+INEXPRESSIBLE = (
+    *("keep_outputs", "clip", "padding", "lora_dropout", "expandable_segments"),
+    "memory_cap_bytes",
+)
 """Switches of the measurement that a Strategy has no word for; such cases are left out."""
 
 
@@ -73,7 +76,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         checkpointing=options["checkpointing"] == "non-reentrant",
         attention=options["attention"],
         loss={"plain": "plain", "fused": "fused", "liger": "fused"}[options["loss"]],
-        fused_kernels=options.get("fused_kernels", False),
+        fused_kernels=options["loss"] == "liger",
         sharding="fsdp" if ranks else "single",
         gpus_per_node=ranks or 1,
         offload="all" if options["offload"] else "none",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -80,7 +81,8 @@ def draw_batch() -> dict[str, Any]:
 
 
 def count(model: Any, *, backward: bool) -> float:
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    counter_class = importlib.import_module("torch.utils.flop_counter").FlopCounterMode
+    with counter_class(display=False) as counter:
         loss = model(**draw_batch()).loss
         if backward:
             loss.backward()

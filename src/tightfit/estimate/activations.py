@@ -16,8 +16,11 @@ from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 EAGER_ONLY = frozenset({"bloom", "codegen", "mpt"})
 """Families whose modelling code has no fused attention. Source: transformers 5 modelling files."""
-POSITION_BIAS = frozenset({"t5", "mt5", "longt5", "switch_transformers"})
-"""Families whose learned score bias is an S x S mask for every head, fused attention or not."""
+POSITION_BIAS = frozenset({"t5", "mt5"})
+"""Families whose learned score bias sends SDPA to its math kernel, which keeps the scores."""
+FUSED_ROTARY = frozenset({"gpt_neox", "phi3", "codegen", "falcon", "qwen", "chatglm", "baichuan"})
+"""Families that split one projection and rotate queries and keys: the values, a view of it, keep
+the whole projection alive. Source: transformers modelling files; h200_steps.json."""
 COMPOSED_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "gelu_python": 2, "quick_gelu": 1}
 """Extra kept tensors of activations written as several ops. Source: transformers activations.py."""
 
@@ -32,6 +35,8 @@ class LayerBytes:
     """Kept when the layer is recomputed: its input."""
     working: int
     """Held on top of `saved` at the worst moment of this layer's own backward pass."""
+    adapted_weights: int
+    """Bytes that do not grow with tokens: sums of weights and adapters that the graph keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +86,21 @@ def estimate_layer_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> L
         saved=saved,
         checkpoint=numerics.residual * spec.hidden_size + inputs,
         working=max(mlp_peak, attention_peak) - saved,
+        adapted_weights=_adapted_weight_bytes(block, strategy),
+    )
+
+
+def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
+    """peft adapts bare parameters by adding the adapter's product to them: a copy of each.
+
+    Source: peft ParamWrapper; h200_steps.json, Mixtral and Qwen3-MoE under `all-linear`.
+    """
+    if strategy.method is not Method.LORA:
+        return 0
+    return strategy.compute.value_bytes * sum(
+        part.copies * part.in_features * part.out_features
+        for part in block.linears
+        if not part.is_module and is_target(part, strategy.lora_targets)
     )
 
 
@@ -170,23 +190,46 @@ def _is_eager(spec: ModelSpec, strategy: Strategy) -> bool:
     return strategy.attention is Attention.EAGER or spec.model_type in EAGER_ONLY
 
 
+MATH_SCORE_BYTES = 5
+"""Per query, key and head that SDPA's math kernel keeps: fp32 probabilities, and part of a mask.
+Source: h200_steps.json, falcon-7b 4.6, Llama-3.2-1B in fp32 4.3."""
+BIASED_SCORE_BYTES = 8
+"""The same with a learned bias and dropout: the bias as a mask, and what was dropped.
+Source: h200_steps.json, t5-large."""
+
+
+def _uses_math_kernel(spec: ModelSpec, strategy: Strategy) -> bool:
+    """Whether SDPA falls back to the kernel that holds the scores.
+
+    FlashAttention has no fp32 and, as Falcon calls it, a mask; the
+    memory-efficient kernel has no grouped heads.
+    """
+    is_grouped = spec.num_kv_heads < spec.num_heads
+    has_no_flash = strategy.compute is Dtype.FP32 or spec.model_type == "falcon"
+    return strategy.attention is Attention.SDPA and (
+        spec.model_type in POSITION_BIAS or (has_no_flash and is_grouped)
+    )
+
+
 def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:
     """Queries, keys, values and, when eager, the S x S probabilities."""
     query = spec.num_heads * spec.head_dim
     key = spec.num_kv_heads * spec.head_dim
+    # What the view of the values keeps alive beside them. Falcon without grouped heads has ALiBi.
+    is_rotary = spec.model_type != "falcon" or spec.num_kv_heads < spec.num_heads
+    is_split = spec.model_type in FUSED_ROTARY and is_rotary
+    projection = numerics.value * (query + key) if is_split else 0
     if not _is_eager(spec, strategy):
-        log_sum_exp = 4 * spec.num_heads
-        bias = (
-            numerics.value * spec.num_heads * strategy.seq_len
-            if spec.model_type in POSITION_BIAS
-            else 0
-        )
-        return numerics.value * (query + 2 * key) + log_sum_exp + bias
+        per_score = BIASED_SCORE_BYTES if spec.model_type in POSITION_BIAS else MATH_SCORE_BYTES
+        scores = per_score * spec.num_heads * strategy.seq_len
+        kept = scores if _uses_math_kernel(spec, strategy) else 4 * spec.num_heads
+        return numerics.value * (query + 2 * key) + projection + kept
     # softmax in fp32, kept; then the copy in the compute dtype that meets the values, kept too
     probability = 4 if numerics.value == 4 else 4 + numerics.value
     if spec.has_attention_softcap:
         probability += numerics.value
-    return numerics.value * 3 * query + probability * spec.num_heads * strategy.seq_len
+    scores = probability * spec.num_heads * strategy.seq_len
+    return numerics.value * 3 * query + projection + scores
 
 
 def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
@@ -236,6 +279,6 @@ def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: _Numerics)
     """Gradients of queries, keys and values; eager adds those of the scores, in fp32."""
     query = spec.num_heads * spec.head_dim
     fused = 4 * numerics.value * query + 2 * numerics.residual * spec.hidden_size
-    if not _is_eager(spec, strategy):
+    if not _is_eager(spec, strategy) and not _uses_math_kernel(spec, strategy):
         return fused
     return fused + (numerics.value + 8) * spec.num_heads * strategy.seq_len

@@ -10,15 +10,17 @@ CONTEXT_BYTES = 3 * GIB // 4
 Source: benchmarks/results/h200_steps.json, the process's use of the card less torch's reserve."""
 NCCL_BYTES = GIB // 4
 """Channels and buffers of one NCCL communicator. Source: NCCL_BUFFSIZE 4 MiB x channels x peers."""
-TRANSIENT_SLACK_FRACTION = 0.05
-"""Rounding and holes, as a share of the tensors of the peak that come and go within a step.
-Source: benchmarks/results/h200_steps.json, reserved over allocated without recomputation."""
-IDLE_SLACK_FRACTION = 1.0
-"""Blocks of another moment's tensors, which stay cached and fit nothing of the peak.
-Source: as above, with recomputation: the reserve holds both the loss and a recomputed layer."""
+TRANSIENT_SLACK_FRACTION = 0.02
+"""Rounding, as a share of all tensors of the peak that come and go within a step.
+Source of this and the next three: fit to reserved over allocated in
+benchmarks/results/h200_steps.json, 150 training steps."""
+BATCH_SLACK_FRACTION = 0.06
+"""Holes between tensors whose size follows the batch, which come in many sizes."""
+IDLE_SLACK_FRACTION = 0.7
+"""Blocks of another moment's tensors, which stay cached and mostly fit nothing of the peak:
+the reserve of a recomputing job holds both the loss and a recomputed layer."""
 STREAM_SLACK_FRACTION = 0.75
-"""Gathered weights live on a stream of their own, whose free blocks no other stream may use.
-Source: as above, FSDP2 ranks."""
+"""Gathered weights live on a stream of their own, whose free blocks no other stream may use."""
 OUTGROWN_SLACK_FRACTION = 1.0
 """Blocks of outgrown sizes where batch lengths vary and segments cannot expand.
 Source: benchmarks/results/h200_fragmentation.json, 4096 tokens."""
@@ -31,19 +33,25 @@ MODEL_ERROR_FRACTION = 0.05
 
 
 def estimate_slack_bytes(
-    *, transient_bytes: int, idle_bytes: int, stream_bytes: int, outgrown_bytes: int
+    *,
+    transient_bytes: int,
+    batch_bytes: int,
+    idle_bytes: int,
+    stream_bytes: int,
+    varying_lengths: bool,
 ) -> int:
     """Reserved over allocated at the peak of a step that repeats.
 
-    `idle_bytes` are tensors of another moment that the peak has not, `stream_bytes`
-    those of the peak that belong to communication, `outgrown_bytes` those whose
-    size follows the length of the batch, where lengths vary.
+    `batch_bytes` are those of the peak's tensors that follow the batch in size,
+    `stream_bytes` those that belong to communication; `idle_bytes` are tensors
+    of another moment that the peak has not.
     """
+    batch_share = BATCH_SLACK_FRACTION + (OUTGROWN_SLACK_FRACTION if varying_lengths else 0.0)
     return int(
         TRANSIENT_SLACK_FRACTION * transient_bytes
+        + batch_share * batch_bytes
         + IDLE_SLACK_FRACTION * idle_bytes
         + STREAM_SLACK_FRACTION * stream_bytes
-        + OUTGROWN_SLACK_FRACTION * outgrown_bytes
     )
 
 

@@ -35,6 +35,7 @@ class Workload:
     """Norms over the hidden stream, all layers together."""
     norm_width: int
     """Their widths, summed."""
+    num_head_norms: int
     head_norm_width: int
     """Widths of norms over single heads (query and key), summed over layers."""
     num_linears_used: int
@@ -46,7 +47,7 @@ class Workload:
     """Input widths of those matrices, summed: what one token makes them read."""
     outputs_used: int
     num_expert_layers: int
-    expert_weights_used: int
+    expert_weights_held: int
     mlp_width_used: int
     """Inner MLP values of one token, all layers together."""
     query_width: int
@@ -134,6 +135,7 @@ def _sum_matrices(spec: ModelSpec, _names: tuple[str, ...]) -> Workload:
         num_layers=spec.num_layers,
         num_norms=sum(b.num_layers * len(b.norm_widths) for b in spec.blocks),
         norm_width=sum(b.num_layers * sum(b.norm_widths) for b in spec.blocks),
+        num_head_norms=sum(2 * b.num_layers for b in spec.blocks if b.head_norm_params),
         head_norm_width=sum(
             b.num_layers * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
             for b in spec.blocks
@@ -148,8 +150,8 @@ def _sum_matrices(spec: ModelSpec, _names: tuple[str, ...]) -> Workload:
         num_expert_layers=sum(
             b.num_layers for b in spec.blocks if any(p.role is Role.EXPERT for p in b.linears)
         ),
-        expert_weights_used=sum(
-            n * part.in_features * part.out_features for n, part in used if part.role is Role.EXPERT
+        expert_weights_held=sum(
+            n * part.in_features * part.out_features for n, part in held if part.role is Role.EXPERT
         ),
         mlp_width_used=inner,
         query_width=num_attentions * spec.num_heads * spec.head_dim,

@@ -142,8 +142,8 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) ->
     """Tensors that live only inside the optimizer's step.
 
     foreach AdamW takes the square root of all second moments at once; fused
-    takes none. Adafactor upcasts one parameter at a time, with its update and
-    its square. ZeRO-1 and 2 upcast their gradient partition to fp32.
+    takes none. Adafactor works on one parameter at a time: its update and its
+    square in fp32, and fp32 copies of weight and gradient where they are 16 bit. ZeRO-1 and 2 upcast their gradient partition to fp32.
     Source: torch.optim.adamw `_multi_tensor_adamw`; transformers Adafactor; DeepSpeed stage_1_and_2.
     """
     shards = strategy.num_shards
@@ -153,6 +153,7 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) ->
         share = _largest_share(spec) if strategy.optimizer_in_backward else 1.0
         return trained_bytes * share / shards
     if strategy.optimizer is Optimizer.ADAFACTOR:
-        largest = min(trained_bytes, max(spec.embedding_params, largest_layer(spec) // 2))
-        return 3 * 4 * largest / shards
+        largest = min(num_trainable(spec, strategy), spec.embedding_params)
+        per_value = 8 if trained_value_bytes(strategy) == 4 else 16
+        return per_value * largest / shards
     return 0.0

@@ -26,7 +26,7 @@ from tightfit.models.spec import ModelSpec
 
 LOW_FACTOR = 0.85
 HIGH_FACTOR = 1.45
-"""Range of the prediction. Nine in ten published runs took between these times the prediction;
+"""Range of the prediction. 89% of published runs took between these times the prediction;
 slow hosts, old kernels and memory pressure stretch the upper side (docs/formulas-time.md)."""
 
 
@@ -175,7 +175,8 @@ def _compute_parts(job: _Job) -> dict[str, float]:
         )
     else:
         backward, repeated = _Pass(), _Pass()
-    launch = _launch_seconds(job, blocks.total + head.total + backward.total + repeated.total)
+    forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated.total
+    launch = _launch_seconds(job, forward=forward_seconds, backward=backward_seconds)
     passes = (blocks, head, backward)
     times = strategy.grad_accum
     return {
@@ -185,8 +186,8 @@ def _compute_parts(job: _Job) -> dict[str, float]:
         "recompute": times * repeated.total,
         "dequantize": times * sum(p.dequantize for p in passes),
         "launch": times * launch,
-        "forward": blocks.total + head.total,
-        "backward": backward.total + repeated.total,
+        "forward": forward_seconds,
+        "backward": backward_seconds,
     }
 
 
@@ -200,10 +201,9 @@ def _blocks_forward(job: _Job) -> _Pass:
     work, strategy, spec = job.work, job.strategy, job.spec
     tokens = job.tokens
     touched = min(work.weights_held, work.weights_used * tokens)
-    plain = work.weights_used - work.expert_weights_used
     matmul = _matmul(
         job,
-        flops=2.0 * tokens * (plain + eff.EXPERT_MATMUL_SLOWDOWN * work.expert_weights_used),
+        flops=2.0 * tokens * work.weights_used,
         weights=touched,
         values=tokens * (work.inputs_used + work.outputs_used),
     )
@@ -227,7 +227,10 @@ def _moved_bytes(job: _Job, *, backward: bool) -> float:
     between = eff.elementwise_bytes_per_token(job.work, strategy, spec=job.spec)
     adapters = eff.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
     times = eff.ELEMENTWISE_BACKWARD if backward else 1.0
-    return times * (job.tokens * between + _weight_cast_bytes(job)) + job.tokens * adapters
+    moved = times * (job.tokens * between + _weight_cast_bytes(job)) + job.tokens * adapters
+    if not strategy.weights.is_quantized:
+        moved += eff.EXPERT_LAYOUT_BYTES * job.work.expert_weights_held
+    return moved
 
 
 def _weight_cast_bytes(job: _Job) -> float:
@@ -311,26 +314,26 @@ def _backward(job: _Job, blocks: _Pass, head: _Pass) -> _Pass:
     )
 
 
-def _launch_seconds(job: _Job, device: float) -> float:
+def _launch_seconds(job: _Job, *, forward: float, backward: float) -> float:
     """Gaps between kernels, and the host's lag where it cannot launch as fast as kernels end."""
-    strategy = job.strategy
+    strategy, work = job.strategy, job.work
     kernels = eff.count_forward_kernels(
-        job.work, job.adapters, strategy, is_rms_norm=job.spec.is_rms_norm
+        work, job.adapters, strategy, is_rms_norm=job.spec.is_rms_norm
     )
     calls = kernels + eff.HOST_ADAPTER_KERNELS * job.adapters.num_used
-    forward_passes = 1 + (strategy.is_trained and strategy.checkpointing)
-    backward_kernels_per_forward = 2 * strategy.is_trained
-    gaps = kernels * (forward_passes + backward_kernels_per_forward) * eff.KERNEL_GAP_SECONDS
-    host = calls * (
-        forward_passes * eff.HOST_FORWARD_SECONDS
-        + backward_kernels_per_forward * eff.HOST_BACKWARD_SECONDS
-    )
-    host += (forward_passes - 1) * job.work.num_layers * eff.HOST_CHECKPOINT_SECONDS
+    launched = calls * eff.HOST_FORWARD_SECONDS
+    waited = max(kernels * eff.KERNEL_GAP_SECONDS, launched - forward)
+    if strategy.is_trained:
+        host, gaps = 2 * calls * eff.HOST_BACKWARD_SECONDS, 2 * kernels
+        if strategy.checkpointing:
+            host += launched + work.num_layers * eff.HOST_CHECKPOINT_SECONDS
+            gaps += kernels
+        waited += max(gaps * eff.KERNEL_GAP_SECONDS, host - backward)
     if strategy.sharding is Sharding.ZERO3:
-        modules = job.work.num_linears_held + job.work.num_norms + 4 * job.work.num_layers
+        modules = work.num_linears_held + work.num_norms + 4 * work.num_layers
         passes = 1 + (1 + strategy.checkpointing) * strategy.is_trained
-        gaps += modules * passes * eff.ZERO3_HOOK_SECONDS
-    return max(gaps, host - device)
+        waited += modules * passes * eff.ZERO3_HOOK_SECONDS
+    return waited
 
 
 def _optimizer_seconds(job: _Job, num_trainable: int) -> float:

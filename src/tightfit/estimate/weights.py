@@ -80,13 +80,15 @@ def _packed_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple[in
 
 def is_target(part: Linear, targets: tuple[str, ...]) -> bool:
     """Whether LoRA attaches to this matrix, by peft's rule of matching the end of the name."""
-    return part.is_module and (targets == (ALL_LINEAR,) or part.name in targets)
+    if targets == (ALL_LINEAR,):
+        return part.lora_rank_factor > 0
+    return part.is_module and part.name in targets
 
 
 def layer_adapter_params(block: Block, strategy: Strategy) -> int:
     """LoRA values of one layer: `rank * (in + out)` for each targeted matrix."""
     return strategy.lora_rank * sum(
-        part.copies * (part.in_features + part.out_features)
+        part.lora_rank_factor * part.copies * (part.in_features + part.out_features)
         for part in block.linears
         if is_target(part, strategy.lora_targets)
     )

@@ -37,7 +37,10 @@ class Linear(_Frozen):
     copies_per_token: PositiveInt = 1
     """Experts: how many of them one token passes through."""
     is_module: bool = True
-    """False where the library keeps it as a bare 3-D parameter, which LoRA does not find."""
+    """False where the library keeps it as a bare 3-D parameter, which quantized loading skips."""
+    lora_rank_factor: NonNegativeInt = 1
+    """How many times the rank peft's `all-linear` gives it: 2 for a fused pair of experts'
+    matrices, 0 where it finds nothing to adapt."""
 
     @property
     def num_params(self) -> int:

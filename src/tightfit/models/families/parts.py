@@ -219,11 +219,15 @@ def read_experts(f: Fields, *, inner: int, count_default: int, per_token_default
 
 
 def expert_linears(
-    stem: Stem, experts: Experts, *, router: str, bias: bool = False
+    stem: Stem, experts: Experts, *, router: str, bias: bool = False, adapted: bool = False
 ) -> tuple[Linear, ...]:
-    """Router and experts as transformers 5 keeps them: bare 3-D parameters, not modules."""
+    """Router and experts as transformers 5 keeps them: bare 3-D parameters, not modules.
 
-    def stacked(name: str, ins: int, outs: int) -> Linear:
+    `adapted`: peft knows how to attach LoRA to them. Source: peft's weight conversion for
+    transformers 5, which gives the fused gate and up projection twice the rank.
+    """
+
+    def stacked(name: str, ins: int, outs: int, *, rank_factor: int) -> Linear:
         return Linear(
             name=name,
             in_features=ins,
@@ -233,12 +237,14 @@ def expert_linears(
             copies=experts.count,
             copies_per_token=experts.per_token,
             is_module=False,
+            lora_rank_factor=rank_factor if adapted else 0,
         )
 
+    routing = linear(router, stem.hidden, experts.count, Role.ROUTER, bias=bias, is_module=False)
     return (
-        linear(router, stem.hidden, experts.count, Role.ROUTER, bias=bias, is_module=False),
-        stacked("gate_up_proj", stem.hidden, 2 * experts.inner),
-        stacked("down_proj", experts.inner, stem.hidden),
+        routing.model_copy(update={"lora_rank_factor": int(adapted)}),
+        stacked("gate_up_proj", stem.hidden, 2 * experts.inner, rank_factor=2),
+        stacked("down_proj", experts.inner, stem.hidden, rank_factor=1),
     )
 
 

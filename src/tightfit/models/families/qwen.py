@@ -80,7 +80,9 @@ def read_qwen3_moe(f: Fields) -> ModelSpec:
     num_dense = _num_dense_layers(f, stem.layers)
 
     def block(num_layers: int, *, sparse: bool) -> Block:
-        mlp = expert_linears(stem, experts, router="gate") if sparse else gated_mlp(stem)
+        mlp = gated_mlp(stem)
+        if sparse:
+            mlp = expert_linears(stem, experts, router="gate", adapted=True)
         return Block(
             kind="decoder",
             num_layers=num_layers,
