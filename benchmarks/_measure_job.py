@@ -1,6 +1,6 @@
 """One measured job: build the model a case describes, run it, record what the allocator saw."""
 
-# ruff: noqa: PLC0415 - bitsandbytes and liger-kernel are optional, peft may start CUDA.
+
 from __future__ import annotations
 
 import contextlib

@@ -1,6 +1,6 @@
 """Raw rates of one device: matrix products, attention, copies, optimizer passes, launches."""
 
-# ruff: noqa: PLC0415 - bitsandbytes and liger-kernel are optional, peft may start CUDA.
+
 from __future__ import annotations
 
 import statistics

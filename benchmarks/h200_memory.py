@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import provenance
-
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.memory import estimate_moments, hold, peak_moment

@@ -100,7 +100,9 @@ def main() -> int:
         if case["expandable"]:
             environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         command = [sys.executable, __file__, "--out", "-", "--case", json.dumps(case)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
         line = done.stdout.strip().splitlines()[-1:] or [
             json.dumps({**case, "error": done.stderr[-400:]})
         ]

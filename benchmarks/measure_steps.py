@@ -9,7 +9,7 @@ Every case runs in a process of its own, forked from one that has torch loaded b
 context. A case already measured in the output file is not measured again.
 """
 
-# ruff: noqa: PLC0415 - libraries load late: some start CUDA, some are optional.
+
 from __future__ import annotations
 
 import argparse

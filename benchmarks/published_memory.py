@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from _provenance import provenance
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.allocator import judge_fit
@@ -37,12 +38,6 @@ CLASSIFIED_LIMIT = 0.95
 MIN_ROWS = 120
 NOISE = 0.002
 """A change of the median smaller than this is not "worse"."""
-
-STRATEGY_FIELDS = (
-    "method weights double_quant upcast_unquantized compute autocast adapter_dtype optimizer lora_rank "
-    "lora_targets train_embeddings micro_batch seq_len grad_accum attention loss fused_kernels "
-    "optimizer_in_backward compile packing varying_lengths sharding offload"
-).split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +77,8 @@ def read_jobs() -> tuple[list[dict[str, Any]], Counter[str]]:
 
 
 def make_strategy(job: dict[str, Any]) -> Strategy:
-    fields = {name: job[name] for name in STRATEGY_FIELDS if job.get(name) is not None}
+    stated = set(job) & set(Strategy.model_fields) - {"checkpointing"}
+    fields = {name: job[name] for name in stated if job[name] is not None}
     targets = fields.get("lora_targets")
     if isinstance(targets, str):
         fields["lora_targets"] = (targets,)
@@ -227,8 +223,6 @@ def main() -> int:
 def write_result(
     groups: dict[tuple[str, str], dict[str, Any]], total: dict[str, Any], left_out: Counter[str]
 ) -> None:
-    from _provenance import provenance
-
     RESULT.parent.mkdir(exist_ok=True)
     content = {
         **provenance("benchmarks/published_memory.py"),

@@ -16,12 +16,14 @@ import csv
 import json
 import re
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from _provenance import provenance
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.result import StepTime
@@ -33,7 +35,10 @@ from tightfit.models.config import read_config
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+RESULT = HERE / "results" / "published_time.json"
+NOISE = 0.002
+"""A change of an error smaller than this is not "worse"."""
 Row = dict[str, str]
 GBIT = 1e9 / 8
 CLUSTER_NETWORK = {"A100": 1600 * GBIT, "H100": 3200 * GBIT, "H200": 3200 * GBIT}
@@ -98,7 +103,16 @@ def network_of(gpu: str) -> float | None:
 
 
 STRATEGY_FIELDS = (
-    *("method", "weights", "double_quant", "compute", "adapter_dtype", "lora_rank", "optimizer"),
+    *(
+        "method",
+        "weights",
+        "double_quant",
+        "compute",
+        "autocast",
+        "adapter_dtype",
+        "lora_rank",
+        "optimizer",
+    ),
     *("optimizer_in_backward", "micro_batch", "seq_len", "grad_accum", "packing", "attention"),
     *("loss", "fused_kernels", "compile", "sharding", "offload", "train_embeddings"),
 )
@@ -113,9 +127,6 @@ def case_from_job(job: dict[str, Any], row: Row) -> Case:
     targets = job.get("lora_targets") or "all-linear"
     options["lora_targets"] = (targets,) if isinstance(targets, str) else tuple(targets)
     options["checkpointing"] = job["checkpointing"] == "full"
-    if job.get("extras", {}).get("autocast") or row["source"].startswith("QwenLM"):
-        # HF Trainer's --bf16 and --fp16: adapters are stored in fp32 but multiply in 16 bit.
-        options["adapter_dtype"] = options["compute"]
     stated = re.search(r"(\d+) node\(s\)", row["notes"])
     node, spread = place(job["gpu"], job["gpus"], int(stated[1]) if stated else None)
     strategy = Strategy(**options, **spread)
@@ -252,8 +263,8 @@ def measured_spec(options: dict[str, Any]) -> ModelSpec:
 def measured_strategy(options: dict[str, Any]) -> Strategy:
     weights = options["weights"].removesuffix("-double")
     is_packed = weights in ("nf4", "int8")
-    if options["autocast"] == weights or (options["prepare_kbit"] and not options["autocast"]):
-        raise ExcludedError("autocast as no plan of ours sets it")
+    if options["prepare_kbit"] and not options["autocast"]:
+        raise ExcludedError("upcast norms without autocast, as no plan of ours sets it")
     optimizer = options["optimizer"].removesuffix("-fused")
     same = ("method", "lora_rank", "micro_batch", "seq_len", "attention")
     return Strategy(
@@ -262,6 +273,7 @@ def measured_strategy(options: dict[str, Any]) -> Strategy:
         double_quant=options["weights"].endswith("-double"),
         upcast_unquantized=options["prepare_kbit"],
         compute=options["autocast"] or ("bf16" if is_packed else weights),
+        autocast=bool(options["autocast"]),
         adapter_dtype=options["adapters"],
         lora_targets=tuple(options["lora_targets"].split(",")),
         optimizer={
@@ -301,15 +313,35 @@ def ratios(cases: list[Case]) -> list[float]:
     return [case.predict().tokens_per_second / case.tokens_per_second for case in cases]
 
 
-def summarize(name: str, found: list[float]) -> str:
+def summarize(found: list[float]) -> dict[str, float]:
     errors = sorted(abs(ratio - 1) for ratio in found)
-    tenth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
     # A job predicted too fast by some factor took that factor times the predicted seconds.
     inside = sum(LOW_FACTOR <= ratio <= HIGH_FACTOR for ratio in found) / len(found)
+    return {
+        "jobs": len(found),
+        "median_ratio": round(statistics.median(found), 4),
+        "median_error": round(statistics.median(errors), 4),
+        "p90_error": round(errors[min(len(errors) - 1, int(0.9 * len(errors)))], 4),
+        "inside_range": round(inside, 4),
+    }
+
+
+def render(name: str, row: dict[str, float]) -> str:
     return (
-        f"{name:62} {len(found):4} {statistics.median(found):7.2f} "
-        f"{statistics.median(errors):7.1%} {tenth:7.1%} {inside:7.0%}"
+        f"{name:62} {row['jobs']:4} {row['median_ratio']:7.2f} "
+        f"{row['median_error']:7.1%} {row['p90_error']:7.1%} {row['inside_range']:7.0%}"
     )
+
+
+def check(totals: dict[str, dict[str, float]]) -> list[str]:
+    """What got worse since the committed result."""
+    before = json.loads(RESULT.read_text())["groups"]
+    return [
+        f"{name}: {key} got worse: {row[key]} -> {totals[name][key]}"
+        for name, row in before.items()
+        for key in ("median_error", "p90_error")
+        if totals[name][key] > row[key] + NOISE
+    ]
 
 
 def describe_case(case: Case) -> str:
@@ -325,25 +357,35 @@ def describe_case(case: Case) -> str:
     return f"{head} {speed:10.0f} {measured:10.0f} {speed / measured:5.2f}  {parts}"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--all", action="store_true", help="print every job")
-    show_all = parser.parse_args().all
+    parser.add_argument("--check", action="store_true", help="compare with the committed result")
+    arguments = parser.parse_args()
     cases, left_out = published_cases()
     groups: dict[str, list[Case]] = defaultdict(list)
     for case in [*h200_cases(), *measured_cases(), *cases]:
         groups[case.group].append(case)
-    if show_all:
+    if arguments.all:
         for case in (case for members in groups.values() for case in members):
             print(describe_case(case))
+    totals = {name: summarize(ratios(members)) for name, members in groups.items()}
+    totals["all published"] = summarize(ratios(cases))
     print(f"{'source':62} jobs   ratio  median     90%  in range")
-    for name, members in groups.items():
-        print(summarize(name, ratios(members)))
-    print(summarize("all published", ratios(cases)))
+    for name, row in totals.items():
+        print(render(name, row))
     print("left out:")
     for reason, count in left_out.most_common():
         print(f"  {count:4} {reason}")
+    if arguments.check:
+        faults = check(totals)
+        print("\n".join(f"fault: {fault}" for fault in faults) or "published time: all good")
+        return 1 if faults else 0
+    head = provenance("benchmarks/published_time.py")
+    content = {**head, "groups": totals, "left_out": dict(left_out.most_common())}
+    RESULT.write_text(json.dumps(content, indent=2) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

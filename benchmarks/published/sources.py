@@ -12,6 +12,7 @@ SOURCES: dict[str, dict[str, Any]] = {
         "defaults": {
             "weights": "bf16",
             "compute": "bf16",
+            "autocast": True,
             "adapter_dtype": "fp32",
             "optimizer": "adamw-foreach",
             "attention": "flash",

@@ -23,7 +23,7 @@ def buy(flags: PlanFlags, request: JobRequest) -> None:
     if flags.as_json:
         show_json({"offers": [_describe(offer) for offer in offers]})
     else:
-        from tightfit.cli.render_buy import show_offers  # noqa: PLC0415  (rich)
+        from tightfit.cli.render_buy import show_offers
 
         show_offers(offers, request, num_shown=flags.top)
     if flags.save is not None:

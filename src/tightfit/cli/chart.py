@@ -113,11 +113,11 @@ def check_chart_path(path: Path) -> None:
 def write_chart(chart: Chart, path: Path) -> None:
     """PNG or HTML, by the file's ending."""
     if path.suffix.lower() == ".png":
-        from tightfit.cli.chart_png import write_png  # noqa: PLC0415  (matplotlib)
+        from tightfit.cli.chart_png import write_png
 
         write_png(chart, path)
     else:
-        from tightfit.cli.chart_html import write_html  # noqa: PLC0415  (circular)
+        from tightfit.cli.chart_html import write_html
 
         write_html(chart, path)
 

@@ -16,8 +16,8 @@ def write_png(chart: Chart, path: Path) -> None:
     """Draw into memory, then write the file whole."""
     try:
         # The object interface, not pyplot: no display, no global state.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
     except ImportError as fault:
         raise EnvironmentFaultError(
             "A PNG chart needs matplotlib, which is not installed.",
@@ -101,7 +101,7 @@ def _dress_axis(axis: Any, panel: Panel, chart: Chart) -> None:
 
 
 def _draw_legend(figure: Any, chart: Chart) -> None:
-    from matplotlib.patches import Patch  # noqa: PLC0415  (optional package)
+    from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=name) for name, colour in chart.colour_of.items()]
     figure.legend(

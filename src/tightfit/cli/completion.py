@@ -11,7 +11,7 @@ _COUNT_BEFORE_NAME = re.compile(r"^((?:\d+\s*n\s*x\s*)?\d+\s*x\s*)(.*)$", re.IGN
 def complete_model(incomplete: str) -> list[str]:
     """Catalogue names, with and without the owner. A shell never sees an error from here."""
     try:
-        from tightfit.models.resolve import list_models  # noqa: PLC0415  (only when asked)
+        from tightfit.models.resolve import list_models
 
         names = [row.model for row in list_models()]
     except Exception:
@@ -42,7 +42,7 @@ def complete_job(incomplete: str) -> list[str]:
 
 def _gpu_words() -> list[str]:
     try:
-        from tightfit.hardware.catalogue import gpu_names  # noqa: PLC0415  (only when asked)
+        from tightfit.hardware.catalogue import gpu_names
 
         return [name.replace(" ", "-") for name in gpu_names()]
     except Exception:

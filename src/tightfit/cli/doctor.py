@@ -15,7 +15,7 @@ def doctor(flags: DoctorFlags) -> None:
     if flags.as_json:
         show_json(checkup.model_dump(mode="json"))
     else:
-        from tightfit.cli.render_doctor import show_checkup  # noqa: PLC0415  (rich)
+        from tightfit.cli.render_doctor import show_checkup
 
         show_checkup(checkup)
     if checkup.exit_code:

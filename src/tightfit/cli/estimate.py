@@ -59,7 +59,7 @@ def _estimate_model(flags: EstimateFlags, name: str) -> None:
             }
         )
     else:
-        from tightfit.cli.render_estimate import show_estimate  # noqa: PLC0415  (rich)
+        from tightfit.cli.render_estimate import show_estimate
 
         show_estimate(judged, spec=spec, strategy=strategy, group=group)
     if flags.check and judged.verdict in (Verdict.DOES_NOT_FIT, Verdict.ILLEGAL):

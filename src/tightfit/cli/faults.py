@@ -35,7 +35,7 @@ def report_fault(fault: UserError, *, as_json: bool) -> int:
 def report_bug(fault: BaseException, *, argv: Sequence[str], as_json: bool) -> int:
     """An exception nobody foresaw: one line, and how to see the rest."""
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
-        import traceback  # noqa: PLC0415  (costs start-up time)
+        import traceback
 
         traceback.print_exception(fault)
     said = " ".join(str(fault).split())[:300]

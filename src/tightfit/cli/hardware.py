@@ -52,7 +52,7 @@ def _show_list(gpus: list[Gpu], *, as_json: bool) -> None:
     if as_json:
         show_json({"gpus": [gpu.model_dump(mode="json") for gpu in gpus]})
         return
-    from tightfit.cli.render_hardware import show_gpus  # noqa: PLC0415  (rich)
+    from tightfit.cli.render_hardware import show_gpus
 
     show_gpus(gpus)
 
@@ -69,7 +69,7 @@ def _show_gpu(name: str, *, as_json: bool) -> None:
             }
         )
         return
-    from tightfit.cli.render_hardware import show_gpu  # noqa: PLC0415  (rich)
+    from tightfit.cli.render_hardware import show_gpu
 
     show_gpu(record)
 
@@ -79,6 +79,6 @@ def _show_cluster(text: str, *, as_json: bool) -> None:
     if as_json:
         show_json(cluster.model_dump(mode="json"))
         return
-    from tightfit.cli.render_hardware import show_cluster  # noqa: PLC0415  (rich)
+    from tightfit.cli.render_hardware import show_cluster
 
     show_cluster(cluster)

@@ -8,6 +8,6 @@ from typing import Any
 
 def show_json(value: Any) -> None:
     """One JSON document on stdout and nothing else."""
-    import json  # noqa: PLC0415  (not for --help)
+    import json
 
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -59,7 +59,7 @@ def _show_list(rows: list[CatalogueRow], *, as_json: bool) -> None:
         ]
         show_json({"models": told})
         return
-    from tightfit.cli.render_models import show_models  # noqa: PLC0415  (rich)
+    from tightfit.cli.render_models import show_models
 
     show_models(specs)
 
@@ -77,6 +77,6 @@ def _show_one(spec: ModelSpec, *, as_json: bool) -> None:
             }
         )
         return
-    from tightfit.cli.render_models import show_model  # noqa: PLC0415  (rich)
+    from tightfit.cli.render_models import show_model
 
     show_model(spec, row)

@@ -37,7 +37,7 @@ def plan(flags: PlanFlags) -> None:
     if flags.as_json:
         show_json(describe_result(result))
     else:
-        from tightfit.cli.render_plan import show_plans  # noqa: PLC0415  (rich)
+        from tightfit.cli.render_plan import show_plans
 
         show_plans(result, is_explained=flags.explain, notes=cluster.warnings)
     if flags.save is not None:
@@ -62,15 +62,15 @@ def save_plan(best: Plan, path: Path) -> None:
 
 def _refuse(flags: PlanFlags, result: SearchResult) -> None:
     """Nothing fits: say what is short; the search's reasons still go into the JSON."""
-    fault = DoesNotFitError(
-        result.failure or "Nothing fits.",
-        remedy=f"{_repeat(flags)} --buy    (the cheapest hardware that fits it)",
-    )
+    remedy = f"{_repeat(flags)} --buy    (the cheapest hardware that fits it)"
+    if result.shortfall is None:
+        remedy = f"{_repeat(flags)} --on {flags.on} --explain    (every reason)"
+    fault = DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
     if flags.as_json:
         told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json({**describe_result(result), **told})
     elif flags.explain:
-        from tightfit.cli.render_plan import show_exclusions  # noqa: PLC0415  (rich)
+        from tightfit.cli.render_plan import show_exclusions
 
         show_exclusions(result)
     raise typer.Exit(report_fault(fault, as_json=False))

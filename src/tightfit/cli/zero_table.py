@@ -34,7 +34,7 @@ def print_zero_table(flags: EstimateFlags) -> None:
             }
         )
         return
-    from tightfit.cli.render_zero_table import show_zero_table  # noqa: PLC0415  (rich)
+    from tightfit.cli.render_zero_table import show_zero_table
 
     show_zero_table(
         rows,

@@ -151,12 +151,17 @@ class Strategy(BaseModel):
     so it keeps blocks of outgrown sizes."""
     checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    reentrant: bool = False
+    """Recompute inside a nested backward pass, torch's `use_reentrant=True`: the default of
+    transformers 4, around the sharded layer."""
     attention: Attention = Attention.SDPA
     loss: Loss = Loss.PLAIN
     fused_kernels: bool = False
     """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
     compile: bool = False
     sharding: Sharding = Sharding.SINGLE
+    fsdp_version: int = Field(default=2, ge=1, le=2)
+    """1: FullyShardedDataParallel with flat parameters; 2: `fully_shard`."""
     offload: Offload = Offload.NONE
     num_nodes: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
     gpus_per_node: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, known: Iterable[str], *, most: int = 3) -> list[str]:
-    """Known names close to `word`, best first, case ignored; names that contain it count as close."""
+    """Known names close to `word`, best first, case ignored; names that contain it count too."""
     by_fold: dict[str, str] = {}
     for name in known:
         by_fold.setdefault(name.casefold(), name)

@@ -28,16 +28,18 @@ _SUFFIXES = {
     "g": GIB,
     "t": 1024**4,
 }
+MAX_SIZE_TEXT = 40
+"""Longer texts are no sizes; the bound keeps their digits from overflowing a float."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """`24GiB`, `24 GB`, `24G`, `1024` as bytes. A bare letter is binary, as in Slurm and Kubernetes."""
-    match = _SIZE.fullmatch(text)
+    """`24GiB`, `24 GB`, `24G`, `1024` as bytes; a bare letter is binary, as Slurm has it."""
+    match = _SIZE.fullmatch(text) if len(text) <= MAX_SIZE_TEXT else None
     factor = _SUFFIXES.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise InvalidInputError(
-            f"`{text}` is not a size.", remedy="write it like 24GiB, 24GB or 1024"
+            f"`{text[:MAX_SIZE_TEXT]}` is not a size.", remedy="write it like 24GiB, 24GB or 1024"
         )
     return int(float(match.group(1)) * factor)
 
@@ -71,7 +73,7 @@ def render_seconds(seconds: float) -> str:
 def render_count(number: float) -> str:
     """`6.74 B`, `125 M`, `950`: parameters and tokens as people say them."""
     for factor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if abs(number) >= factor:
+        if abs(number) >= 0.9995 * factor:
             return f"{number / factor:.3g} {unit}"
     return f"{number:.0f}"
 

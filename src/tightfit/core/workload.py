@@ -6,13 +6,13 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 
 class DataProfile(BaseModel):
-    """Row lengths of a dataset in tokens, after truncation to `seq_len`; made by `data/profile.py`."""
+    """Row lengths of a dataset in tokens, truncated to `seq_len`; made by `data/profile.py`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     format: str
-    """`alpaca`, `chat`, `prompt-completion`, `dialogue-summary`, `question-context-answer`, `text`."""
+    """`alpaca`, `chat`, `prompt-completion`, ...: see `data/formats.py`."""
     num_rows: PositiveInt
     num_tokens: PositiveInt
     """Real tokens of one epoch."""

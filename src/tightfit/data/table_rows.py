@@ -56,8 +56,8 @@ def read_parquet(path: Path) -> Iterator[Row]:
     """Rows in batches; a column is a key."""
     require_file(path)
     try:
-        import pyarrow as arrow  # noqa: PLC0415
-        from pyarrow import parquet  # noqa: PLC0415
+        import pyarrow as arrow
+        from pyarrow import parquet
     except ImportError as fault:
         raise EnvironmentFaultError(
             f"Reading {path} needs pyarrow, which is not installed.",

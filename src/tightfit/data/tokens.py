@@ -39,7 +39,7 @@ def token_counter(model: str | None) -> TokenCounter:
     if path is None:
         return _guessing(f"no tokenizer.json of {model} on this machine")
     try:
-        import tokenizers  # noqa: PLC0415
+        import tokenizers
     except ImportError:
         return _guessing("for exact counts: pip install 'tightfit[data]'")
     return _exact(tokenizers, path)

@@ -159,9 +159,7 @@ def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: 
     return (1 if shares else num_targets) * numerics.adapter * width
 
 
-def _attention_bytes(
-    spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics
-) -> int:
+def _attention_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
     total = 0
     for role in (Role.ATTENTION, Role.CROSS_ATTENTION):
         parts = [part for part in block.linears if part.role is role]
@@ -171,11 +169,13 @@ def _attention_bytes(
         total += _score_bytes(spec, strategy, numerics)
         context = spec.num_heads * spec.head_dim
         output = _input_bytes(parts[-1:], context, strategy, numerics)
-        # Fused attention keeps its own output already; a cast copy for an adapter is another tensor.
+        # Fused attention keeps its own output already; a copy cast for an adapter is another.
         is_fused = not _is_eager(spec, strategy)
-        total += max(output, numerics.value * context) if is_fused and not _casts(
-            strategy, numerics
-        ) else output + (numerics.value * context if is_fused else 0)
+        total += (
+            max(output, numerics.value * context)
+            if is_fused and not _casts(strategy, numerics)
+            else output + (numerics.value * context if is_fused else 0)
+        )
     if block.head_norm_params:
         heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         total += (4 + (numerics.value if numerics.is_full else 0)) * heads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tightfit.core.units import GIB, MIB
+from tightfit.core.units import GIB
 from tightfit.estimate.result import Verdict
 
 CONTEXT_BYTES = 3 * GIB // 4

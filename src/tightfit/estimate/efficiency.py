@@ -123,7 +123,7 @@ def find_rates(gpu: Gpu, strategy: Strategy, *, head_dim: int) -> Rates:
     """
     compute = strategy.compute
     # Adapters in fp32 beside a 16-bit model that no autocast covers multiply in fp32.
-    narrow = strategy.adapter_dtype if strategy.weights is compute else compute
+    narrow = compute if strategy.is_autocast else strategy.adapter_dtype
     matmul = sustained_flops(gpu, compute)
     return Rates(
         matmul_flops_per_second=matmul,
@@ -254,7 +254,7 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
     if strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
         value = strategy.compute.value_bytes
         inputs, outputs = (5 * value, 4 * value) if backward else (value, 6 * value)
-    elif strategy.weights is strategy.compute:
+    elif not strategy.is_autocast:
         inputs, outputs = (20, 22) if backward else (10, 28)
     else:
         inputs, outputs = (20, 10) if backward else (14, 12)

@@ -6,6 +6,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, render_bytes
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.allocator import estimate_context_bytes, judge_fit
+from tightfit.estimate.communication import describe_network
 from tightfit.estimate.host import estimate_disk_components, estimate_host_components
 from tightfit.estimate.memory import Moment, estimate_moments, hold, peak_moment
 from tightfit.estimate.phases import estimate_phases
@@ -114,8 +115,8 @@ def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str
     if host_limit is not None and host.peak_bytes > HOST_SHARE_FRACTION * host_limit:
         return (
             Verdict.DOES_NOT_FIT,
-            f"needs {render_bytes(host.peak_bytes)} of host memory per node; "
-            f"the node has {render_bytes(host_limit)}",
+            f"needs {render_bytes(host.peak_bytes)} of host memory per node; the node has "
+            f"{render_bytes(host_limit)}, {HOST_SHARE_FRACTION:.0%} of which a job may take",
         )
     if verdict is Verdict.FITS:
         spare = render_bytes(gpu.capacity_bytes - gpu.peak_reserved_bytes)
@@ -132,8 +133,9 @@ def _assumptions(
     found = list(spec.warnings)
     if node.host_memory_bytes is None:
         found.append("host memory was not stated: it is not checked")
-    if strategy.num_nodes > 1 and network_bytes_per_second is None:
-        found.append("the network between nodes was not stated: 10 Gbit/s Ethernet is assumed")
+    network = describe_network(strategy, network_bytes_per_second)
+    if network is not None:
+        found.append(network)
     if spec.max_positions is not None and strategy.seq_len > spec.max_positions:
         found.append(
             f"{strategy.seq_len} tokens is longer than the {spec.max_positions} positions "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tightfit.core.strategy import Method, Strategy
 from tightfit.estimate.activations import LayerBytes, estimate_layer_bytes
 from tightfit.estimate.allocator import estimate_context_bytes, estimate_slack_bytes
-from tightfit.estimate.buffers import BufferBytes, estimate_buffer_bytes
+from tightfit.estimate.buffers import estimate_buffer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
 from tightfit.estimate.state import StateBytes, estimate_state_bytes
 from tightfit.models.spec import ModelSpec
@@ -42,13 +42,13 @@ class ActivationBytes:
     kept: int
     """Everything alive at the end of the forward pass."""
     first_layer: int
-    """The first layer's own, at the end of the backward pass."""
+    """What is left of it at the end of the backward pass: the first layer's own."""
     working: int
     """Gradients of activations inside the worst layer, recomputed tensors included."""
 
 
 def estimate_activation_bytes(spec: ModelSpec, strategy: Strategy) -> ActivationBytes:
-    """Sum over layers, by what checkpointing keeps of each, with the final norm and the head's input."""
+    """Sum over layers of what checkpointing keeps of each, and of the final norm."""
     tokens = strategy.tokens_per_micro_batch
     layers = [(b.num_layers, estimate_layer_bytes(spec, b, strategy)) for b in spec.blocks]
     worst = max((layer for _, layer in layers), key=lambda layer: layer.saved + layer.working)
@@ -62,11 +62,27 @@ def estimate_activation_bytes(spec: ModelSpec, strategy: Strategy) -> Activation
     recomputed = 0
     if strategy.checkpointing:
         recomputed = tokens * worst.saved + worst.adapted_weights
+    of_layers = sum(count * kept(layer) for count, layer in layers)
     return ActivationBytes(
-        kept=sum(count * kept(layer) for count, layer in layers) + tokens * final,
-        first_layer=kept(worst),
+        kept=of_layers + tokens * final,
+        first_layer=2 * of_layers if _pins_layer_inputs(strategy) else kept(worst),
         working=recomputed + tokens * worst.working,
     )
+
+
+def _pins_layer_inputs(strategy: Strategy) -> bool:
+    """Whether each layer's input, and its gradient beside it, outlives the layer's backward.
+
+    FSDP1 frees a frozen layer's gathered weights by a hook on the layer's inputs, and holds
+    that hook until the whole backward pass is over. A reentrant checkpoint hands the layer
+    detached inputs, which are leaves: the hook then holds the leaf and the gradient in it.
+    Source: torch.distributed.fsdp._runtime_utils `_register_post_backward_reshard_only_hook`,
+    torch.utils.checkpoint `CheckpointFunction`; counted on two CPU ranks: 2 x 2 bytes x hidden
+    per layer at the end of the backward pass, and nothing of it without reentrance.
+    """
+    is_wrapped = strategy.sharding.is_fsdp and strategy.fsdp_version == 1
+    is_nested = strategy.checkpointing and strategy.reentrant
+    return is_wrapped and is_nested and strategy.method is Method.LORA
 
 
 def _final_norm_bytes(spec: ModelSpec, strategy: Strategy, layer: LayerBytes) -> int:
@@ -91,7 +107,9 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
     head = _head_gradient_bytes(spec, strategy, state)
 
     def moment(name: str, **parts: int) -> Moment:
-        return Moment(name=name, components=_persistent(state) | {k: v for k, v in parts.items() if v})
+        return Moment(
+            name=name, components=_persistent(state) | {k: v for k, v in parts.items() if v}
+        )
 
     return [
         moment(

@@ -36,7 +36,7 @@ class Phase(_Frozen):
     """One stage of the job and its peak on the fullest GPU."""
 
     name: str
-    """`load`, `forward`, `backward`, `optimizer`, `eval`, `save`, `merge`, `quantize`, `inference`."""
+    """`load`, a moment of the step, `eval`, `save`, `merge`, `quantize` or `inference`."""
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
     """Allocated tensors, the allocator's slack and the CUDA context: what the process holds."""

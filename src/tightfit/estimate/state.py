@@ -16,7 +16,7 @@ from tightfit.estimate.weights import (
 from tightfit.models.spec import ModelSpec
 
 BLOCKWISE_STATE_BYTES = 2 + 2 * 4 / 256
-"""Two 8-bit moments with an fp32 scale per 256 values each. Source: arXiv:2110.02861, bitsandbytes."""
+"""Two 8-bit moments, each with an fp32 scale per 256 values. Source: arXiv:2110.02861."""
 ZERO_MASTER_BYTES = 4
 """DeepSpeed keeps fp32 weights beside the 16-bit ones. Source: ZeRO, arXiv:1910.02054, K = 12."""
 
@@ -143,8 +143,9 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) ->
 
     foreach AdamW takes the square root of all second moments at once; fused
     takes none. Adafactor works on one parameter at a time: its update and its
-    square in fp32, and fp32 copies of weight and gradient where they are 16 bit. ZeRO-1 and 2 upcast their gradient partition to fp32.
-    Source: torch.optim.adamw `_multi_tensor_adamw`; transformers Adafactor; DeepSpeed stage_1_and_2.
+    square in fp32, and fp32 copies of weight and gradient where they are 16
+    bit. ZeRO-1 and 2 upcast their gradient partition to fp32.
+    Source: torch.optim `_multi_tensor_adamw`; transformers Adafactor; DeepSpeed stage_1_and_2.
     """
     shards = strategy.num_shards
     if strategy.sharding in (Sharding.ZERO1, Sharding.ZERO2):

@@ -67,14 +67,18 @@ def packed_values(spec: ModelSpec, dtype: Dtype) -> int:
 def _packed_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple[int, int]:
     num_values = packed_values(spec, dtype)
     if dtype is Dtype.INT8:
-        rows = sum(b.num_layers * sum(p.copies * p.out_features for p in b.linears) for b in spec.blocks)
+        rows = sum(
+            b.num_layers * sum(p.copies * p.out_features for p in b.linears) for b in spec.blocks
+        )
         return num_values, 4 * rows
     if dtype is Dtype.NF4:
         num_scales = num_values // NF4_BLOCK
         state = num_scales + 4 * num_scales // NF4_OUTER_BLOCK if double_quant else 4 * num_scales
         return num_values // 2, state
     num_groups = num_values // GPTQ_GROUP
-    columns = sum(b.num_layers * sum(p.copies * p.in_features for p in b.linears) for b in spec.blocks)
+    columns = sum(
+        b.num_layers * sum(p.copies * p.in_features for p in b.linears) for b in spec.blocks
+    )
     return num_values // 2, 2 * num_groups + num_groups // 2 + 4 * columns
 
 

@@ -14,21 +14,21 @@ def resolve_hardware(text: str) -> Cluster:
     said = text.strip()
     word, colon, partition = said.partition(":")
     if said.casefold() == "here":
-        from tightfit.hardware.local import probe_here  # noqa: PLC0415 - psutil only when needed
+        from tightfit.hardware.local import probe_here
 
         return probe_here()
     if word.casefold() == "slurm":
-        from tightfit.hardware.slurm import probe_slurm  # noqa: PLC0415
+        from tightfit.hardware.slurm import probe_slurm
 
         if colon and not partition.strip():
             raise UsageError("`slurm:` names no partition.", remedy="--on slurm or --on slurm:NAME")
         return probe_slurm(partition.strip() or None)
     if said.casefold() in ("k8s", "kubernetes"):
-        from tightfit.hardware.kubernetes import probe_kubernetes  # noqa: PLC0415
+        from tightfit.hardware.kubernetes import probe_kubernetes
 
         return probe_kubernetes()
     if said.casefold().endswith((".yaml", ".yml")):
-        from tightfit.hardware.cluster_file import read_cluster_file  # noqa: PLC0415
+        from tightfit.hardware.cluster_file import read_cluster_file
 
         return read_cluster_file(Path(said).expanduser())
     if not said:

@@ -16,6 +16,7 @@ from tightfit.models.catalogue import (
 from tightfit.models.config import read_config_file
 from tightfit.models.hub_cache import find_in_hub_cache, locate_hub_cache
 from tightfit.models.spec import ModelSpec
+from tightfit.models.synthetic import read_synthetic
 
 __all__ = ["CatalogueRow", "list_models", "resolve_model", "search_models"]
 
@@ -24,7 +25,7 @@ _NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler"
 
 
 def resolve_model(name: str, *, hub_cache: Path | None = None) -> ModelSpec:
-    """Find a model by path, catalogue name, alias or cached hub id, in this order.
+    """Find a model by path, catalogue name, alias, cached hub id or mere size, in this order.
 
     Reads no weights and asks no network. Raises NotFoundError or InvalidInputError.
     """
@@ -40,6 +41,9 @@ def resolve_model(name: str, *, hub_cache: Path | None = None) -> ModelSpec:
     known = _read_known(name, hub_cache or locate_hub_cache())
     if known is not None:
         return known
+    sized = read_synthetic(name)
+    if sized is not None:
+        return sized
     raise fault or _unknown(name)
 
 
@@ -124,7 +128,7 @@ def measure_weights(folder: Path) -> int | None:
 
 
 def _read_gguf(path: Path) -> ModelSpec:
-    from tightfit.models.gguf_spec import read_gguf_model  # noqa: PLC0415 - most runs need none
+    from tightfit.models.gguf_spec import read_gguf_model
 
     return read_gguf_model(path)
 

@@ -8,6 +8,7 @@ from tightfit.estimate.job import estimate_job
 from tightfit.estimate.result import Estimate, Verdict
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
+from tightfit.planning.assume import assume_host, describe_assumption
 from tightfit.planning.case import Case
 from tightfit.planning.rules import find_violations, find_warnings
 
@@ -26,10 +27,11 @@ def judge(
     An illegal strategy keeps its memory figures: people want to see what they asked for.
     Warnings join the assumptions, in the same order as in `rules.py`.
     """
+    assumed = assume_host(node)
     estimate = estimate_job(
         spec=spec,
         strategy=strategy,
-        node=node,
+        node=assumed,
         network_bytes_per_second=network_bytes_per_second,
         profile=profile,
     )
@@ -40,6 +42,7 @@ def judge(
         update["verdict"] = Verdict.ILLEGAL
         update["reason"] = "; ".join(violation.reason for violation in violations)
     warnings = tuple(warning.reason for warning in find_warnings(case))
+    warnings = (*describe_assumption(node, assumed), *warnings)
     if warnings:
         update["assumptions"] = (*estimate.assumptions, *warnings)
     return estimate.model_copy(update=update) if update else estimate

@@ -219,7 +219,9 @@ class Sieve:
             return
         if peak < miss.need_bytes:
             miss.need_bytes, miss.example = peak, strategy
-        if self.nearest is None or peak < self.nearest.need_bytes:
+        # With everything offloaded a card lacks little and the host a lot: that is no near miss.
+        is_near = self.nearest is None or peak < self.nearest.need_bytes
+        if strategy.offload is Offload.NONE and is_near:
             self.nearest = Shortfall(
                 group=group.name,
                 strategy=strategy,

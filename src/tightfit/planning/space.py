@@ -21,7 +21,7 @@ from tightfit.hardware.types import Gpu, Node, NodeGroup
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.case import Case
 from tightfit.planning.request import JobRequest
-from tightfit.planning.rules import find_first_violation
+from tightfit.planning.rules import find_violations
 
 _Fields = dict[str, Any]
 
@@ -179,8 +179,7 @@ def choose_half(spec: ModelSpec, gpu: Gpu) -> Dtype:
         method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP16, attention=Attention.EAGER
     )
     case = Case(spec=spec, strategy=trial, node=Node(gpu=gpu, num_gpus=1), num_nodes=1)
-    violation = find_first_violation(case)
-    is_forbidden = violation is not None and violation.rule.startswith("fp16")
+    is_forbidden = any(v.rule.startswith("fp16") for v in find_violations(case))
     return Dtype.FP32 if is_forbidden else Dtype.FP16
 
 
@@ -189,8 +188,7 @@ def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attentio
     for attention in (Attention.SDPA, Attention.FLASH):
         trial = Strategy(method=Method.LOAD, weights=compute, compute=compute, attention=attention)
         case = Case(spec=spec, strategy=trial, node=node, num_nodes=1)
-        violation = find_first_violation(case)
-        if violation is None or not violation.rule.startswith(attention.value):
+        if not any(v.rule.startswith(attention.value) for v in find_violations(case)):
             return attention
     return Attention.EAGER
 
@@ -210,8 +208,8 @@ def _list_kernels(request: JobRequest, node: Node, *, is_coarse: bool) -> list[_
         return list(_KERNELS)
     trial = Strategy(method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP32, **_KERNELS[0])
     case = Case(spec=request.spec, strategy=trial, node=node, num_nodes=1)
-    violation = find_first_violation(case)
-    has_fused = violation is None or not violation.rule.startswith(("fused", "triton"))
+    names = [violation.rule for violation in find_violations(case)]
+    has_fused = not any(name.startswith(("fused", "triton")) for name in names)
     return [_KERNELS[0] if has_fused else _KERNELS[3]]
 
 

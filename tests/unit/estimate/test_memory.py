@@ -132,6 +132,7 @@ def test_full_tuning_in_the_optimizer_step_is_ten_bytes_a_parameter() -> None:
 
 
 LORA = {"method": "lora", "micro_batch": 4, "seq_len": 2048}
+SHORT = {"method": "lora", "seq_len": 128}
 FULL = {"method": "full", "micro_batch": 2, "seq_len": 2048}
 
 
@@ -149,7 +150,7 @@ FULL = {"method": "full", "micro_batch": 2, "seq_len": 2048}
             LORA | {"checkpointing": False},
         ),
         (LORA | {"weights": "nf4"}, LORA | {"weights": "int8"}),
-        (LORA | {"weights": "int8"}, LORA),
+        (SHORT | {"weights": "int8"}, SHORT),
         (LORA, LORA | {"weights": "fp32"}),
         (LORA | {"weights": "nf4"}, LORA | {"weights": "nf4", "double_quant": False}),
         (LORA | {"weights": "nf4"}, LORA | {"weights": "nf4", "upcast_unquantized": True}),
@@ -259,7 +260,8 @@ def test_offload_moves_state_to_the_host() -> None:
 def test_a_sliding_window_bounds_the_cache() -> None:
     spec = resolve_model("gemma-2-2b")
     short, long = (
-        kv_cache_bytes(spec, Strategy(method=Method.LOAD, seq_len=length)) for length in (4096, 8192)
+        kv_cache_bytes(spec, Strategy(method=Method.LOAD, seq_len=length))
+        for length in (4096, 8192)
     )
 
     assert long < 2 * short

@@ -7,6 +7,7 @@ import pytest
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding, Strategy
 from tightfit.core.units import GB, GIB
+from tightfit.estimate.memory import estimate_moments, peak_moment
 from tightfit.estimate.state import estimate_state_bytes
 from tightfit.estimate.zero_table import estimate_zero_table, largest_layer_params
 from tightfit.models.resolve import resolve_model
@@ -73,9 +74,27 @@ def test_model_states_of_the_zero_papers_64_gpu_example(
 ) -> None:
     """ZeRO, arXiv:1910.02054 figure 1: 7.5B parameters on 64 GPUs, mixed precision with Adam."""
     strategy = Strategy(
-        method=Method.FULL, weights=Dtype.FP16, compute=Dtype.FP16, sharding=sharding, gpus_per_node=64
+        method=Method.FULL,
+        weights=Dtype.FP16,
+        compute=Dtype.FP16,
+        sharding=sharding,
+        gpus_per_node=64,
     )
     state = estimate_state_bytes(_of_size(7_500_000_000), strategy)
 
     states_gb = (state.weights + state.gradients + state.optimizer) / GB
     assert round(states_gb, 1) == published_gb
+
+
+def test_the_fields_rule_of_thumb_for_a_billion_parameters() -> None:
+    """About 22 GB to train 1e9 parameters in fp32 with Adam: weights, gradients, two moments
+    and the activations of one ordinary sequence."""
+    spec = resolve_model("1e9-params")
+    strategy = Strategy(
+        method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP32, checkpointing=False
+    )
+    peak = peak_moment(estimate_moments(spec, strategy))
+
+    assert spec.num_params == 1_000_000_000
+    assert spec.warnings
+    assert peak.allocated_bytes / GB == pytest.approx(22, rel=0.15)

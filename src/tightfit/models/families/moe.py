@@ -19,9 +19,7 @@ def read_mixtral(f: Fields) -> ModelSpec:
     stem = read_stem(f, kv_heads=f.size_or_default("num_key_value_heads", default=8))
     experts = read_experts(f, inner=stem.inner, count_default=8, per_token_default=2)
     window = f.window("sliding_window", default=None)
-    linears = split_attention(stem) + expert_linears(
-        stem, experts, router="gate", adapted=True
-    )
+    linears = split_attention(stem) + expert_linears(stem, experts, router="gate", adapted=True)
     return ModelSpec(
         **stem.numbers(),
         model_type="mixtral",
