@@ -1,11 +1,11 @@
 """Raw rates of one device: matrix products, attention, copies, optimizer passes, launches."""
 
-
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ def median_seconds(work: Callable[[], object], *, repeats: int = 10) -> float:
     """Median device time by events, after three unmeasured runs."""
     for _ in range(3):
         work()
-    seconds = []
+    seconds: list[float] = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -43,7 +43,7 @@ def measure_matmuls() -> list[dict[str, Any]]:
             for num_in, num_out in LINEAR_SHAPES:
                 left = torch.randn(tokens, num_in, device="cuda").to(dtype or torch.float32)
                 right = torch.randn(num_out, num_in, device="cuda").to(left.dtype)
-                seconds = median_seconds(lambda a=left, b=right: functional.linear(a, b), repeats=5)
+                seconds = median_seconds(partial(functional.linear, left, right), repeats=5)
                 flops = 2 * tokens * num_in * num_out
                 rows.append(
                     {"dtype": kind, "tokens": tokens, "in": num_in, "out": num_out}
@@ -97,11 +97,16 @@ def measure_copies() -> dict[str, float]:
     copy_seconds = median_seconds(lambda: other.copy_(device))
     rates = {"device_copy_read_plus_write": 2 * num_bytes / copy_seconds}
     for name, (target, source) in pairs.items():
-        seconds = median_seconds(
-            lambda t=target, s=source: t.copy_(s, non_blocking=True), repeats=3
-        )
+        copy = partial(target.copy_, source, non_blocking=True)
+        seconds = median_seconds(copy, repeats=3)
         rates[name] = num_bytes / seconds
     return {f"{name}_bytes_per_second": rate for name, rate in rates.items()}
+
+
+def make_adamw(weights: list[torch.Tensor], kind: str) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        weights, lr=1e-5, fused=kind == "fused" or None, foreach=kind == "foreach" or None
+    )
 
 
 def measure_optimizers() -> list[dict[str, Any]]:
@@ -113,7 +118,7 @@ def measure_optimizers() -> list[dict[str, Any]]:
             for weight in weights:
                 weight.requires_grad_()
                 weight.grad = torch.randn_like(weight)
-            optimizer = torch.optim.AdamW(weights, lr=1e-5, **{kind: True})
+            optimizer = make_adamw(weights, kind)
             seconds = median_seconds(optimizer.step, repeats=5)
             num_elements = 64 * 2**23
             num_bytes = 7 * num_elements * weights[0].element_size()
@@ -133,7 +138,7 @@ def measure_host_adamw() -> dict[str, float]:
         weight.grad = torch.randn_like(weight)
     rates = {}
     for kind in ("fused", "foreach"):
-        optimizer = torch.optim.AdamW(weights, lr=1e-5, **{kind: True})
+        optimizer = make_adamw(weights, kind)
         optimizer.step()
         start = time.perf_counter()
         for _ in range(3):

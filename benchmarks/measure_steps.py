@@ -9,7 +9,6 @@ Every case runs in a process of its own, forked from one that has torch loaded b
 context. A case already measured in the output file is not measured again.
 """
 
-
 from __future__ import annotations
 
 import argparse
@@ -33,7 +32,8 @@ from typing import Any
 
 import torch
 
-from _measure_job import Case, measure_case
+from _measure_case import Case
+from _measure_job import measure_case
 from _measure_rates import measure_rates
 
 LLAMA_1B, LLAMA_7B, LLAMA_8B = "Llama-3.2-1B", "Llama-2-7b-hf", "Llama-3.1-8B"

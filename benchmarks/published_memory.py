@@ -186,7 +186,7 @@ def check(total: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the committed result")
     parser.add_argument("--rows", action="store_true", help="print every row, worst first")
     arguments = parser.parse_args()

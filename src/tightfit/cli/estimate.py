@@ -22,6 +22,8 @@ def estimate(flags: EstimateFlags) -> None:
     """Print one estimate, or the ZeRO table."""
     if flags.zero_table:
         print_zero_table(flags)
+    elif flags.model is None and flags.total_params is not None:
+        _estimate_model(flags, f"{flags.total_params}-params")
     elif flags.model is None:
         raise UsageError(
             "Which model? MODEL is missing.", remedy="tightfit models    (lists the catalogue)"

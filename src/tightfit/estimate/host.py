@@ -45,6 +45,27 @@ def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, i
     return {name: size for name, size in parts.items() if size}
 
 
+def estimate_phase_host_bytes(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
+    """Host RAM of one node by phase; `step` for every moment of training and for evaluation.
+
+    Merging and quantizing hold the 16-bit model in host memory and work layer by layer.
+    """
+    parts = estimate_host_components(spec, strategy)
+    processes = parts["processes"]
+    offloaded = parts.get("offloaded_weights", 0) + parts.get("offloaded_optimizer", 0)
+    step = processes + offloaded
+    gathered = num_trainable(spec, strategy) * 4 if strategy.sharding.shards_weights else 0
+    whole = PROCESS_BYTES + 2 * spec.num_params
+    return {
+        "load": processes + parts.get("loading", 0) + parts.get("offloaded_weights", 0),
+        "step": step,
+        "save": step + (gathered if strategy.is_trained else 0),
+        "merge": whole,
+        "quantize": whole,
+        "inference": PROCESS_BYTES + min(2 * spec.num_params, FILE_SHARD_BYTES),
+    }
+
+
 def estimate_disk_components(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
     """Disk for the base model, checkpoints that can be resumed, and the result."""
     base = spec.file_bytes or spec.num_params * _stored_value_bytes(spec, strategy)

@@ -7,7 +7,11 @@ from tightfit.core.units import GIB, render_bytes
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.allocator import estimate_context_bytes, judge_fit
 from tightfit.estimate.communication import describe_network
-from tightfit.estimate.host import estimate_disk_components, estimate_host_components
+from tightfit.estimate.host import (
+    estimate_disk_components,
+    estimate_host_components,
+    estimate_phase_host_bytes,
+)
 from tightfit.estimate.memory import Moment, estimate_moments, hold, peak_moment
 from tightfit.estimate.phases import estimate_phases
 from tightfit.estimate.result import (
@@ -79,19 +83,26 @@ def _gpu_memory(
         capacity_bytes=node.free_gpu_memory_bytes or node.gpu.memory_bytes,
         components=components,
     )
-    ordered = [around[0], *moments, *around[1:]]
-    steps = {moment.name: moments for moment in moments}
-    return gpu, tuple(_phase(m, steps.get(m.name, []), strategy) for m in ordered)
+    host = estimate_phase_host_bytes(spec, strategy)
+
+    def phase(moment: Moment, held: dict[str, int]) -> Phase:
+        return Phase(
+            name=moment.name,
+            peak_allocated_bytes=moment.allocated_bytes,
+            peak_reserved_bytes=sum(held.values()),
+            components=held,
+            host_peak_bytes=host.get(moment.name, host["step"]),
+        )
+
+    steps = (phase(m, _within(gpu, hold(m, moments, strategy))) for m in moments)
+    load, *later = (phase(m, hold(m, [], strategy)) for m in around)
+    return gpu, (load, *steps, *later)
 
 
-def _phase(moment: Moment, moments: list[Moment], strategy: Strategy) -> Phase:
-    components = hold(moment, moments, strategy)
-    return Phase(
-        name=moment.name,
-        peak_allocated_bytes=moment.allocated_bytes,
-        peak_reserved_bytes=sum(components.values()),
-        components=components,
-    )
+def _within(gpu: GpuMemory, held: dict[str, int]) -> dict[str, int]:
+    """The same, with no more slack than the step's reserve leaves: it never grows past its peak."""
+    over = max(0, sum(held.values()) - gpu.peak_reserved_bytes)
+    return held | {"allocator_slack": max(0, held["allocator_slack"] - over)}
 
 
 def _host_memory(spec: ModelSpec, strategy: Strategy, node: Node) -> HostMemory:

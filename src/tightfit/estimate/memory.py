@@ -111,6 +111,10 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             name=name, components=_persistent(state) | {k: v for k, v in parts.items() if v}
         )
 
+    tied = _tied_gradient_bytes(spec, strategy)
+    embedding = moment(
+        "embedding", gradients=state.gradients + tied, communication=buffers.backward_end
+    )
     return [
         moment(
             "forward",
@@ -144,11 +148,7 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             communication=buffers.backward_end,
             dequantized=buffers.dequantized,
         ),
-        moment(
-            "embedding",
-            gradients=state.gradients + _tied_gradient_bytes(spec, strategy),
-            communication=buffers.backward_end,
-        ),
+        *([embedding] if tied else []),
         moment(
             "optimizer",
             gradients=state.gradients,

@@ -88,10 +88,14 @@ def test_model_states_of_the_zero_papers_64_gpu_example(
 
 def test_the_fields_rule_of_thumb_for_a_billion_parameters() -> None:
     """About 22 GB to train 1e9 parameters in fp32 with Adam: weights, gradients, two moments
-    and the activations of one ordinary sequence."""
+    and the activations of one sequence at the same time, as in every accumulated micro-batch."""
     spec = resolve_model("1e9-params")
     strategy = Strategy(
-        method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP32, checkpointing=False
+        method=Method.FULL,
+        weights=Dtype.FP32,
+        compute=Dtype.FP32,
+        checkpointing=False,
+        grad_accum=2,
     )
     peak = peak_moment(estimate_moments(spec, strategy))
 
