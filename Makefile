@@ -32,6 +32,7 @@ check: install  ## what CI runs before the tests: style, types, rooms, generated
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/write_cli_docs.py --check
+	$(BIN)/python scripts/write_readme.py --check
 
 bench: install  ## predicted against published memory and time; fails if it got worse
 	$(BIN)/python benchmarks/h200_memory.py --check
@@ -44,6 +45,7 @@ format: install  ## let ruff rewrite what it can
 
 docs: install  ## write docs/cli.md again from --help
 	$(BIN)/python scripts/write_cli_docs.py
+	$(BIN)/python scripts/write_readme.py
 
 clean:  ## remove what the targets made
 	rm -rf .venv demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

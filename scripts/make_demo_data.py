@@ -1,6 +1,6 @@
 """Write a small text-to-SQL chat dataset, made from templates, with rows of very different lengths.
 
-    python scripts/make_demo_data.py demo-out/text_to_sql.jsonl
+python scripts/make_demo_data.py demo-out/text_to_sql.jsonl
 """
 
 from __future__ import annotations

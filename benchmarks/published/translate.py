@@ -257,6 +257,8 @@ def translate_fms(row: Row, job: Job) -> None:
     if job["method"] == "lora" and lora:
         job["lora_rank"], job["lora_targets"] = int(lora[1]), lora[2].split()
     job["reentrant"], job["fsdp_version"] = True, 1
+    if "santacoder" in job["model"]:
+        job["loss_upcast"], job["use_cache"] = False, True
     if job["seq_len"] is None:
         job["seq_len"] = 2048 if "santacoder" in job["model"] else 4096
 

@@ -156,6 +156,11 @@ class Strategy(BaseModel):
     transformers 4, around the sharded layer."""
     attention: Attention = Attention.SDPA
     loss: Loss = Loss.PLAIN
+    loss_upcast: bool = True
+    """Cast logits to fp32 before the loss. Off: the loss reads a shifted copy in the head's own
+    dtype, in fp32 only where autocast says so, as much modelling code of 2023 does."""
+    use_cache: bool = False
+    """Fill a key-value cache while training too; it stays until the loss is there."""
     fused_kernels: bool = False
     """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
     compile: bool = False

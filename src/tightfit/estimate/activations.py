@@ -53,9 +53,11 @@ class _Numerics:
     """Width in which adapters read their input."""
 
 
-def _numerics(strategy: Strategy) -> _Numerics:
-    is_upcast = strategy.weights.is_quantized and strategy.upcast_unquantized
-    # A quantized matrix returns the dtype it was given: fp32, where norms are.
+def _numerics(spec: ModelSpec, strategy: Strategy) -> _Numerics:
+    # A quantized matrix returns the dtype it was given: fp32, where norms are, and where
+    # autocast runs LayerNorm in fp32. Source: bitsandbytes Linear4bit; torch autocast's fp32 ops.
+    is_wide_norm = strategy.upcast_unquantized or (strategy.is_autocast and not spec.is_rms_norm)
+    is_upcast = strategy.weights.is_quantized and is_wide_norm
     value = 4 if is_upcast else strategy.compute.value_bytes
     return _Numerics(
         value=value,
@@ -74,7 +76,7 @@ def estimate_layer_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> L
     dense or with experts, eager or fused attention. Leaves out dropout masks
     and padding masks.
     """
-    numerics = _numerics(strategy)
+    numerics = _numerics(spec, strategy)
     norms = _norm_bytes(spec, block, strategy, numerics)
     attention = _attention_bytes(spec, block, strategy, numerics)
     mlp = _mlp_bytes(spec, block, strategy, numerics)
@@ -88,6 +90,20 @@ def estimate_layer_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> L
         working=max(mlp_peak, attention_peak) - saved,
         adapted_weights=_adapted_weight_bytes(block, strategy),
     )
+
+
+def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
+    """Keys and values that one layer leaves in the cache, per token.
+
+    Views of a fused projection keep all of it. Source: transformers 4.48 modeling_gpt_bigcode,
+    which fills the cache under gradient checkpointing too.
+    """
+    if not strategy.use_cache:
+        return 0
+    first = next(part for part in block.linears if part.role is Role.ATTENTION)
+    keys = 2 * spec.num_kv_heads * spec.head_dim
+    is_fused = first.out_features > spec.num_heads * spec.head_dim
+    return _numerics(spec, strategy).value * (first.out_features if is_fused else keys)
 
 
 def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:

@@ -47,6 +47,8 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
         return LossBytes(
             forward=kept + 4 * table // CHUNKS, backward=kept + (value + 8) * table // CHUNKS
         )
+    if not strategy.loss_upcast:
+        return _narrow(strategy, table=table, softcap=softcap)
     upcast = 0 if strategy.compute is Dtype.FP32 else 4 * table
     if strategy.loss is Loss.KERNEL:
         kept = value * table + upcast + softcap
@@ -54,6 +56,27 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     return LossBytes(
         forward=value * table + upcast + 4 * table + softcap,
         backward=12 * table + softcap,
+    )
+
+
+def _narrow(strategy: Strategy, *, table: int, softcap: int) -> LossBytes:
+    """Loss without an upcast: the logits and their shifted copy stay in the compute dtype.
+
+    Autocast runs log-softmax in fp32, with a cast copy before it, and a kernel's logits leave
+    the model as an fp32 copy. A kernel writes the gradient into the shifted copy.
+    Source: transformers 4.48 modeling_gpt_bigcode; torch autocast's fp32 ops; accelerate
+    `convert_outputs_to_fp32`.
+    """
+    value = strategy.compute.value_bytes
+    wide = 4 if strategy.is_autocast else value
+    if strategy.loss is Loss.KERNEL:
+        output = 4 * table if strategy.is_autocast and value != 4 else 0
+        return LossBytes(
+            forward=2 * value * table + output + softcap, backward=2 * value * table + softcap
+        )
+    cast = wide * table if wide != value else 0
+    return LossBytes(
+        forward=(2 * value + wide) * table + cast + softcap, backward=3 * wide * table + softcap
     )
 
 

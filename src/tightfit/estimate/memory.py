@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightfit.core.strategy import Method, Strategy
-from tightfit.estimate.activations import LayerBytes, estimate_layer_bytes
+from tightfit.estimate.activations import LayerBytes, cache_bytes, estimate_layer_bytes
 from tightfit.estimate.allocator import estimate_context_bytes, estimate_slack_bytes
 from tightfit.estimate.buffers import estimate_buffer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
@@ -45,6 +45,8 @@ class ActivationBytes:
     """What is left of it at the end of the backward pass: the first layer's own."""
     working: int
     """Gradients of activations inside the worst layer, recomputed tensors included."""
+    cache: int
+    """Keys and values of all layers, until the model's output is dropped."""
 
 
 def estimate_activation_bytes(spec: ModelSpec, strategy: Strategy) -> ActivationBytes:
@@ -67,6 +69,7 @@ def estimate_activation_bytes(spec: ModelSpec, strategy: Strategy) -> Activation
         kept=of_layers + tokens * final,
         first_layer=2 * of_layers if _pins_layer_inputs(strategy) else kept(worst),
         working=recomputed + tokens * worst.working,
+        cache=tokens * sum(b.num_layers * cache_bytes(spec, b, strategy) for b in spec.blocks),
     )
 
 
@@ -120,6 +123,7 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             "forward",
             gradients=accumulated,
             activations=activations.kept,
+            kv_cache=activations.cache,
             logits=loss.forward,
             communication=buffers.loss,
             autocast_copies=buffers.casts_forward,

@@ -33,7 +33,9 @@ def test_whole_layers_hold_most_of_it() -> None:
     assert sum(block.num_params for block in spec.blocks) > 0.85 * spec.num_params
 
 
-@pytest.mark.parametrize("name", ["0-params", "1e99-params", "-5B-params", "params", "1e13000-params"])
+@pytest.mark.parametrize(
+    "name", ["0-params", "1e99-params", "-5B-params", "params", "1e13000-params"]
+)
 def test_absurd_sizes_are_no_models(name: str) -> None:
     with pytest.raises(NotFoundError):
         resolve_model(name)
