@@ -56,12 +56,6 @@ def profile_dataset(
     return _summary(tally, _source_name(source), "+".join(formats), micro_batches)
 
 
-def padding_waste(profile: DataProfile, micro_batch: int) -> float:
-    """Share of padding at any micro-batch size, rebuilt from the profile's histogram if need be."""
-    known = profile.padding_waste_fraction.get(str(micro_batch))
-    return known if known is not None else estimate_padding_waste(profile.histogram, micro_batch)
-
-
 def _all_turns(source: Path | str | Sequence[Path | str], formats: list[str]) -> Iterator[Turns]:
     """Rows of all files as prompt and answer; each file is in one format throughout."""
     for path in data_files(source):

@@ -70,6 +70,13 @@ class JobRequest:
         default = int(Strategy.model_fields["seq_len"].default)
         return min(default, self.spec.max_positions or default)
 
+    @property
+    def longest_batch_len(self) -> int:
+        """Tokens per sequence of the worst batch without packing: the longest row's."""
+        if self.profile is None or "seq_len" in self.fixed:
+            return self.planned_seq_len
+        return min(self.planned_seq_len, self.profile.max_tokens)
+
 
 def _coerce(fixed: Mapping[str, object]) -> Mapping[str, object]:
     """The same fields with enums in place of words, or the first fault as a message."""

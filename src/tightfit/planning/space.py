@@ -214,13 +214,20 @@ def _list_kernels(request: JobRequest, node: Node, *, is_coarse: bool) -> list[_
 
 
 def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list[_Fields]:
-    """sdpa where the model has it; flash for packed rows, which it needs no mask for."""
+    """sdpa where the model has it; flash for packed rows, which it needs no mask for.
+
+    Rows that are not packed are padded to the longest of their batch: the worst
+    batch is as long as the longest row, and packed ones are as long as allowed.
+    """
     best = choose_attention(request.spec, node, compute=choose_half(request.spec, node.gpu))
-    found: list[_Fields] = [{"attention": best, "packing": False}]
+    found: list[_Fields] = [
+        {"attention": best, "packing": False, "seq_len": request.longest_batch_len}
+    ]
     if request.profile is not None and not request.spec.is_encoder_decoder:
         kinds = (best,) if is_coarse else tuple(dict.fromkeys((best, Attention.FLASH)))
         found += [{"attention": kind, "packing": True} for kind in kinds]
-    return found
+    stated = request.fixed.get("packing")
+    return [fields for fields in found if stated in (None, fields["packing"])] or found
 
 
 def _list_optimizers(fields: _Fields, *, is_coarse: bool) -> tuple[Optimizer, ...]:

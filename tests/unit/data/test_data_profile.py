@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.core.workload import DataProfile
-from tightfit.data.profile import padding_waste, profile_dataset
+from tightfit.data.profile import profile_dataset
 from tightfit.data.tokens import TOKENS_PER_MESSAGE, TOKENS_PER_ROW
 
 NEEDS = "un-skip with: pip install 'tightfit[data]'"
@@ -61,22 +60,6 @@ def test_numbers_of_a_small_set(tmp_path: Path, model_folder: Path) -> None:
     assert profile.num_packed_rows == 3  # 50 | 30+20 | 20
     assert profile.packing_waste_fraction == pytest.approx(1 - 120 / 150)
     assert profile.padding_waste_fraction == pytest.approx({"1": 0.0, "4": 1 - 120 / 200})
-
-
-def test_padding_waste_is_rebuilt_for_other_micro_batches(tmp_path: Path) -> None:
-    rng = random.Random(1)
-    sizes = [(rng.randint(1, 200), rng.randint(1, 100)) for _ in range(2000)]
-    path = write_rows(tmp_path / "a.jsonl", sizes)
-    profile = profile_dataset(path, seq_len=2048)
-    reread = DataProfile.model_validate_json(profile.model_dump_json())
-
-    for size in (3, 12, 100):
-        truth = profile_dataset(path, seq_len=2048, micro_batches=(size,))
-        assert padding_waste(reread, size) == pytest.approx(
-            truth.padding_waste_fraction[str(size)], abs=0.005
-        )
-    assert padding_waste(reread, 8) == reread.padding_waste_fraction["8"]
-    assert padding_waste(reread, 2) < padding_waste(reread, 3) < padding_waste(reread, 100)
 
 
 def test_text_is_trained_whole(tmp_path: Path, model_folder: Path) -> None:

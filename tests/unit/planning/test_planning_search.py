@@ -197,6 +197,17 @@ def test_short_rows_are_packed() -> None:
     assert plan.cost.usd_per_run == pytest.approx(expected)
 
 
+def test_the_longest_row_not_the_limit_sets_the_worst_batch() -> None:
+    rows = SHORT_ROWS.model_copy(update={"max_tokens": 400})
+    fixed = {"packing": False, "micro_batch": 4}
+    cluster = make_cluster((1, "A100-80GB"))
+    short = search(make_request(profile=rows, fixed=fixed), cluster).plans[0]
+    blind = search(make_request(fixed=fixed, seq_len=2048), cluster).plans[0]
+
+    assert short.strategy.seq_len == 400
+    assert short.estimate.gpu.peak_reserved_bytes < blind.estimate.gpu.peak_reserved_bytes
+
+
 def test_models_without_sdpa_or_fused_kernels_are_planned() -> None:
     plan = search(make_request("bloom-1b1"), make_cluster((1, "T4"))).plans[0]
     assert plan.strategy.attention is Attention.EAGER
