@@ -22,7 +22,7 @@ from tightfit.core.strategy import (
 )
 from tightfit.hardware.types import NodeGroup
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.space import choose_attention, choose_half
+from tightfit.planning.space import choose_attention, choose_half, must_repeat_keys
 
 DEFAULT_SEQ_LEN = int(Strategy.model_fields["seq_len"].default)
 
@@ -31,9 +31,11 @@ def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) 
     """The strategy the flags state, completed for this model and this group's card."""
     method = choices.read_word(flags.method, choices.METHODS, option="--method")
     dtypes = _choose_dtypes(flags, method=method, card_half=choose_half(spec, group.node.gpu))
+    attention = choose_attention(spec, group.node, compute=dtypes["compute"])
     given: dict[str, Any] = {
         **dtypes,
-        "attention": choose_attention(spec, group.node, compute=dtypes["compute"]),
+        "attention": attention,
+        "repeat_keys": must_repeat_keys(spec, group.node, attention=attention),
         "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
         **_choose_layout(flags, group),
         **_stated(flags),

@@ -155,6 +155,9 @@ class Strategy(BaseModel):
     """Recompute inside a nested backward pass, torch's `use_reentrant=True`: the default of
     transformers 4, around the sharded layer."""
     attention: Attention = Attention.SDPA
+    repeat_keys: bool = False
+    """Expand grouped keys and values before SDPA, which has no fused kernel for grouped heads
+    before Ampere or in fp32 and would hold the whole score matrix."""
     loss: Loss = Loss.PLAIN
     loss_upcast: bool = True
     """Cast logits to fp32 before the loss. Off: the loss reads a shifted copy in the head's own

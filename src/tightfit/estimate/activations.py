@@ -220,7 +220,7 @@ def _uses_math_kernel(spec: ModelSpec, strategy: Strategy) -> bool:
     FlashAttention has no fp32 and, as Falcon calls it, a mask; the
     memory-efficient kernel has no grouped heads.
     """
-    is_grouped = spec.num_kv_heads < spec.num_heads
+    is_grouped = spec.num_kv_heads < spec.num_heads and not strategy.repeat_keys
     has_no_flash = strategy.compute is Dtype.FP32 or spec.model_type == "falcon"
     return strategy.attention is Attention.SDPA and (
         spec.model_type in POSITION_BIAS or (has_no_flash and is_grouped)
@@ -230,7 +230,7 @@ def _uses_math_kernel(spec: ModelSpec, strategy: Strategy) -> bool:
 def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:
     """Queries, keys, values and, when eager, the S x S probabilities."""
     query = spec.num_heads * spec.head_dim
-    key = spec.num_kv_heads * spec.head_dim
+    key = (spec.num_heads if strategy.repeat_keys else spec.num_kv_heads) * spec.head_dim
     # What the view of the values keeps alive beside them. Falcon without grouped heads has ALiBi.
     is_rotary = spec.model_type != "falcon" or spec.num_kv_heads < spec.num_heads
     is_split = spec.model_type in FUSED_ROTARY and is_rotary

@@ -193,6 +193,14 @@ def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attentio
     return Attention.EAGER
 
 
+def must_repeat_keys(spec: ModelSpec, node: Node, *, attention: Attention) -> bool:
+    """Whether SDPA would fall back to its math kernel on this card: grouped heads before Ampere."""
+    capability = node.gpu.compute_capability
+    is_early = capability is not None and capability < (8, 0)
+    is_grouped = spec.num_kv_heads < spec.num_heads
+    return is_early and is_grouped and attention is Attention.SDPA
+
+
 def _list_shardings(layout: Layout, *, is_coarse: bool) -> list[_Fields]:
     pairs: tuple[tuple[Sharding, Offload], ...] = _ONE_GPU if layout.world_size == 1 else _MANY_GPUS
     if is_coarse:
@@ -220,6 +228,7 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     batch is as long as the longest row, and packed ones are as long as allowed.
     """
     best = choose_attention(request.spec, node, compute=choose_half(request.spec, node.gpu))
+    repeated = must_repeat_keys(request.spec, node, attention=best)
     found: list[_Fields] = [
         {"attention": best, "packing": False, "seq_len": request.longest_batch_len}
     ]
@@ -227,7 +236,10 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
         kinds = (best,) if is_coarse else tuple(dict.fromkeys((best, Attention.FLASH)))
         found += [{"attention": kind, "packing": True} for kind in kinds]
     stated = request.fixed.get("packing")
-    return [fields for fields in found if stated in (None, fields["packing"])] or found
+    wanted = [fields for fields in found if stated in (None, fields["packing"])] or found
+    return [
+        {**fields, "repeat_keys": repeated and fields["attention"] is best} for fields in wanted
+    ]
 
 
 def _list_optimizers(fields: _Fields, *, is_coarse: bool) -> tuple[Optimizer, ...]:

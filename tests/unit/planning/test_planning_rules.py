@@ -132,6 +132,12 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"attention": "sdpa"}, model="gemma-2-9b"),
         lambda: _case({"attention": "sdpa"}, model="gemma-3-1b-it"),
     ),
+    "sdpa-grouped-heads": (
+        lambda: _case({"attention": "sdpa"}, model="Llama-3.1-8B", gpu="T4"),
+        lambda: _case(
+            {"attention": "sdpa", "repeat_keys": True}, model="Llama-3.1-8B", gpu="T4"
+        ),
+    ),
     "sdpa-family": (
         lambda: _case({"attention": "sdpa"}, model="bloom-1b1"),
         lambda: _case({"attention": "sdpa"}, model="gpt2"),
