@@ -256,7 +256,7 @@ def translate_fms(row: Row, job: Job) -> None:
     lora = re.search(r"lora r=(\d+)\S* targets=([^;]*)", row["notes"])
     if job["method"] == "lora" and lora:
         job["lora_rank"], job["lora_targets"] = int(lora[1]), lora[2].split()
-    job["reentrant"], job["fsdp_version"] = True, 1
+    job |= {"reentrant": True, "recomputes_shards": True, "fsdp_version": 1}
     if "santacoder" in job["model"]:
         job["loss_upcast"], job["use_cache"] = False, True
     if job["seq_len"] is None:

@@ -137,6 +137,10 @@ class Strategy(BaseModel):
     lora_rank: PositiveInt = Field(default=16, le=65_536)
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
     """Suffixes of module names, or the single word `all-linear`."""
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Each adapter then keeps a dropped copy of its input, and the mask."""
+    keeps_quantized_inputs: bool = False
+    """4-bit matrices hold on to their input though they never need it: bitsandbytes < 0.43.2."""
     train_embeddings: bool = False
     """LoRA with fully trained embeddings and lm_head, for added tokens."""
     optimizer: Optimizer = Optimizer.ADAMW
@@ -153,7 +157,10 @@ class Strategy(BaseModel):
     """Recompute each layer in the backward pass instead of keeping its activations."""
     reentrant: bool = False
     """Recompute inside a nested backward pass, torch's `use_reentrant=True`: the default of
-    transformers 4, around the sharded layer."""
+    transformers 4."""
+    recomputes_shards: bool = False
+    """The recomputed call goes around a layer's FSDP wrapper, as transformers 4 has it, and not
+    inside."""
     attention: Attention = Attention.SDPA
     repeat_keys: bool = False
     """Expand grouped keys and values before SDPA, which has no fused kernel for grouped heads
@@ -170,6 +177,10 @@ class Strategy(BaseModel):
     sharding: Sharding = Sharding.SINGLE
     fsdp_version: int = Field(default=2, ge=1, le=2)
     """1: FullyShardedDataParallel with flat parameters; 2: `fully_shard`."""
+    mixes_frozen: bool = False
+    """Flat parameters that hold frozen and trained values together get a gradient for both."""
+    no_sync: bool = False
+    """Sharded gradients accumulate unsharded, and are reduced once a step."""
     offload: Offload = Offload.NONE
     num_nodes: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
     gpus_per_node: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)

@@ -81,12 +81,15 @@ def estimate_layer_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> L
     attention = _attention_bytes(spec, block, strategy, numerics)
     mlp = _mlp_bytes(spec, block, strategy, numerics)
     inputs = _context_bytes(spec, block, strategy, numerics)
-    saved = norms + attention + mlp + _quantized_input_bytes(spec, block, strategy)
+    held = _held_input_bytes(spec, block, strategy, numerics)
+    saved = norms + attention + mlp + held + _quantized_input_bytes(spec, block, strategy)
     mlp_peak = saved + _mlp_working(spec, block, numerics)
     attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
     return LayerBytes(
         saved=saved,
-        checkpoint=numerics.residual * spec.hidden_size + inputs,
+        checkpoint=numerics.residual * spec.hidden_size
+        + inputs
+        + (0 if strategy.reentrant else held),
         working=max(mlp_peak, attention_peak) - saved,
         adapted_weights=_adapted_weight_bytes(block, strategy),
     )
@@ -131,6 +134,29 @@ def _quantized_input_bytes(spec: ModelSpec, block: Block, strategy: Strategy) ->
     return _input_widths(spec, block) if strategy.weights is Dtype.INT8 else 0
 
 
+def _held_input_bytes(
+    spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics
+) -> int:
+    """Inputs that 4-bit matrices of old bitsandbytes hold beside what adapters keep of them.
+
+    They sit on the autograd context, so that only reentrant checkpointing drops them. Fused
+    attention keeps its own output, which is the input of the last attention matrix, anyway.
+    Source: bitsandbytes #1270, which removed it from MatMul4Bit.
+    """
+    if strategy.weights is not Dtype.NF4 or not strategy.keeps_quantized_inputs:
+        return 0
+    is_kept = _shares_inputs(strategy, numerics)
+    total = 0
+    for role in (Role.ATTENTION, Role.MLP):
+        parts = [part for part in block.linears if part.role is role]
+        for readers in (parts[:-1], parts[-1:]):
+            is_adapted = any(is_target(part, strategy.lora_targets) for part in readers)
+            is_output = role is Role.ATTENTION and readers == parts[-1:]
+            if readers and not (is_kept and is_adapted) and not is_output:
+                total += numerics.value * readers[0].in_features
+    return total
+
+
 def _context_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
     """Inputs that LLM.int8 keeps, and in 8 bit, even where the layer is recomputed.
 
@@ -171,8 +197,18 @@ def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: 
     num_targets = sum(is_target(part, strategy.lora_targets) for part in parts)
     if strategy.method is not Method.LORA or not num_targets:
         return 0
-    shares = numerics.adapter == numerics.value and not numerics.is_autocast
-    return (1 if shares else num_targets) * numerics.adapter * width
+    masks = num_targets * width if strategy.lora_dropout else 0
+    copies = 1 if _shares_inputs(strategy, numerics) else num_targets
+    return copies * numerics.adapter * width + masks
+
+
+def _shares_inputs(strategy: Strategy, numerics: _Numerics) -> bool:
+    """Whether adapters read the very tensor that their matrices read, and no cast or dropped copy.
+
+    Source: peft lora/layer.py; h200_steps.json, Llama-2-7b with and without `lora_dropout`.
+    """
+    is_cast = numerics.adapter != numerics.value or numerics.is_autocast
+    return not is_cast and not strategy.lora_dropout
 
 
 def _attention_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:

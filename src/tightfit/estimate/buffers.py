@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding, Strategy
+from tightfit.estimate.state import mixes_frozen
 from tightfit.estimate.weights import (
     estimate_weight_bytes,
     largest_layer,
@@ -137,7 +138,7 @@ def _model_bytes(spec: ModelSpec, strategy: Strategy) -> int:
 
 
 def _layer_gradient_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    if strategy.method is Method.FULL:
+    if strategy.method is Method.FULL or mixes_frozen(strategy):
         return largest_layer(spec) * strategy.compute.value_bytes
     if strategy.method is Method.LORA:
         values = max(layer_adapter_params(block, strategy) for block in spec.blocks)

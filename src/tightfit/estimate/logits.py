@@ -43,9 +43,11 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     if strategy.loss is Loss.FUSED:
         return _fused(spec, strategy)
     if strategy.loss is Loss.CHUNKED:
-        kept = (value + 4) * table + softcap
+        wide = 4 if strategy.loss_upcast else value
+        kept = (value + wide) * table + softcap
         return LossBytes(
-            forward=kept + 4 * table // CHUNKS, backward=kept + (value + 8) * table // CHUNKS
+            forward=kept + wide * table // CHUNKS,
+            backward=kept + (value + 2 * wide) * table // CHUNKS,
         )
     if not strategy.loss_upcast:
         return _narrow(strategy, table=table, softcap=softcap)

@@ -84,7 +84,7 @@ def _pins_layer_inputs(strategy: Strategy) -> bool:
     per layer at the end of the backward pass, and nothing of it without reentrance.
     """
     is_wrapped = strategy.sharding.is_fsdp and strategy.fsdp_version == 1
-    is_nested = strategy.checkpointing and strategy.reentrant
+    is_nested = strategy.checkpointing and strategy.reentrant and strategy.recomputes_shards
     return is_wrapped and is_nested and strategy.method is Method.LORA
 
 
@@ -106,7 +106,7 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
     buffers = estimate_buffer_bytes(spec, strategy)
     activations = estimate_activation_bytes(spec, strategy)
     loss = estimate_loss_bytes(spec, strategy)
-    accumulated = state.gradients if strategy.grad_accum > 1 else 0
+    accumulated = state.accumulated if strategy.grad_accum > 1 else 0
     head = _head_gradient_bytes(spec, strategy, state)
 
     def moment(name: str, **parts: int) -> Moment:
@@ -147,7 +147,7 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
         ),
         moment(
             "backward_end",
-            gradients=state.gradients,
+            gradients=max(accumulated, state.gradients),
             activations=activations.first_layer + activations.working,
             communication=buffers.backward_end,
             dequantized=buffers.dequantized,

@@ -29,6 +29,8 @@ class StateBytes:
     quantization: int
     adapters: int
     gradients: int
+    accumulated: int
+    """The same between two micro-batches: unsharded where their reduction waits."""
     optimizer: int
     optimizer_temporary: int
     """Only inside the optimizer step."""
@@ -80,7 +82,9 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
 
     shards = strategy.num_shards
     weight_shards = shards if sharding.shards_weights else 1
-    gradients = ceil(_gradient_bytes(spec, strategy, trained_bytes))
+    whole_gradients = _gradient_bytes(spec, strategy, trained_bytes)
+    gradients = ceil(whole_gradients / (shards if sharding.shards_gradients else 1))
+    accumulated = ceil(whole_gradients) if strategy.no_sync else gradients
     optimizer = ceil(
         sum(count * optimizer_bytes_per_value(strategy, width) for count, width in trained) / shards
     )
@@ -100,6 +104,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
         quantization=ceil(quantization_bytes / weight_shards) if host_weights == 0 else 0,
         adapters=0 if offload.moves_params else ceil(adapter_bytes / weight_shards),
         gradients=gradients,
+        accumulated=max(accumulated, gradients) if gradients else 0,
         optimizer=optimizer,
         optimizer_temporary=0
         if offload.moves_optimizer
@@ -127,15 +132,28 @@ def _trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, int]
     ]
 
 
+def mixes_frozen(strategy: Strategy) -> bool:
+    """Whether frozen weights get gradients for sharing a flat parameter with adapters."""
+    is_flat = strategy.sharding.is_fsdp and strategy.fsdp_version == 1
+    return is_flat and strategy.mixes_frozen and strategy.method is Method.LORA
+
+
 def _largest_share(spec: ModelSpec) -> float:
     """Share of all values in the largest group that a backward pass completes at once."""
     return max(largest_layer(spec), spec.embedding_params) / spec.num_params
 
 
 def _gradient_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) -> float:
+    """Gradients of all trained values, unsharded.
+
+    A flat parameter has one gradient: for its frozen values too, where it mixes the two.
+    Source: torch FullyShardedDataParallel docs, `use_orig_params`.
+    """
     if strategy.optimizer_in_backward:
-        trained_bytes = ceil(trained_bytes * _largest_share(spec))
-    return trained_bytes / (strategy.num_shards if strategy.sharding.shards_gradients else 1)
+        return trained_bytes * _largest_share(spec)
+    if mixes_frozen(strategy):
+        return spec.num_params * strategy.weights.value_bytes + trained_bytes
+    return trained_bytes
 
 
 def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) -> float:

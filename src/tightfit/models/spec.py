@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class _Frozen(BaseModel):
+    """Frozen, so sums over parts are computed once and kept; a changed copy starts without them."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        for name in set(copied.__dict__) - set(type(self).model_fields):
+            del copied.__dict__[name]
+        return copied
 
 
 class Role(str, Enum):
@@ -42,7 +56,7 @@ class Linear(_Frozen):
     """How many times the rank peft's `all-linear` gives it: 2 for a fused pair of experts'
     matrices, 0 where it finds nothing to adapt."""
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         return self.copies * self.out_features * (self.in_features + self.bias)
 
@@ -62,15 +76,15 @@ class Block(_Frozen):
     extra_params: NonNegativeInt = 0
     """Anything else in one layer: attention sinks, expert biases, ..."""
 
-    @property
+    @cached_property
     def norm_params(self) -> int:
         return sum(self.norm_widths) * (2 if self.norm_bias else 1) + self.head_norm_params
 
-    @property
+    @cached_property
     def layer_params(self) -> int:
         return sum(part.num_params for part in self.linears) + self.norm_params + self.extra_params
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         return self.num_layers * self.layer_params
 
@@ -121,15 +135,15 @@ class ModelSpec(_Frozen):
     file_bytes: NonNegativeInt | None = None
     """Size of the weights on disk, where the weights are there to be measured."""
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return sum(block.num_layers for block in self.blocks)
 
-    @property
+    @cached_property
     def is_encoder_decoder(self) -> bool:
         return any(block.kind == "encoder" for block in self.blocks)
 
-    @property
+    @cached_property
     def embedding_params(self) -> int:
         return self.vocab_size * (self.embedding_width or self.hidden_size)
 
@@ -139,7 +153,7 @@ class ModelSpec(_Frozen):
         bias = self.vocab_size if self.lm_head_bias else 0
         return bias + (0 if self.tie_embeddings else self.embedding_params)
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Every parameter once; a tied head is not counted again."""
         return (
@@ -150,7 +164,7 @@ class ModelSpec(_Frozen):
             + sum(block.num_params for block in self.blocks)
         )
 
-    @property
+    @cached_property
     def num_active_params(self) -> int:
         """Parameters one token passes through: the chosen experts only."""
         idle = sum(
@@ -163,7 +177,7 @@ class ModelSpec(_Frozen):
         )
         return self.num_params - idle
 
-    @property
+    @cached_property
     def linear_params(self) -> int:
         """Weights of the linear layers inside the blocks: what 4- and 8-bit loading packs."""
         return sum(

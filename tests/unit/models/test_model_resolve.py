@@ -209,3 +209,13 @@ def test_resolving_opens_one_config_and_loads_nothing_heavy() -> None:
     loaded = subprocess.check_output([sys.executable, "-c", probe], text=True).split()
 
     assert {"torch", "transformers", "numpy", "gguf", "huggingface_hub"}.isdisjoint(loaded)
+
+
+def test_a_changed_copy_counts_anew() -> None:
+    spec = resolve_model("gpt2")
+    counted = spec.num_params
+    longer = spec.model_copy(update={"outer_params": spec.outer_params + 7})
+
+    assert longer.num_params == counted + 7
+    assert spec == resolve_model("gpt2")
+    assert spec.model_dump() == resolve_model("gpt2").model_dump()
