@@ -27,6 +27,7 @@ from tightfit.estimate.memory import estimate_moments, hold, peak_moment
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.models.resolve import resolve_model
+from tightfit.models.spec import ModelSpec
 
 HERE = Path(__file__).resolve().parent
 JOBS = HERE / "published" / "jobs.jsonl"
@@ -87,9 +88,15 @@ def make_strategy(job: dict[str, Any]) -> Strategy:
     )
 
 
+def make_spec(job: dict[str, Any]) -> ModelSpec:
+    """The catalogue's model, changed where the source has modelling code of its own."""
+    stated = {k: v for k, v in job.get("extras", {}).items() if k in ModelSpec.model_fields}
+    return resolve_model(job["model"]).model_copy(update=stated)
+
+
 def predict(job: dict[str, Any]) -> Outcome:
     strategy = make_strategy(job)
-    moments = estimate_moments(resolve_model(job["model"]), strategy)
+    moments = estimate_moments(make_spec(job), strategy)
     peak = peak_moment(moments)
     held = hold(peak, moments, strategy)
     by_kind = {

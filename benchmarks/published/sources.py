@@ -17,9 +17,12 @@ SOURCES: dict[str, dict[str, Any]] = {
             "optimizer": "adamw-foreach",
             "attention": "flash",
             "loss": "plain",
+            "loss_upcast": False,
             "checkpointing": "full",
             "lora_rank": 64,
             "lora_targets": ["c_attn", "c_proj", "w1", "w2"],
+            "lora_dropout": 0.05,
+            "reentrant": True,
         },
         "evidence": [
             "finetune.py@2df8e8ac450f: optim adamw_torch; lora_r 64 on c_attn, c_proj, w1, w2; "
@@ -29,6 +32,8 @@ SOURCES: dict[str, dict[str, Any]] = {
             "README: CUDA 11.8, torch 2.0, flash attention 2, batch 1, accumulation 8",
             "figures dated 2023-10-11 and 2023-11-30 (git log -S), when peft was 0.5 and 0.6: "
             "lora/layer.py there leaves new adapter weights fp32",
+            "finetune.py: lora_dropout 0.05; modeling_qwen.py: torch checkpoints, then reentrant",
+            "accelerator.py:423@v0.24.1: no autocast under DeepSpeed, which casts the module",
             "modeling_qwen.py as kept in tomaarsen/attention_sinks@0125bd63f2f4: weights cast to "
             "bf16, cross entropy on 16-bit logits (autocast makes it fp32), a causal-mask buffer "
             "of max_position_embeddings squared bytes",
@@ -46,6 +51,9 @@ SOURCES: dict[str, dict[str, Any]] = {
             "checkpointing": "full",
             "lora_rank": 64,
             "lora_targets": ["k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj"],
+            "lora_dropout": 0.1,
+            "reentrant": True,
+            "fsdp_version": 1,
         },
         "evidence": [
             "train.py@05ed9f2a60f9: precision bf16 without a mixed-precision policy, sdpa, "
@@ -53,6 +61,9 @@ SOURCES: dict[str, dict[str, Any]] = {
             "Linear4bit quant_type nf4, quant_storage bf16; compress_statistics defaults to True "
             "(bitsandbytes nn/modules.py), double quantization; lm_head and embeddings stay bf16",
             "dummy data: every sample is longer than context_length and cut to it",
+            "train.py: lora_dropout 0.1; benchmarks_03_2024.md: --reentrant_checkpointing True, "
+            "README: to avoid a bitsandbytes bug that takes much memory (#1270, there until "
+            "0.43.2); apply_activation_checkpointing puts the checkpoint inside the FSDP unit",
             "peak = torch.cuda.max_memory_reserved / 2**30; CPUOffload(offload_params=True) keeps "
             "parameters, gradients and the optimizer step on the host",
         ],
@@ -66,7 +77,12 @@ SOURCES: dict[str, dict[str, Any]] = {
             "attention": "sdpa",
             "loss": "chunked",
             "checkpointing": "none",
-            "extras": {"tie_embeddings": False, "loss_dtype": "bf16"},
+            "extras": {"tie_embeddings": False},
+            "lora_dropout": 0.05,
+            "loss_upcast": False,
+            "fsdp_version": 1,
+            "mixes_frozen": True,
+            "no_sync": True,
         },
         "evidence": [
             "finetune/lora.py@8641822 (resource tables) and litgpt/finetune/lora.py@26857050fe3f: "
@@ -77,6 +93,13 @@ SOURCES: dict[str, dict[str, Any]] = {
             "ignore_modules, so lm_head is quantized too (its docstring)",
             "resource tables: lora_r 8 on query and value; config_hub yaml: rank and targets below",
             "embeddings are never tied: finetune refuses train.tie_embeddings",
+            "bitsandbytes 0.41.1 (resource tables), 0.42.0 (pyproject.toml@e7e8f7cf and before): "
+            "MatMul4Bit keeps its input until 0.43.2 (bitsandbytes #1270)",
+            "lora_dropout 0.05 (finetune/lora.py@8641822; yaml files, gemma 0.1)",
+            "FSDP units are Blocks with adapters inside, so flat parameters mix frozen and "
+            "trained values; fabric.no_backward_sync while accumulating; batch_size 128, or "
+            "global_batch_size of the yaml",
+            "model.py: the plain MLP calls torch.nn.functional.gelu, one op also for Phi",
             "model.py: logit softcapping (Gemma 2) computes the scores by hand, not with SDPA",
             "config_hub lora yaml all say devices: 1, so the 4xA10G rows used one GPU",
         ],
@@ -96,19 +119,23 @@ SOURCES: dict[str, dict[str, Any]] = {
             "full configs with torch.optim.AdamW at that commit all set fused: True",
             "README@30b8519e8 (2024-09-24) first prints 16.2 and 27.6 GiB; llama3_1/"
             "8B_lora_single_device.yaml and 70B_lora.yaml there: rank 8 on q,v and 16 on q,k,v, "
-            "activation checkpointing, CEWithChunkedOutputLoss, fused AdamW",
+            "activation checkpointing, CEWithChunkedOutputLoss, fused AdamW, no lora_dropout",
+            "training/_compile.py@30b8519e8, @1814feb17: compile covers each layer and the loss",
         ],
     },
     "modelscope/ms-swift": {
         "defaults": {
             "weights": "bf16",
             "compute": "bf16",
+            "autocast": True,
             "adapter_dtype": "bf16",
             "optimizer": "adamw-foreach",
             "attention": "flash",
             "loss": "plain",
             "checkpointing": "full",
             "lora_rank": 8,
+            "lora_dropout": 0.05,
+            "reentrant": True,
         },
         "evidence": [
             "memory = torch.cuda.max_memory_reserved / 2**30: swift/trainers/trainers.py:47"
@@ -119,6 +146,9 @@ SOURCES: dict[str, dict[str, Any]] = {
             "int4 (gptq) checkpoints are registered as float16; fix_fp16_trainable_bug makes their "
             "adapters fp32",
             "only qwen, yi and zephyr are registered with support_flash_attn",
+            "Benchmark.md@97e4d198b: torch 2.1.1, bitsandbytes 0.41.3.post2 (keeps inputs of 4-bit "
+            "matrices, #1270), no evaluation (dataset_test_ratio 0); lora_dropout_p 0.05; "
+            "transformers < 4.37: reentrant checkpoints; sft.py: bf16 or fp16, so autocast",
             "Benchmark.md: rows of 3234+-2548 tokens cut at max_length; the peak is the longest's",
         ],
     },
@@ -130,6 +160,10 @@ SOURCES: dict[str, dict[str, Any]] = {
             "loss": "plain",
             "checkpointing": "full",
             "packing": True,
+            "lora_dropout": 0.1,
+            "reentrant": True,
+            "recomputes_shards": True,
+            "fsdp_version": 1,
         },
         "evidence": [
             "scripts/benchmarks/benchmark.py@876e2ed6fc4e: packing_matrix [True] and "
@@ -144,7 +178,12 @@ SOURCES: dict[str, dict[str, Any]] = {
             "GPTQ",
             "accelerator.py:1577@v1.0.1: FSDP with mixed precision upcasts trainable flat "
             "parameters to fp32, adapters too",
-            "accelerate.yaml: FULL_SHARD, TRANSFORMER_BASED_WRAP, BACKWARD_PRE",
+            "accelerate.yaml: FULL_SHARD, TRANSFORMER_BASED_WRAP, BACKWARD_PRE; FSDP1, torch 2.4.1",
+            "scenarios*.yaml: lora_dropout 0.1; refs/requirements*.txt: bitsandbytes 0.43.3, "
+            "transformers 4.45.2 and 4.48.1, whose checkpoints are reentrant by default and call "
+            "the FSDP-wrapped layer (modeling_*.py: _gradient_checkpointing_func(layer.__call__))",
+            "transformers 4.48 modeling_gpt_bigcode.py: cross entropy on a shifted copy of 16-bit "
+            "logits, and the cache stays on under gradient checkpointing (use_cache True)",
             "peft v0.12.0, v0.13.2 mapping.py: autocast_adapter_dtype=True (fp32 adapters)",
             "foak: in-place Triton cross entropy on fp32 logits, fused norm and rope, fused LoRA "
             "when quantized; foak-liger: fused linear cross entropy",
@@ -197,6 +236,26 @@ LITGPT_LORA: dict[str, tuple[int, list[str]]] = {
     "mistral-7b-v0.2/lora.yaml": (32, _QV),
     "mistral-7b/lora.yaml": (32, _QV),
     "stablelm-base-alpha-3b/lora.yaml": (32, ["query_key_value"]),
+}
+
+# global_batch_size of the same yaml files
+LITGPT_BATCHES: dict[str, int] = {
+    "falcon-7b/lora.yaml": 8,
+    "gemma-2b/lora.yaml": 6,
+    "gemma2-9b/lora.yaml": 6,
+    "gemma2-9b/qlora.yaml": 6,
+    "llama-2-7b/full.yaml": 64,
+    "llama-2-7b/lora.yaml": 8,
+    "llama-3-8b/full.yaml": 64,
+    "llama-3.1-8b/full.yaml": 64,
+    "llama-3.1-8b/qlora.yaml": 8,
+    "llama-3.2-1b/full.yaml": 64,
+    "llama-3.2-1b/lora.yaml": 8,
+    "llama-3.2-3b/full.yaml": 64,
+    "mistral-7b-v0.2/lora.yaml": 8,
+    "mistral-7b/lora.yaml": 8,
+    "stablelm-base-alpha-3b/lora.yaml": 8,
+    "tiny-llama/full.yaml": 32,
 }
 
 # Per-device batch from a source's own script where the table leaves it out:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
-from sources import BATCHES, GPUS, LITGPT_LORA, MODELS, SOURCES, Job
+from sources import BATCHES, GPUS, LITGPT_BATCHES, LITGPT_LORA, MODELS, SOURCES, Job
 
 HERE = Path(__file__).parent
 CATALOGUE = HERE.parents[1] / "src" / "tightfit" / "catalogue" / "models"
@@ -157,13 +157,14 @@ def translate_qwen(row: Row, job: Job) -> None:
     if row["quant"]:
         job["compute"] = "fp16"
     if row["strategy"].startswith("DeepSpeed"):
+        job["autocast"] = False
         job["optimizer"] = "adamw"  # DeepSpeed's fused AdamW, fp32 master of what is trained
         job["adapter_dtype"] = job["compute"]  # the engine casts the whole module
 
 
 def translate_fsdp_qlora(row: Row, job: Job) -> None:
     if row["quant"]:
-        job["double_quant"] = True
+        job["double_quant"], job["keeps_quantized_inputs"] = True, True
     job["offload"] = "all" if row["offload"] == "CPU params" else "none"
 
 
@@ -171,7 +172,9 @@ def translate_litgpt(row: Row, job: Job) -> None:
     config = re.search(r"config (\S+\.yaml)", row["notes"])
     if row["quant"]:
         job["optimizer"] = "adamw"
+        job["keeps_quantized_inputs"] = True
         job["extras"]["quantize_lm_head"] = True
+    whole = 128 if config is None else LITGPT_BATCHES[config[1]]
     if config is None:
         fused_qkv = job["model"].startswith(("stabilityai/", "tiiuae/"))
         job["lora_rank"] = 8
@@ -179,8 +182,12 @@ def translate_litgpt(row: Row, job: Job) -> None:
     elif job["method"] == "lora":
         job["lora_rank"], job["lora_targets"] = LITGPT_LORA[config[1]]
         job["gpus"], job["sharding"] = 1, "single"  # devices: 1 in the yaml
+        job["lora_dropout"] = 0.1 if config[1].startswith("gemma") else 0.05
+    job["grad_accum"] = whole // job["gpus"] // job["micro_batch"]
     if "gemma-2-" in job["model"]:
         job["attention"] = "eager"
+    if "phi-" in job["model"]:
+        job["extras"]["activation"] = "gelu_pytorch_tanh"
     if job["gpus"] > 1:
         job["checkpointing"] = "full"
 
@@ -222,17 +229,19 @@ def translate_swift(row: Row, job: Job) -> None:
     if "targets ALL" in row["notes"] or "target=ALL" in row["notes"]:
         job["lora_targets"] = "all-linear"
     if row["quant"] == "int4 (bnb)":
-        job["double_quant"] = True
+        job["double_quant"], job["keeps_quantized_inputs"] = True, True
     if row["quant"] == "int4 (gptq)":
         job["compute"], job["adapter_dtype"] = "fp16", "fp32"
     if row["model"].startswith(("chatglm", "baichuan")):
         job["attention"] = "sdpa"  # no flash support registered; assumed, not looked up
+    if row["model"].startswith("qwen"):
+        job["loss_upcast"] = False  # modeling_qwen.py
     if "flash-attn OFF" in row["notes"]:
         job["attention"] = "eager"  # QWenAttention._attn
     job["packing"] = "packing" in row["method"]
     job["varying_lengths"] = not job["packing"]
     if "Megatron" in row["source"]:
-        job |= {"optimizer": "adamw", "packing": True}
+        job |= {"optimizer": "adamw", "packing": True, "autocast": False}
 
 
 def translate_fms(row: Row, job: Job) -> None:
@@ -256,7 +265,6 @@ def translate_fms(row: Row, job: Job) -> None:
     lora = re.search(r"lora r=(\d+)\S* targets=([^;]*)", row["notes"])
     if job["method"] == "lora" and lora:
         job["lora_rank"], job["lora_targets"] = int(lora[1]), lora[2].split()
-    job |= {"reentrant": True, "recomputes_shards": True, "fsdp_version": 1}
     if "santacoder" in job["model"]:
         job["loss_upcast"], job["use_cache"] = False, True
     if job["seq_len"] is None:
@@ -326,7 +334,7 @@ def translate(row: Row, index: int) -> Job:
     except ExcludedError as reason:
         return {"row": index, "source": row["source"], "excluded_because": str(reason)}
     if job["method"] == "full":
-        for key in ("adapter_dtype", "lora_rank", "lora_targets"):
+        for key in ("adapter_dtype", "lora_rank", "lora_targets", "lora_dropout"):
             job.pop(key, None)
     if job["attention"] == "flash" and job["compute"] == "fp32":
         raise AssertionError(f"row {index}: flash attention needs 16-bit")

@@ -31,7 +31,9 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     gradients of the loss and of log-softmax, both fp32: 12 bytes at the peak.
     Kernel writes the gradient into the fp32 copy and casts it down: 2 + 4 + 2.
     Chunked keeps the head's output and all log-softmax slices, but gradients
-    one slice at a time. Fused (Liger) never holds more than one slice of
+    one slice at a time; compiled, it keeps the head's output alone and computes
+    the rest again (torchtune `compile_loss`; counted under torch's min-cut
+    partitioner: 2 bytes, 4 eager). Fused (Liger) never holds more than one slice of
     logits, and writes the gradient of the hidden states at once.
     Leaves out the shifted copy that transformers before 4.45 made.
     Source: transformers loss_utils.ForCausalLMLoss; liger fused_linear_cross_entropy.
@@ -43,6 +45,9 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     if strategy.loss is Loss.FUSED:
         return _fused(spec, strategy)
     if strategy.loss is Loss.CHUNKED:
+        if strategy.compile:
+            kept = value * table + softcap
+            return LossBytes(forward=kept, backward=kept + value * table // CHUNKS)
         wide = 4 if strategy.loss_upcast else value
         kept = (value + wide) * table + softcap
         return LossBytes(

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tightfit.core.strategy import Method, Strategy
-from tightfit.estimate.activations import LayerBytes, cache_bytes, estimate_layer_bytes
+from tightfit.estimate.activations import (
+    LayerBytes,
+    cache_bytes,
+    estimate_layer_bytes,
+    fuses_pointwise,
+)
 from tightfit.estimate.allocator import estimate_context_bytes, estimate_slack_bytes
 from tightfit.estimate.buffers import estimate_buffer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
@@ -91,7 +96,7 @@ def _pins_layer_inputs(strategy: Strategy) -> bool:
 def _final_norm_bytes(spec: ModelSpec, strategy: Strategy, layer: LayerBytes) -> int:
     """The last norm's fp32 copy, its output, and the stream it read."""
     value = strategy.compute.value_bytes
-    kept = (4 + value) if spec.is_rms_norm and not strategy.fused_kernels else value
+    kept = (4 + value) if spec.is_rms_norm and not fuses_pointwise(strategy) else value
     return kept * spec.hidden_size + layer.checkpoint
 
 
