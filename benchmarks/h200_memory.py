@@ -36,7 +36,7 @@ OPTIMIZERS = {
     "paged-adamw-8bit": "adamw-paged-8bit",
 }
 INEXPRESSIBLE = (
-    *("keep_outputs", "clip", "padding", "lora_dropout", "expandable_segments"),
+    *("keep_outputs", "clip", "padding", "expandable_segments"),
     "memory_cap_bytes",
 )
 """Switches of the measurement that a Strategy has no word for; such cases are left out."""
@@ -69,6 +69,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         optimizer=OPTIMIZERS[options["optimizer"]],
         lora_rank=options["lora_rank"],
         lora_targets=tuple(targets.split(",")) if isinstance(targets, str) else tuple(targets),
+        lora_dropout=options["lora_dropout"],
         micro_batch=options["micro_batch"],
         seq_len=options["seq_len"],
         grad_accum=options["accumulation"],

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import provenance
+from tightfit.core.quirks import Quirks
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.allocator import judge_fit
@@ -84,7 +85,10 @@ def make_strategy(job: dict[str, Any]) -> Strategy:
     if isinstance(targets, str):
         fields["lora_targets"] = (targets,)
     return Strategy(
-        **fields, checkpointing=job["checkpointing"] != "none", gpus_per_node=job["gpus"]
+        **fields,
+        checkpointing=job["checkpointing"] != "none",
+        gpus_per_node=job["gpus"],
+        quirks=Quirks(**{name: job[name] for name in Quirks.model_fields if name in job}),
     )
 
 

@@ -17,7 +17,7 @@ SOURCES: dict[str, dict[str, Any]] = {
             "optimizer": "adamw-foreach",
             "attention": "flash",
             "loss": "plain",
-            "loss_upcast": False,
+            "narrow_loss": True,
             "checkpointing": "full",
             "lora_rank": 64,
             "lora_targets": ["c_attn", "c_proj", "w1", "w2"],
@@ -53,7 +53,7 @@ SOURCES: dict[str, dict[str, Any]] = {
             "lora_targets": ["k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj"],
             "lora_dropout": 0.1,
             "reentrant": True,
-            "fsdp_version": 1,
+            "flat_shards": True,
         },
         "evidence": [
             "train.py@05ed9f2a60f9: precision bf16 without a mixed-precision policy, sdpa, "
@@ -79,8 +79,8 @@ SOURCES: dict[str, dict[str, Any]] = {
             "checkpointing": "none",
             "extras": {"tie_embeddings": False},
             "lora_dropout": 0.05,
-            "loss_upcast": False,
-            "fsdp_version": 1,
+            "narrow_loss": True,
+            "flat_shards": True,
             "mixes_frozen": True,
             "no_sync": True,
         },
@@ -163,7 +163,7 @@ SOURCES: dict[str, dict[str, Any]] = {
             "lora_dropout": 0.1,
             "reentrant": True,
             "recomputes_shards": True,
-            "fsdp_version": 1,
+            "flat_shards": True,
         },
         "evidence": [
             "scripts/benchmarks/benchmark.py@876e2ed6fc4e: packing_matrix [True] and "

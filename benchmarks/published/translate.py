@@ -235,7 +235,7 @@ def translate_swift(row: Row, job: Job) -> None:
     if row["model"].startswith(("chatglm", "baichuan")):
         job["attention"] = "sdpa"  # no flash support registered; assumed, not looked up
     if row["model"].startswith("qwen"):
-        job["loss_upcast"] = False  # modeling_qwen.py
+        job["narrow_loss"] = True  # modeling_qwen.py
     if "flash-attn OFF" in row["notes"]:
         job["attention"] = "eager"  # QWenAttention._attn
     job["packing"] = "packing" in row["method"]
@@ -266,7 +266,7 @@ def translate_fms(row: Row, job: Job) -> None:
     if job["method"] == "lora" and lora:
         job["lora_rank"], job["lora_targets"] = int(lora[1]), lora[2].split()
     if "santacoder" in job["model"]:
-        job["loss_upcast"], job["use_cache"] = False, True
+        job["narrow_loss"], job["use_cache"] = True, True
     if job["seq_len"] is None:
         job["seq_len"] = 2048 if "santacoder" in job["model"] else 4096
 

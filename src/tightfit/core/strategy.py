@@ -11,6 +11,7 @@ from enum import Enum
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.quirks import NO_QUIRKS, Quirks
 
 MAX_MICRO_BATCH = 65_536
 MAX_SEQ_LEN = 16_777_216
@@ -139,8 +140,6 @@ class Strategy(BaseModel):
     """Suffixes of module names, or the single word `all-linear`."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Each adapter then keeps a dropped copy of its input, and the mask."""
-    keeps_quantized_inputs: bool = False
-    """4-bit matrices hold on to their input though they never need it: bitsandbytes < 0.43.2."""
     train_embeddings: bool = False
     """LoRA with fully trained embeddings and lm_head, for added tokens."""
     optimizer: Optimizer = Optimizer.ADAMW
@@ -150,40 +149,22 @@ class Strategy(BaseModel):
     seq_len: PositiveInt = Field(default=2048, le=MAX_SEQ_LEN)
     grad_accum: PositiveInt = Field(default=1, le=MAX_MICRO_BATCH)
     packing: bool = False
-    varying_lengths: bool = False
-    """Each batch is padded to its own longest row and the allocator has no expandable segments,
-    so it keeps blocks of outgrown sizes."""
     checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    reentrant: bool = False
-    """Recompute inside a nested backward pass, torch's `use_reentrant=True`: the default of
-    transformers 4."""
-    recomputes_shards: bool = False
-    """The recomputed call goes around a layer's FSDP wrapper, as transformers 4 has it, and not
-    inside."""
     attention: Attention = Attention.SDPA
     repeat_keys: bool = False
     """Expand grouped keys and values before SDPA, which has no fused kernel for grouped heads
     before Ampere or in fp32 and would hold the whole score matrix."""
     loss: Loss = Loss.PLAIN
-    loss_upcast: bool = True
-    """Cast logits to fp32 before the loss. Off: the loss reads a shifted copy in the head's own
-    dtype, in fp32 only where autocast says so, as much modelling code of 2023 does."""
-    use_cache: bool = False
-    """Fill a key-value cache while training too; it stays until the loss is there."""
     fused_kernels: bool = False
     """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
     compile: bool = False
     sharding: Sharding = Sharding.SINGLE
-    fsdp_version: int = Field(default=2, ge=1, le=2)
-    """1: FullyShardedDataParallel with flat parameters; 2: `fully_shard`."""
-    mixes_frozen: bool = False
-    """Flat parameters that hold frozen and trained values together get a gradient for both."""
-    no_sync: bool = False
-    """Sharded gradients accumulate unsharded, and are reduced once a step."""
     offload: Offload = Offload.NONE
     num_nodes: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
     gpus_per_node: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
+    quirks: Quirks = NO_QUIRKS
+    """Habits of software other than ours; for speaking of other people's jobs."""
 
     @property
     def world_size(self) -> int:

@@ -101,7 +101,7 @@ def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
     Views of a fused projection keep all of it. Source: transformers 4.48 modeling_gpt_bigcode,
     which fills the cache under gradient checkpointing too.
     """
-    if not strategy.use_cache:
+    if not strategy.quirks.use_cache:
         return 0
     first = next(part for part in block.linears if part.role is Role.ATTENTION)
     keys = 2 * spec.num_kv_heads * spec.head_dim
@@ -143,9 +143,9 @@ def _held_input_bytes(
     keeps anyway. Only reentrant checkpointing drops them with the layer.
     Source: bitsandbytes #1270, which removed it from MatMul4Bit.
     """
-    if strategy.weights is not Dtype.NF4 or not strategy.keeps_quantized_inputs:
+    if strategy.weights is not Dtype.NF4 or not strategy.quirks.keeps_quantized_inputs:
         return 0
-    if is_recomputed and strategy.reentrant:
+    if is_recomputed and strategy.quirks.reentrant:
         return 0
     shares = _shares_inputs(strategy, numerics)
     total = 0

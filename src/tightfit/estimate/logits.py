@@ -48,13 +48,13 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
         if strategy.compile:
             kept = value * table + softcap
             return LossBytes(forward=kept, backward=kept + value * table // CHUNKS)
-        wide = 4 if strategy.loss_upcast else value
+        wide = value if strategy.quirks.narrow_loss else 4
         kept = (value + wide) * table + softcap
         return LossBytes(
             forward=kept + wide * table // CHUNKS,
             backward=kept + (value + 2 * wide) * table // CHUNKS,
         )
-    if not strategy.loss_upcast:
+    if strategy.quirks.narrow_loss:
         return _narrow(strategy, table=table, softcap=softcap)
     upcast = 0 if strategy.compute is Dtype.FP32 else 4 * table
     if strategy.loss is Loss.KERNEL:

@@ -88,8 +88,10 @@ def _pins_layer_inputs(strategy: Strategy) -> bool:
     torch.utils.checkpoint `CheckpointFunction`; counted on two CPU ranks: 2 x 2 bytes x hidden
     per layer at the end of the backward pass, and nothing of it without reentrance.
     """
-    is_wrapped = strategy.sharding.is_fsdp and strategy.fsdp_version == 1
-    is_nested = strategy.checkpointing and strategy.reentrant and strategy.recomputes_shards
+    is_wrapped = strategy.sharding.is_fsdp and strategy.quirks.flat_shards
+    is_nested = (
+        strategy.checkpointing and strategy.quirks.reentrant and strategy.quirks.recomputes_shards
+    )
     return is_wrapped and is_nested and strategy.method is Method.LORA
 
 
@@ -208,7 +210,7 @@ def hold(moment: Moment, moments: Sequence[Moment], strategy: Strategy) -> dict[
             batch_bytes=sum(moment.components.get(name, 0) for name in BATCH_SIZED),
             idle_bytes=max((_missing_bytes(moment, other) for other in moments), default=0),
             stream_bytes=moment.components.get("communication", 0),
-            varying_lengths=strategy.varying_lengths,
+            varying_lengths=strategy.quirks.varying_lengths,
         ),
         "cuda_context": estimate_context_bytes(strategy.world_size),
     }

@@ -84,7 +84,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     weight_shards = shards if sharding.shards_weights else 1
     whole_gradients = _gradient_bytes(spec, strategy, trained_bytes)
     gradients = ceil(whole_gradients / (shards if sharding.shards_gradients else 1))
-    accumulated = ceil(whole_gradients) if strategy.no_sync else gradients
+    accumulated = ceil(whole_gradients) if strategy.quirks.no_sync else gradients
     optimizer = ceil(
         sum(count * optimizer_bytes_per_value(strategy, width) for count, width in trained) / shards
     )
@@ -134,8 +134,8 @@ def _trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, int]
 
 def mixes_frozen(strategy: Strategy) -> bool:
     """Whether frozen weights get gradients for sharing a flat parameter with adapters."""
-    is_flat = strategy.sharding.is_fsdp and strategy.fsdp_version == 1
-    return is_flat and strategy.mixes_frozen and strategy.method is Method.LORA
+    is_flat = strategy.sharding.is_fsdp and strategy.quirks.flat_shards
+    return is_flat and strategy.quirks.mixes_frozen and strategy.method is Method.LORA
 
 
 def _largest_share(spec: ModelSpec) -> float:

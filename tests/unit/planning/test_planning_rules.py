@@ -134,9 +134,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     ),
     "sdpa-grouped-heads": (
         lambda: _case({"attention": "sdpa"}, model="Llama-3.1-8B", gpu="T4"),
-        lambda: _case(
-            {"attention": "sdpa", "repeat_keys": True}, model="Llama-3.1-8B", gpu="T4"
-        ),
+        lambda: _case({"attention": "sdpa", "repeat_keys": True}, model="Llama-3.1-8B", gpu="T4"),
     ),
     "sdpa-family": (
         lambda: _case({"attention": "sdpa"}, model="bloom-1b1"),

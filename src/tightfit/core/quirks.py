@@ -1,0 +1,41 @@
+"""What other training stacks do, and ours does not, that changes what they hold in memory."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Quirks(BaseModel):
+    """Habits of older or other software. All off in our own plans.
+
+    They let an estimate speak of a job as somebody ran it, with transformers 4,
+    FSDP1 or an old bitsandbytes; `benchmarks/published` names where each was found.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    varying_lengths: bool = False
+    """Each batch is padded to its own longest row and the allocator has no expandable segments,
+    so it keeps blocks of outgrown sizes."""
+    reentrant: bool = False
+    """Recompute inside a nested backward pass, torch's `use_reentrant=True`: the default of
+    transformers 4."""
+    recomputes_shards: bool = False
+    """The recomputed call goes around a layer's FSDP wrapper, as transformers 4 has it, and not
+    inside."""
+    flat_shards: bool = False
+    """FSDP1: FullyShardedDataParallel with flat parameters instead of `fully_shard`."""
+    mixes_frozen: bool = False
+    """Flat parameters that hold frozen and trained values together get a gradient for both."""
+    no_sync: bool = False
+    """Sharded gradients accumulate unsharded, and are reduced once a step."""
+    keeps_quantized_inputs: bool = False
+    """4-bit matrices hold on to their input though they never need it: bitsandbytes < 0.43.2."""
+    narrow_loss: bool = False
+    """The loss reads a shifted copy of the logits in the head's own dtype, in fp32 only where
+    autocast says so, as much modelling code of 2023 does."""
+    use_cache: bool = False
+    """Fill a key-value cache while training too; it stays until the loss is there."""
+
+
+NO_QUIRKS = Quirks()

@@ -1,0 +1,75 @@
+"""Quirks: what other software keeps, against what its source code or a count says."""
+
+from __future__ import annotations
+
+from tightfit.core.quirks import Quirks
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.logits import estimate_loss_bytes
+from tightfit.estimate.memory import estimate_activation_bytes, estimate_moments, peak_moment
+from tightfit.estimate.state import estimate_state_bytes
+from tightfit.models.resolve import resolve_model
+
+LLAMA = resolve_model("meta-llama/Llama-2-7b-hf")
+TOKENS = 2048
+NARROW = Quirks(narrow_loss=True)
+
+
+def test_fsdp1_pins_inputs_and_gradients_of_recomputed_frozen_layers() -> None:
+    plain = Strategy(sharding="fsdp", gpus_per_node=2)
+    pinned = plain.model_copy(
+        update={"quirks": Quirks(flat_shards=True, reentrant=True, recomputes_shards=True)}
+    )
+    before = estimate_activation_bytes(LLAMA, plain).first_layer
+    after = estimate_activation_bytes(LLAMA, pinned).first_layer
+    assert before == TOKENS * 2 * 4096
+    assert after == TOKENS * 2 * 4096 * 32 * 2  # an input and its gradient for each layer
+    full = pinned.model_copy(update={"method": "full"})
+    assert estimate_activation_bytes(LLAMA, full).first_layer == before
+
+
+def test_dropout_keeps_a_mask_per_adapter_as_measured() -> None:
+    # h200_steps.json: Llama-2-7b, fp32 adapters everywhere, 2048 tokens: +2.14 GiB
+    kept = Strategy(adapter_dtype="fp32", checkpointing=False)
+    dropped = kept.model_copy(update={"lora_dropout": 0.05})
+    peaks = [peak_moment(estimate_moments(LLAMA, s)).allocated_bytes for s in (kept, dropped)]
+    assert abs((peaks[1] - peaks[0]) / 2**30 - 2.14) < 0.1
+
+
+def test_old_bitsandbytes_keeps_inputs_unless_checkpoints_are_reentrant() -> None:
+    kept = [
+        estimate_activation_bytes(LLAMA, Strategy(weights="nf4", quirks=quirks)).kept
+        for quirks in (
+            Quirks(),
+            Quirks(keeps_quantized_inputs=True),
+            Quirks(keeps_quantized_inputs=True, reentrant=True),
+        )
+    ]
+    assert kept[1] > kept[0] == kept[2]
+
+
+def test_mixed_flat_parameters_accumulate_gradients_of_the_whole_model() -> None:
+    quirks = Quirks(flat_shards=True, mixes_frozen=True, no_sync=True)
+    mixed = Strategy(sharding="fsdp", gpus_per_node=2, quirks=quirks)
+    state = estimate_state_bytes(LLAMA, mixed)
+    assert state.accumulated >= 2 * LLAMA.num_params
+    assert state.gradients * 2 - state.accumulated in range(-2, 3)
+
+
+def test_a_loss_without_upcast_takes_half() -> None:
+    table = TOKENS * LLAMA.vocab_size
+    narrow = estimate_loss_bytes(LLAMA, Strategy(quirks=NARROW))
+    assert narrow.forward == narrow.backward == 6 * table
+    assert estimate_loss_bytes(LLAMA, Strategy()).backward == 12 * table
+    cast = estimate_loss_bytes(LLAMA, Strategy(quirks=NARROW, autocast=True))
+    assert cast.backward == 12 * table
+
+
+def test_compiling_keeps_two_thirds_of_a_trained_layer() -> None:
+    # counted under torch's min-cut partitioner: 42.4 and 29.1 bytes per hidden unit
+    eager, compiled = (
+        estimate_activation_bytes(
+            LLAMA, Strategy(method="full", checkpointing=False, compile=compiled)
+        ).kept
+        for compiled in (False, True)
+    )
+    assert 0.62 < compiled / eager < 0.75
