@@ -25,9 +25,6 @@ OUTGROWN_SLACK_FRACTION = 1.0
 """Blocks of outgrown sizes where batch lengths vary and segments cannot expand.
 Source: benchmarks/results/h200_fragmentation.json, 4096 tokens."""
 
-SURVIVAL_MARGIN_FRACTION = 0.03
-"""A job survives in as little as 3% above its live tensors, by freeing its cache and retrying.
-Source: replays in docs/formulas.md."""
 MODEL_ERROR_FRACTION = 0.05
 """How far the closed form itself may be off before a verdict would be a guess."""
 

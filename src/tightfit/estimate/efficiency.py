@@ -1,6 +1,6 @@
 """Sustained rates of a GPU, and the bytes and launches that keep a step from its peak.
 
-Every constant is a physical quantity with its source; `docs/formulas-time.md` lists them.
+Every constant is a physical quantity with its source; `docs/formulas.md` lists them.
 """
 
 from __future__ import annotations

@@ -26,11 +26,20 @@ def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, i
     unsharded loading streams one file shard at a time for each rank.
     Leaves out the page cache, which the system gives back on demand.
     """
+    parts = _host_parts(spec, strategy)
+    # Offloaded optimizer state appears after loading is over: the larger of the two counts.
+    is_late = parts["offloaded_optimizer"] > parts["loading"]
+    parts["loading" if is_late else "offloaded_optimizer"] = 0
+    return {name: size for name, size in parts.items() if size}
+
+
+def _host_parts(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
+    """Each part at its largest, whether or not it meets the others."""
     ranks = strategy.gpus_per_node
     state = estimate_state_bytes(spec, strategy)
     stored = spec.num_params * _stored_value_bytes(spec, strategy)
     factor = PINNED_FACTOR if strategy.sharding.is_zero else 1.0
-    parts = {
+    return {
         "processes": ranks * PROCESS_BYTES,
         "loading": stored
         if strategy.sharding.shards_weights
@@ -38,11 +47,6 @@ def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, i
         "offloaded_weights": int(ranks * state.host_weights * factor),
         "offloaded_optimizer": int(ranks * state.host_optimizer * factor),
     }
-    # Offloaded optimizer state appears after loading is over.
-    later = parts["offloaded_weights"] + parts["offloaded_optimizer"]
-    if later > parts["loading"] + parts["offloaded_weights"]:
-        parts["loading"] = 0
-    return {name: size for name, size in parts.items() if size}
 
 
 def estimate_phase_host_bytes(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
@@ -50,14 +54,13 @@ def estimate_phase_host_bytes(spec: ModelSpec, strategy: Strategy) -> dict[str, 
 
     Merging and quantizing hold the 16-bit model in host memory and work layer by layer.
     """
-    parts = estimate_host_components(spec, strategy)
+    parts = _host_parts(spec, strategy)
     processes = parts["processes"]
-    offloaded = parts.get("offloaded_weights", 0) + parts.get("offloaded_optimizer", 0)
-    step = processes + offloaded
+    step = processes + parts["offloaded_weights"] + parts["offloaded_optimizer"]
     gathered = num_trainable(spec, strategy) * 4 if strategy.sharding.shards_weights else 0
     whole = PROCESS_BYTES + 2 * spec.num_params
     return {
-        "load": processes + parts.get("loading", 0) + parts.get("offloaded_weights", 0),
+        "load": processes + parts["loading"] + parts["offloaded_weights"],
         "step": step,
         "save": step + (gathered if strategy.is_trained else 0),
         "merge": whole,

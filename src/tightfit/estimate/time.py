@@ -27,7 +27,7 @@ from tightfit.models.spec import ModelSpec
 LOW_FACTOR = 0.85
 HIGH_FACTOR = 1.45
 """Range of the prediction. 89% of published runs took between these times the prediction;
-slow hosts, old kernels and memory pressure stretch the upper side (docs/formulas-time.md)."""
+slow hosts, old kernels and memory pressure stretch the upper side (docs/formulas.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
