@@ -86,11 +86,13 @@ def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
 def _layer_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     """One gathered layer in the dtype that modules see."""
     num_values = largest_layer(spec)
-    if strategy.weights.is_quantized:
-        weights = estimate_weight_bytes(spec, strategy)
-        num_packed = max(1, packed_values(spec, strategy.weights))
-        return int((weights.packed + weights.quantization_state) * num_values / num_packed)
-    return num_values * strategy.compute.value_bytes
+    if not strategy.weights.is_quantized:
+        return num_values * strategy.compute.value_bytes
+    weights = estimate_weight_bytes(spec, strategy)
+    num_packed = max(1, packed_values(spec, strategy.weights))
+    in_layer = min(num_values, num_packed // spec.num_layers)
+    packed = (weights.packed + weights.quantization_state) * in_layer // num_packed
+    return packed + 2 * (num_values - in_layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ EXPERT_LAYOUT_BYTES = 20.0
 """Traffic per held expert weight and pass: what grouped matmuls cost beyond their FLOPs.
 
 Fit to Mixtral, Qwen3-MoE and gpt-oss on one H200 (h200_steps.json); fms-acceleration's Mixtral
-rows on A100 agree. Quantized experts run one by one and do not pay it.
+rows on A100 agree. Experts that GPTQ packed run one by one and do not pay it.
 """
 
 
@@ -329,7 +329,7 @@ def dequantize_seconds(
     """Unpacking every quantized matrix once, plus what int8 does to activations."""
     if not dtype.is_quantized:
         return 0.0
-    num_bytes = work.weights_held * DEQUANTIZE_BYTES[dtype]
+    num_bytes = work.packed_weights(dtype) * DEQUANTIZE_BYTES[dtype]
     if dtype is Dtype.INT8 and not backward:
         num_bytes = INT8_ACTIVATION_BYTES * tokens * (work.inputs_used + work.outputs_used)
     return num_bytes / rates.stream_bytes_per_second

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
 from tightfit.estimate.weights import is_target
 from tightfit.models.spec import ModelSpec, Role
@@ -60,6 +61,12 @@ class Workload:
     hidden_size: int
     vocab_size: int
     num_params: int
+
+    def packed_weights(self, dtype: Dtype) -> int:
+        """Weights that quantized loading packs: experts that are bare parameters only by GPTQ."""
+        if dtype is Dtype.GPTQ4:
+            return self.weights_held
+        return self.weights_held - self.expert_weights_held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, render_bytes
 from tightfit.core.workload import DataProfile
@@ -26,7 +27,7 @@ from tightfit.estimate.result import (
 from tightfit.estimate.time import estimate_step_time
 from tightfit.estimate.weights import num_trainable
 from tightfit.hardware.types import Node
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import ModelSpec, Role
 
 HOST_SHARE_FRACTION = 0.95
 """What a job may take of a node's memory; the rest belongs to the system."""
@@ -133,7 +134,11 @@ def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str
         spare = render_bytes(gpu.capacity_bytes - gpu.peak_reserved_bytes)
         return verdict, f"needs {needs} per GPU; {has} ({spare} to spare)"
     if verdict is Verdict.TIGHT:
-        return verdict, f"needs about {needs} per GPU; {has}: within the allocator's uncertainty"
+        tensors = render_bytes(gpu.peak_allocated_bytes + gpu.context_bytes)
+        return verdict, (
+            f"needs {tensors} for tensors and CUDA, {needs} with the allocator's slack, per GPU; "
+            f"{has}: it may run, with retries, or run out of memory"
+        )
     short = render_bytes(gpu.peak_allocated_bytes + gpu.context_bytes - gpu.capacity_bytes)
     return verdict, f"needs {needs} per GPU; {has} ({short} short)"
 
@@ -151,6 +156,12 @@ def _assumptions(
         found.append(
             f"{strategy.seq_len} tokens is longer than the {spec.max_positions} positions "
             "the model was trained with"
+        )
+    is_unpacked = strategy.weights.is_quantized and strategy.weights is not Dtype.GPTQ4
+    if is_unpacked and any(part.role is Role.EXPERT for b in spec.blocks for part in b.linears):
+        found.append(
+            f"the experts stay in 16 bit: {strategy.weights.value} loading packs linear modules, "
+            "and transformers keeps experts as bare parameters"
         )
     if node.gpu.memory_bytes < GIB:
         found.append("the GPU has less than 1 GiB of memory")

@@ -228,7 +228,7 @@ def _moved_bytes(job: _Job, *, backward: bool) -> float:
     adapters = eff.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
     times = eff.ELEMENTWISE_BACKWARD if backward else 1.0
     moved = times * (job.tokens * between + _weight_cast_bytes(job)) + job.tokens * adapters
-    if not strategy.weights.is_quantized:
+    if strategy.weights is not Dtype.GPTQ4:  # only GPTQ packs experts, and runs them one by one
         moved += eff.EXPERT_LAYOUT_BYTES * job.work.expert_weights_held
     return moved
 
@@ -358,9 +358,9 @@ def _gradient_value_bytes(strategy: Strategy) -> int:
 def _payload(job: _Job, num_trainable: int) -> comms.Payload:
     strategy = job.strategy
     if strategy.weights.is_quantized:
-        packed = {Dtype.INT8: 1.0}.get(strategy.weights, 0.53)
-        weight_bytes = packed * job.work.weights_held
-        weight_bytes += 2.0 * (job.work.num_params - job.work.weights_held)
+        packed = job.work.packed_weights(strategy.weights)
+        weight_bytes = {Dtype.INT8: 1.0}.get(strategy.weights, 0.53) * packed
+        weight_bytes += 2.0 * (job.work.num_params - packed)
     else:
         # Mixed precision casts the shard before it is gathered.
         value = min(strategy.weights.value_bytes, strategy.compute.value_bytes)

@@ -31,7 +31,7 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
     inner = _text_part(outer)
     model_type = inner.text("model_type", default="") or outer.text("model_type", default="")
     dtype = _stored_dtype(inner) or _stored_dtype(outer)
-    is_quantized = _warn_if_quantized(outer)
+    is_quantized, packed = _quantized_dtype(outer)
     try:
         spec = reader_for(model_type)(inner)
     except ValidationError as fault:
@@ -43,7 +43,7 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
         update={
             "model_type": model_type or spec.model_type,
             "warnings": tuple(dict.fromkeys(outer.warnings)),
-            "stored_dtype": None if is_quantized else dtype,
+            "stored_dtype": packed if is_quantized else dtype,
         }
     )
 
@@ -102,10 +102,11 @@ def _stored_dtype(f: Fields) -> Dtype | None:
     return None
 
 
-def _warn_if_quantized(f: Fields) -> bool:
+def _quantized_dtype(f: Fields) -> tuple[bool, Dtype | None]:
+    """Whether the checkpoint is packed, and in which of the formats that a plan can train on."""
     part = f.part("quantization_config")
     if part is None:
-        return False
+        return False, None
     method = part.text("quant_method", default="an unnamed method")
     bits = part.optional_size("bits", most=64)
     for key, width in (("load_in_4bit", 4), ("load_in_8bit", 8)):
@@ -115,7 +116,7 @@ def _warn_if_quantized(f: Fields) -> bool:
         f"The checkpoint is quantized ({method}{f', {bits} bits' if bits else ''}); "
         "the counts are those of the unpacked weights."
     )
-    return True
+    return True, Dtype.GPTQ4 if (method, bits) == ("gptq", 4) else None
 
 
 def _clean(text: str) -> str:

@@ -125,7 +125,7 @@ def _offer(
         gpu=gpu,
         num_gpus=count,
         estimate=plan.estimate,
-        num_epochs=request.num_epochs,
+        num_epochs=plan.num_epochs,
         clouds=clouds,
     )
     if cost is None:

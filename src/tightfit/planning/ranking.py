@@ -71,7 +71,7 @@ def handicap_of(strategy: Strategy) -> float:
     handicap = 1.0
     handicap *= 1.2 if s.compile else 1.0
     handicap *= 1.01 if s.attention is Attention.FLASH else 1.0
-    handicap *= 1.03 if s.sharding.is_zero else 1.01 if s.sharding.is_fsdp else 1.0
+    handicap *= 1.1 if s.sharding.is_zero else 1.01 if s.sharding.is_fsdp else 1.0
     handicap *= 1.3 if s.offload is not Offload.NONE else 1.0
     handicap *= 1.02 if s.num_nodes > 1 else 1.0
     if s.optimizer is Optimizer.ADAMW_PAGED_8BIT:

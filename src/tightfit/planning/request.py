@@ -13,6 +13,7 @@ from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.workload import DataProfile
+from tightfit.estimate.result import Estimate
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.rules import check_lora_targets
 
@@ -32,6 +33,8 @@ class JobRequest:
     """None: the profile's, or the Strategy's default, cut to what the model can take."""
     effective_batch: int = DEFAULT_EFFECTIVE_BATCH
     num_epochs: float = 1.0
+    max_steps: int | None = None
+    """Optimizer steps, in place of epochs; how many epochs they are depends on the plan."""
     profile: DataProfile | None = None
     fixed: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Strategy fields the user has decided, by name."""
@@ -58,6 +61,13 @@ class JobRequest:
         targets = self.fixed.get("lora_targets")
         if isinstance(targets, tuple):
             check_lora_targets(self.spec, targets)
+
+    def count_epochs(self, estimate: Estimate) -> float:
+        """Epochs of the run: as stated, or those that `max_steps` come to under this plan."""
+        steps = estimate.time.steps_per_epoch
+        if self.max_steps is None or not steps:
+            return self.num_epochs
+        return self.max_steps / steps
 
     @property
     def planned_seq_len(self) -> int:

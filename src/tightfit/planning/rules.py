@@ -219,6 +219,18 @@ RULES: tuple[Rule, ...] = (
         violated=lambda c: c.strategy.compute is Dtype.FP16 and c.spec.model_type in _T5_TYPES,
         severity="warning",
     ),
+    Rule(
+        name="bf16-updates",
+        reason="bf16 weights round away small updates, and their Adam moments are bf16 too: "
+        "--weights fp32 keeps full precision, at twice the state",
+        source="https://arxiv.org/abs/2010.06192",
+        violated=lambda c: (
+            c.strategy.method is Method.FULL
+            and c.strategy.weights is Dtype.BF16
+            and not c.strategy.sharding.is_zero
+        ),
+        severity="warning",
+    ),
     # Attention, kernels, lengths
     Rule(
         name="flash-capability",

@@ -50,6 +50,8 @@ _KERNELS: tuple[_Fields, ...] = (
     {"loss": Loss.CHUNKED, "fused_kernels": False, "compile": False},
     {"loss": Loss.PLAIN, "fused_kernels": False, "compile": False},
 )
+MAX_BATCH_LOSS_FRACTION = 0.05
+"""How much smaller than asked a step may be for the sake of a rounder micro-batch."""
 _FULL_OPTIMIZERS = (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
 
 
@@ -127,13 +129,19 @@ def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[in
     can without passing it; only more GPUs than sequences pass it.
     """
     share = max(1, request.effective_batch // strategy.world_size)
-    if "micro_batch" in request.fixed:
-        sizes = [strategy.micro_batch]
-    else:
-        sizes = [2**power for power in range(17) if 2**power <= share]
+    is_fixed = "micro_batch" in request.fixed
+    sizes = [strategy.micro_batch] if is_fixed else _list_sizes(share)
     if "grad_accum" in request.fixed or strategy.optimizer_in_backward:
         return [(size, strategy.grad_accum) for size in sizes]
     return [(size, max(1, share // size)) for size in sizes]
+
+
+def _list_sizes(share: int) -> list[int]:
+    """Micro-batches for `share` sequences per GPU: divisors, and powers of two that lose little."""
+    divisors = [size for size in range(1, min(share, 4096) + 1) if share % size == 0]
+    powers = [2**power for power in range(17) if 2**power <= share]
+    close = [size for size in powers if share % size <= MAX_BATCH_LOSS_FRACTION * share]
+    return sorted({*divisors, *close})
 
 
 def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -> list[_Fields]:
@@ -156,6 +164,9 @@ def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -
             "adapter_dtype": adapter,
             "autocast": compute is Dtype.FP16,
         }
+        if request.spec.stored_dtype is Dtype.GPTQ4:
+            found.append({**lora, "weights": Dtype.GPTQ4})
+            continue  # a packed checkpoint has no other weights to offer
         if request.method in ("auto", "lora"):
             found.append({**lora, "weights": compute})
         if request.method in ("auto", "qlora"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tightfit.core.dtypes import Dtype
@@ -23,6 +23,8 @@ class Lever:
     name: str
     is_pulled: Callable[[Strategy], bool]
     turned_back: dict[str, Any]
+    is_for_memory: bool = False
+    """Pulled to make room: any speed-up beside it comes from elsewhere and is not its merit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +97,13 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(
         name="offload to host memory",
+        is_for_memory=True,
         is_pulled=lambda s: s.offload is not Offload.NONE and s.world_size > 1,
         turned_back={"offload": Offload.NONE},
     ),
     Lever(
         name="offload to host memory",
+        is_for_memory=True,
         is_pulled=lambda s: s.offload is not Offload.NONE and s.world_size == 1,
         turned_back={"offload": Offload.NONE, "sharding": Sharding.SINGLE},
     ),
@@ -127,7 +131,10 @@ def measure_levers(sieve: Sieve, candidate: Candidate) -> Iterator[LeverEffect]:
             num_nodes=layout.group.num_nodes,
         )
         if find_first_violation(case) is None:
-            yield _compare(lever.name, candidate.estimate, sieve.estimate(layout, without))
+            effect = _compare(lever.name, candidate.estimate, sieve.estimate(layout, without))
+            if lever.is_for_memory:
+                effect = replace(effect, speedup=min(effect.speedup, 1.0))
+            yield effect
 
 
 def explain_choice(sieve: Sieve, candidate: Candidate) -> tuple[str, ...]:
@@ -152,7 +159,8 @@ def _explain_batch(sieve: Sieve, candidate: Candidate) -> Iterator[str]:
     if got > wanted:
         yield f"{s.world_size} GPUs take a sequence each at least: {got} per step, not {wanted}"
     elif got < wanted:
-        yield f"{got} sequences per step: {wanted} do not divide over {s.world_size} GPUs"
+        made_of = f"{s.world_size} GPUs x micro-batch {s.micro_batch} x {s.grad_accum}"
+        yield f"{got} sequences per step, not {wanted}: {made_of}"
 
 
 def _explain_nodes(candidate: Candidate) -> Iterator[str]:

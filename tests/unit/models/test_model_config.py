@@ -53,13 +53,17 @@ def test_transformers_5_spelling_of_dtype_and_rope_is_accepted() -> None:
     assert read(LLAMA, torch_dtype="float8_e4m3fn").stored_dtype is None
 
 
-def test_quantized_checkpoint_warns_and_has_no_stored_dtype() -> None:
-    spec = read(
-        LLAMA, torch_dtype="float16", quantization_config={"quant_method": "gptq", "bits": 4}
-    )
+@pytest.mark.parametrize(
+    ("method", "bits", "stored"), [("gptq", 4, Dtype.GPTQ4), ("gptq", 3, None), ("awq", 4, None)]
+)
+def test_quantized_checkpoint_warns_and_is_not_stored_in_16_bit(
+    method: str, bits: int, stored: Dtype | None
+) -> None:
+    packed = {"quant_method": method, "bits": bits}
+    spec = read(LLAMA, torch_dtype="float16", quantization_config=packed)
 
-    assert spec.stored_dtype is None
-    assert any("gptq, 4 bits" in warning for warning in spec.warnings)
+    assert spec.stored_dtype is stored
+    assert any(f"{method}, {bits} bits" in warning for warning in spec.warnings)
     assert spec.num_params == read(LLAMA).num_params
 
 

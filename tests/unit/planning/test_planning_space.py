@@ -13,7 +13,7 @@ from tightfit.core.strategy import Attention, Method, Offload, Sharding, Strateg
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, name_method
+from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest, name_method
 from tightfit.planning.space import (
     choose_attention,
     choose_half,
@@ -135,3 +135,24 @@ def test_bad_requests_say_what_is_wrong(fields: dict[str, Any], message: str) ->
         make_request(**fields)
     assert message in fault.value.problem
     assert fault.value.remedy
+
+
+@pytest.mark.parametrize("wanted", [1, 3, 5, 7, 10, 12, 16, 20, 97])
+@pytest.mark.parametrize("num_gpus", [1, 2, 4])
+def test_the_batch_asked_for_is_nearly_met(wanted: int, num_gpus: int) -> None:
+    request = make_request(effective_batch=wanted)
+    strategy = Strategy(
+        sharding="ddp" if num_gpus > 1 else "single", gpus_per_node=num_gpus, seq_len=128
+    )
+    sizes = list_micro_batches(request, strategy)
+    share = max(1, wanted // num_gpus)
+
+    assert all(0.95 * share <= size * accum <= share for size, accum in sizes)
+    assert sizes[0] == (1, share)
+
+
+def test_a_gptq_checkpoint_is_planned_as_it_is_packed() -> None:
+    spec = resolve_model("Llama-2-7b").model_copy(update={"stored_dtype": Dtype.GPTQ4})
+    precisions = list_precisions(JobRequest(spec=spec), find_gpu("A100-80GB"))
+
+    assert {fields["weights"] for fields in precisions} == {Dtype.GPTQ4}
