@@ -44,7 +44,7 @@ def read_job(flags: PlanFlags) -> Job:
     if paths:
         profile = _profile(paths, seq_len=request.planned_seq_len, model=recipe.model)
         request = replace(request, profile=profile)
-    request = replace(request, num_epochs=_count_epochs(recipe, request))
+    request = replace(request, num_epochs=recipe.num_epochs, max_steps=recipe.max_steps)
     return Job(request=request, on=flags.on or recipe.on)
 
 
@@ -76,13 +76,6 @@ def _lay_over(recipe: Recipe, flags: PlanFlags) -> Recipe:
             remedy="tightfit plan --help",
         ) from fault
     return recipe.model_copy(update=update)
-
-
-def _count_epochs(recipe: Recipe, request: JobRequest) -> float:
-    """As stated; from `max_steps` where the rows are known."""
-    if recipe.max_steps is None or request.profile is None:
-        return recipe.num_epochs
-    return recipe.max_steps * request.effective_batch / request.profile.num_rows
 
 
 def _profile(paths: tuple[Path, ...], *, seq_len: int, model: str) -> DataProfile:

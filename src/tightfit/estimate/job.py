@@ -134,10 +134,13 @@ def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str
         spare = render_bytes(gpu.capacity_bytes - gpu.peak_reserved_bytes)
         return verdict, f"needs {needs} per GPU; {has} ({spare} to spare)"
     if verdict is Verdict.TIGHT:
-        tensors = render_bytes(gpu.peak_allocated_bytes + gpu.context_bytes)
+        tensors = gpu.peak_allocated_bytes + gpu.context_bytes
+        outlook = "it may run, with retries, or run out of memory"
+        if tensors > gpu.capacity_bytes:
+            outlook = "too little by less than this estimate can be off"
         return verdict, (
-            f"needs {tensors} for tensors and CUDA, {needs} with the allocator's slack, per GPU; "
-            f"{has}: it may run, with retries, or run out of memory"
+            f"needs {render_bytes(tensors)} for tensors and CUDA, {needs} with the allocator's "
+            f"slack, per GPU; {has}: {outlook}"
         )
     short = render_bytes(gpu.peak_allocated_bytes + gpu.context_bytes - gpu.capacity_bytes)
     return verdict, f"needs {needs} per GPU; {has} ({short} short)"
