@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import (
-    Attention,
     Loss,
     Method,
     Offload,
-    Optimizer,
     Sharding,
     Strategy,
 )
-from tightfit.core.units import GB, GIB
+from tightfit.core.units import GIB
 from tightfit.estimate.job import estimate_job
 from tightfit.estimate.memory import estimate_moments, estimate_step_peak_bytes, hold, peak_moment
 from tightfit.estimate.phases import kv_cache_bytes
-from tightfit.estimate.result import Estimate, Verdict
 from tightfit.estimate.weights import estimate_weight_bytes, num_trainable
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
-
-SEEDS = Path(__file__).parents[2] / "golden" / "seed_verdicts.csv"
 
 
 def allocated_gib(model: str, **fields: Any) -> float:
@@ -69,49 +62,6 @@ def test_allocated_peak_is_within_three_percent_of_the_measured_one(
     model: str, fields: dict[str, Any], gib: float
 ) -> None:
     assert allocated_gib(model, **fields) == pytest.approx(gib, rel=0.03)
-
-
-def seed_rows() -> list[dict[str, str]]:
-    with SEEDS.open() as stream:
-        return [row for row in csv.DictReader(stream) if row["observed"]]
-
-
-def seed_estimate(row: dict[str, str]) -> Estimate:
-    strategy = Strategy(
-        method=Method(row["method"]),
-        weights=Dtype(row["quant"] or row["weights_dtype"]),
-        compute=Dtype(row["compute"]),
-        adapter_dtype=Dtype.FP32,
-        optimizer=Optimizer(row["optimizer"]),
-        lora_rank=int(row["lora_r"] or 8),
-        lora_targets=tuple(row["lora_targets"].split(";")),
-        micro_batch=int(row["micro_batch"]),
-        seq_len=int(row["seq_len"]),
-        checkpointing=row["grad_ckpt"] == "yes",
-        attention=Attention(row["attention"]),
-        sharding=Sharding(row["strategy"]),
-        gpus_per_node=int(row["gpus"]),
-    )
-    node = resolve_hardware(f"{row['gpus']}x{row['gpu_type']}").groups[0].node
-    return estimate_job(spec=resolve_model(row["model"]), strategy=strategy, node=node)
-
-
-@pytest.mark.parametrize("row", seed_rows(), ids=lambda row: str(row["id"]))
-def test_verdict_agrees_with_what_was_observed(row: dict[str, str]) -> None:
-    estimate = seed_estimate(row)
-
-    if row["observed"] == "works":
-        assert estimate.verdict is not Verdict.DOES_NOT_FIT
-    elif row["observed"] == "oom":
-        assert estimate.verdict is not Verdict.FITS
-    if row["observed_gpu_GB"]:
-        assert estimate.gpu.peak_allocated_bytes / GB == pytest.approx(
-            float(row["observed_gpu_GB"]), rel=0.15
-        )
-
-
-def test_seed_verdicts_were_all_read() -> None:
-    assert len(seed_rows()) == 12
 
 
 def test_full_tuning_in_the_optimizer_step_is_ten_bytes_a_parameter() -> None:
