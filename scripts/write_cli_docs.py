@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from tightfit.cli.app import VERBS, main
+from tightfit.cli.app import main
+from tightfit.cli.command import VERBS
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 COLUMNS = 90

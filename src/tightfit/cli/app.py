@@ -1,120 +1,22 @@
-"""The `tightfit` command: its verbs, and what happens when one of them fails."""
+"""Where `tightfit` starts: so little is loaded here that Ctrl-C is met from the start."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-
-from tightfit import __version__
-from tightfit.cli.declare import make_command
-from tightfit.cli.faults import (
-    EXIT_BROKEN_PIPE,
-    EXIT_INTERRUPTED,
-    PipeClosedError,
-    report_bug,
-    report_fault,
-    usage_fault,
-)
-from tightfit.cli.flags import doctor, estimate, hardware, models, plan, version
-from tightfit.core.errors import UserError
-
-# Typer carried click as a dependency and now carries a copy of it: asking its own exported
-# exception for its parents works with both.
-_ParserFault: type[Exception] = typer.BadParameter.__mro__[2]
-
-app = typer.Typer(
-    name="tightfit",
-    help="Will it fit, how long will it take, on what hardware? Answers before anything runs.",
-    epilog="""\b
-Examples:
-  tightfit plan Llama-2-7b --on 4xV100-32GB
-  tightfit estimate Qwen2.5-7B --method qlora --on RTX-4090
-  tightfit doctor
-
-Exit codes: 0 done, 1 to 6 something you can put right, 70 a bug. See docs/exit-codes.md.""",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        print(f"tightfit {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _global(
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
-    pass
-
-
-VERBS: dict[str, tuple[type, str]] = {
-    "doctor": (doctor.DoctorFlags, doctor.EXAMPLES),
-    "models": (models.ModelsFlags, models.EXAMPLES),
-    "hardware": (hardware.HardwareFlags, hardware.EXAMPLES),
-    "estimate": (estimate.EstimateFlags, estimate.EXAMPLES),
-    "plan": (plan.PlanFlags, plan.EXAMPLES),
-    "version": (version.VersionFlags, version.EXAMPLES),
-}
-"""A verb's options and examples; the verb itself is `tightfit.cli.<verb>.<verb>`."""
-
-for _verb, (_flags, _examples) in VERBS.items():
-    app.command(_verb, epilog=_examples)(make_command(_verb, _flags))
+from tightfit.cli.exit_codes import EXIT_INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code by kind of failure is in docs/exit-codes.md."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in words
     try:
-        code = _run(words, as_json=as_json)
-        sys.stdout.flush()
-    except (BrokenPipeError, PipeClosedError):
-        # The reader has what it wanted. Python would complain once more while closing stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
-    return code
+        # Here and not above: loading takes longest, and an interrupt then would be a traceback.
+        from tightfit.cli.command import run
 
-
-def _run(words: list[str], *, as_json: bool) -> int:
-    command = typer.main.get_command(app)
-    try:
-        code = command.main(args=words, prog_name="tightfit", standalone_mode=False)
-    except UserError as fault:
-        return report_fault(fault, as_json=as_json)
-    except _ParserFault as fault:
-        return _report_parser_fault(fault, as_json=as_json)
-    except (KeyboardInterrupt, typer.Abort):
+        return run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except (BrokenPipeError, PipeClosedError):
-        raise
-    except SystemExit as leaving:
-        if isinstance(leaving.__context__, BrokenPipeError):  # while typer printed its help
-            raise PipeClosedError from None
-        raise
-    except Exception as fault:
-        return report_bug(fault, argv=words, as_json=as_json)
-    return code if isinstance(code, int) else 0
-
-
-def _report_parser_fault(fault: BaseException, *, as_json: bool) -> int:
-    if type(fault).__name__ == "NoArgsIsHelpError":
-        print(fault.format_message())  # type: ignore[attr-defined]
-        return 0
-    return report_fault(usage_fault(fault), as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tightfit.cli.harmless import shorten
+from tightfit.cli.output import announce
 from tightfit.core.errors import UsageError
 from tightfit.core.units import GIB, render_bytes
 from tightfit.estimate.result import Estimate, Phase
@@ -60,6 +63,7 @@ class Chart:
 
     title: str
     panels: tuple[Panel, ...]
+    subtitle: str = ""
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -104,9 +108,10 @@ def make_panel(title: str, estimate: Estimate, *, subtitle: str = "") -> Panel:
 def check_chart_path(path: Path) -> None:
     """Refuse an ending we cannot draw, before any work is done."""
     if path.suffix.lower() not in (".png", ".html", ".htm"):
+        instead = path.parent / f"{path.stem.strip('.') or 'memory'}.html"
         raise UsageError(
-            f"`--chart {path}` ends neither in .png nor in .html.",
-            remedy=f"--chart {path.with_suffix('.html')}",
+            f"`--chart {shorten(path)}` ends neither in .png nor in .html.",
+            remedy=f"--chart {shlex.quote(str(instead))}",
         )
 
 
@@ -120,6 +125,7 @@ def write_chart(chart: Chart, path: Path) -> None:
         from tightfit.cli.chart_html import write_html
 
         write_html(chart, path)
+    announce(path)
 
 
 def pick_ticks(top_gib: float, *, most: int = 8) -> list[float]:

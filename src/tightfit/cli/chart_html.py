@@ -27,7 +27,8 @@ h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin: 1.8rem 0 0; }
 p { color: var(--soft); margin: .2rem 0 .6rem; }
 svg { width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px; }
 text.soft { fill: var(--soft); font-size: 12px; } text.over { fill: var(--limit); }
-text.size { paint-order: stroke; stroke: var(--paper); stroke-width: 5px; }
+text.size { paint-order: stroke; stroke: var(--paper); stroke-width: 5px;
+  stroke-linejoin: round; }
 line.grid { stroke: var(--line); } line.limit { stroke: var(--limit); stroke-width: 2;
   stroke-dasharray: 6 4; }
 rect { stroke: var(--paper); stroke-width: 1; } rect:hover { opacity: .75; }
@@ -49,18 +50,27 @@ def render_html(chart: Chart) -> str:
     )
     panels = "".join(_render_panel(panel, chart) for panel in chart.panels)
     title = escape(chart.title)
+    subtitle = f"<p>{escape(chart.subtitle)}</p>\n" if chart.subtitle else ""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{title}</h1>\n<p>Memory on each GPU by phase; the dashed line is the card. "
+        f"<h1>{title}</h1>\n{subtitle}<p>Memory on each GPU by phase; the dashed line is the card. "
         f"Point at a part for its size.</p>\n<ul>{legend}</ul>\n{panels}</body>\n</html>\n"
     )
 
 
 def _render_panel(panel: Panel, chart: Chart) -> str:
     height = TOP + ROW * len(panel.bars) + 28
-    inside = "".join([*_axis(chart, height), *_bars(panel, chart), *_limit(panel, chart, height)])
+    # The sizes last, each with a halo: the card's line would strike them through.
+    inside = "".join(
+        [
+            *_axis(chart, height),
+            *_bars(panel, chart),
+            *_limit(panel, chart, height),
+            *_sizes(panel, chart),
+        ]
+    )
     label = escape(f"{panel.title}: memory by phase", quote=True)
     return (
         f"<h2>{escape(panel.title)}</h2>\n<p>{escape(panel.subtitle)}</p>\n"
@@ -85,6 +95,11 @@ def _bars(panel: Panel, chart: Chart) -> Iterator[str]:
         y = TOP + ROW * row + 4
         yield f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(bar.phase)}</text>'
         yield from _parts(bar, chart, y)
+
+
+def _sizes(panel: Panel, chart: Chart) -> Iterator[str]:
+    for row, bar in enumerate(panel.bars):
+        y = TOP + ROW * row + 4
         end = _x(bar.total_bytes / GIB, chart) + 8
         kind = "size over" if bar.total_bytes > panel.capacity_bytes else "size soft"
         told = escape(describe_bar(bar, panel))

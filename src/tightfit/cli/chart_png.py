@@ -32,7 +32,10 @@ def write_png(chart: Chart, path: Path) -> None:
     for panel, axis in zip(chart.panels, axes[:, 0], strict=True):
         _draw_panel(axis, panel, chart)
     axes[-1, 0].set_xlabel("GiB on each GPU")
-    figure.suptitle(chart.title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    # Empty last lines keep the first panel's heading off the title.
+    lines = "\n\n" if chart.subtitle else "\n"
+    figure.suptitle(f"{chart.title}{lines}", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.text(0.01, 1 - 0.33 / figure.get_figheight(), chart.subtitle, va="top", fontsize=9)
     _draw_legend(figure, chart)
     image = io.BytesIO()
     figure.savefig(image, format="png", metadata={"Software": "tightfit"})
@@ -40,6 +43,8 @@ def write_png(chart: Chart, path: Path) -> None:
 
 
 def _draw_panel(axis: Any, panel: Panel, chart: Chart) -> None:
+    from matplotlib.patheffects import withStroke
+
     colour_of = chart.colour_of
     for row, bar in enumerate(panel.bars):
         left = 0.0
@@ -59,7 +64,7 @@ def _draw_panel(axis: Any, panel: Panel, chart: Chart) -> None:
             fontsize=8,
             color="#b3261e" if over else "#333333",
             zorder=5,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9},
+            path_effects=[withStroke(linewidth=4, foreground="white")],
         )
     axis.axvline(
         panel.capacity_bytes / GIB, color="#b3261e", linewidth=1.4, linestyle="--", zorder=3

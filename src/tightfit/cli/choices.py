@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TypeVar
 
+from tightfit.cli.harmless import shorten
 from tightfit.core.errors import UsageError
 from tightfit.core.suggest import did_you_mean
 
@@ -40,7 +41,7 @@ def read_word(text: str, known: Iterable[str], *, option: str) -> str:
     if wanted in words:
         return wanted
     raise UsageError(
-        f"`{option} {text}` is not known.{did_you_mean(text, words)}",
+        f"`{option} {shorten(text)}` is not known.{did_you_mean(text, words)}",
         remedy=f"{option} " + "|".join(words),
     )
 
@@ -58,6 +59,52 @@ def offer(words: tuple[str, ...]) -> Callable[[str], list[str]]:
     return complete
 
 
+def empty_value(name: str, example: str) -> UsageError:
+    is_option = name.startswith("-")
+    next_try = f"{name} {example}" if is_option else f"{example} in its place"
+    return UsageError(
+        f"`{name}` was given an empty value.", remedy=f"{next_try}    (is a shell variable unset?)"
+    )
+
+
+def read_whole(text: str, option: str, most: int, example: int) -> int:
+    """A whole number from 1 to `most`, or a message that names the value and the bound."""
+    typed = str(text).strip()
+    if not typed:
+        raise empty_value(option, str(example))
+    try:
+        number = int(typed)
+    except ValueError:
+        raise UsageError(
+            f"`{option} {shorten(typed)}` is not a whole number.", remedy=f"{option} {example}"
+        ) from None
+    if not 1 <= number <= most:
+        raise UsageError(
+            f"`{option} {shorten(typed)}` is not between 1 and {most:,}.",
+            remedy=f"{option} {example}",
+        )
+    return number
+
+
+def read_positive(text: str, option: str, most: float, example: float) -> float:
+    """A number above 0 and up to `most`."""
+    typed = str(text).strip()
+    if not typed:
+        raise empty_value(option, f"{example:g}")
+    try:
+        number = float(typed)
+    except ValueError:
+        raise UsageError(
+            f"`{option} {shorten(typed)}` is not a number.", remedy=f"{option} {example:g}"
+        ) from None
+    if not 0 < number <= most:
+        raise UsageError(
+            f"`{option} {shorten(typed)}` is not above 0 and up to {most:,g}.",
+            remedy=f"{option} {example:g}",
+        )
+    return number
+
+
 def read_count(text: str, *, option: str) -> int:
     """`2851e6`, `2.8B`, `32M` or `32000000` as a positive whole number."""
     factors = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -69,7 +116,7 @@ def read_count(text: str, *, option: str) -> int:
         number = float("nan")
     if not 1 <= number <= 10**15:
         raise UsageError(
-            f"`{option} {text}` is not a number of parameters.",
+            f"`{option} {shorten(text)}` is not a number of parameters.",
             remedy=f"{option} 2851e6, or 2.8B, or 32000000",
         )
     return round(number)

@@ -6,9 +6,11 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from tightfit.cli.faults import PipeClosedError
+from tightfit.cli.faults import UnforeseenOSError
+from tightfit.cli.output import PipeClosedError
 
 
 def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:
@@ -24,8 +26,13 @@ def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:
             run(flags_type(**given))
         except BrokenPipeError:
             raise PipeClosedError from None
+        except OSError as fault:
+            raise UnforeseenOSError from fault
 
-    hints = get_type_hints(flags_type, include_extras=True)
+    hints = {
+        name: _as_text(hint)
+        for name, hint in get_type_hints(flags_type, include_extras=True).items()
+    }
     fields = dataclasses.fields(flags_type)
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [_parameter(field, hints[field.name]) for field in fields]
@@ -44,3 +51,16 @@ def _parameter(field: dataclasses.Field[Any], annotation: Any) -> inspect.Parame
         default=inspect.Parameter.empty if is_required else field.default,
         annotation=annotation,
     )
+
+
+def _as_text(hint: Any) -> Any:
+    """Numbers and paths reach their option's callback as they were typed.
+
+    The callback reads them: the parser's own messages name neither value nor bound, and an
+    empty path would be taken for this folder.
+    """
+    kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    is_read_by_us = {int, float, Path} & {kind, *get_args(kind)}
+    subscribed: Any = Annotated
+    parts = (str | None, *extras)
+    return subscribed[parts] if is_read_by_us else hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tightfit.cli.harmless import harmless
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Strategy
 
@@ -23,7 +24,7 @@ def describe_precision(strategy: Strategy) -> str:
 
 def describe_batch(strategy: Strategy) -> str:
     """`4 x 8`: micro-batch times accumulation."""
-    return f"{strategy.micro_batch} x {strategy.grad_accum}"
+    return f"{strategy.micro_batch:,} x {strategy.grad_accum:,}"
 
 
 def describe_sharding(strategy: Strategy) -> str:
@@ -38,9 +39,9 @@ def describe_strategy(strategy: Strategy) -> str:
     words = [f"{describe_method(strategy)}, {describe_precision(strategy)}"]
     if strategy.is_trained:
         words.append(strategy.optimizer.value)
-    words.append(f"{strategy.micro_batch} x {strategy.seq_len:,} tokens")
+    words.append(f"{strategy.micro_batch:,} x {strategy.seq_len:,} tokens")
     if strategy.grad_accum > 1:
-        words.append(f"{strategy.grad_accum} micro-batches per step")
+        words.append(f"{strategy.grad_accum:,} micro-batches per step")
     if strategy.is_trained:
         words.append("checkpointing" if strategy.checkpointing else "no checkpointing")
     if strategy.attention is not Attention.SDPA:
@@ -83,12 +84,17 @@ def describe_levers(strategy: Strategy) -> str:
 def describe_gpus(gpu: str | None, *, num_nodes: int, gpus_per_node: int) -> str:
     """`4 x V100-SXM2-32GB`, `2 nodes of 4 x A100`; `4 GPUs` where the card is said elsewhere."""
     if gpu is None:
-        cards = f"{gpus_per_node} GPU{'s' if gpus_per_node > 1 else ''}"
+        cards = count_of(gpus_per_node, "GPU")
     else:
         cards = f"{gpus_per_node} x {shorten_gpu(gpu)}"
-    return cards if num_nodes == 1 else f"{num_nodes} nodes of {cards}"
+    return cards if num_nodes == 1 else f"{count_of(num_nodes, 'node')} of {cards}"
 
 
 def shorten_gpu(name: str) -> str:
     """The card without its series: `V100-SXM2-32GB`, `RTX 4090`."""
-    return name.removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")
+    return harmless(name).removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 row`, `2 rows`, `12,000 rows`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -8,7 +8,9 @@ from tightfit.cli.echo import describe_group, describe_model
 from tightfit.cli.fill_in import choose_strategy
 from tightfit.cli.flags.estimate import EstimateFlags
 from tightfit.cli.hardware_choice import choose_cluster_or_card
+from tightfit.cli.harmless import harmless
 from tightfit.cli.json_output import show_json
+from tightfit.cli.network import note_network, state_network
 from tightfit.cli.zero_table import print_zero_table
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.strategy import Method
@@ -35,10 +37,11 @@ def estimate(flags: EstimateFlags) -> None:
 def _estimate_model(flags: EstimateFlags, name: str) -> None:
     spec = resolve_model(name)
     cluster, notes = choose_cluster_or_card(flags.on)
+    cluster = state_network(cluster, flags.network)
     group = cluster.groups[0]
     if len(cluster.groups) > 1:
-        others = ", ".join(other.name for other in cluster.groups[1:])
-        notes = (*notes, f"Estimated on {group.name}; not on {others}.")
+        others = ", ".join(harmless(other.name) for other in cluster.groups[1:])
+        notes = (*notes, f"Estimated on {harmless(group.name)}; not on {others}.")
     strategy = choose_strategy(flags, spec=spec, group=group)
     if strategy.method is Method.LORA:
         check_lora_targets(spec, strategy.lora_targets)
@@ -50,7 +53,8 @@ def _estimate_model(flags: EstimateFlags, name: str) -> None:
         network_bytes_per_second=cluster.network_bytes_per_second,
     )
     notes = (*notes, *cluster.warnings, *judged.assumptions)
-    judged = judged.model_copy(update={"assumptions": tuple(dict.fromkeys(notes))})
+    notes = note_network(cluster, dict.fromkeys(notes))
+    judged = judged.model_copy(update={"assumptions": notes})
     if flags.as_json:
         show_json(
             {

@@ -4,46 +4,55 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from tightfit.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_BUG, EXIT_INTERRUPTED
+from tightfit.cli.harmless import harmless, shorten
 from tightfit.cli.json_output import show_json
-from tightfit.core.errors import UsageError, UserError
+from tightfit.cli.output import silence_stdout, write_err
+from tightfit.core.errors import EnvironmentFaultError, UsageError, UserError
 from tightfit.core.suggest import did_you_mean
 
-EXIT_BUG = 70
-"""EX_SOFTWARE of sysexits.h: our fault, not the user's."""
-EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
+__all__ = ["EXIT_BROKEN_PIPE", "EXIT_BUG", "EXIT_INTERRUPTED"]
 DEBUG_VARIABLE = "TIGHTFIT_DEBUG"
+_LIST_OF_FAULTS = re.compile(r".* has \d+ faults:\n")
 
 
-class PipeClosedError(Exception):
-    """The reader of stdout has gone. Not an OSError: typer would answer those itself."""
+class UnforeseenOSError(Exception):
+    """An OSError of a verb. The parser's own can then only be about stdout, where it prints."""
 
 
 def report_fault(fault: UserError, *, as_json: bool) -> int:
     """Print `error:` and `try:` to stderr; with `--json` also one object to stdout."""
-    print(f"error: {fault.problem}\n  try: {fault.remedy}", file=sys.stderr)
+    write_err(f"error: {_problem_lines(fault.problem)}\n  try: {_one_line(fault.remedy)}\n")
     if as_json:
         told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json(told)
     return fault.exit_code
 
 
+def report_lost_output(reason: str) -> int:
+    """One line on stderr; stdout is never written to again."""
+    silence_stdout()
+    write_err(f"error: Cannot write the output: {reason}\n")
+    return EnvironmentFaultError.exit_code
+
+
 def report_bug(fault: BaseException, *, argv: Sequence[str], as_json: bool) -> int:
     """An exception nobody foresaw: one line, and how to see the rest."""
+    if _was_interrupted(fault):
+        return EXIT_INTERRUPTED
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         import traceback
 
-        traceback.print_exception(fault)
-    said = " ".join(str(fault).split())[:300]
+        write_err("".join(traceback.format_exception(fault)))
+    said = harmless(" ".join(str(fault).split())[:300])
     problem = f"This is a bug in tightfit: {type(fault).__name__}: {said}"
-    remedy = (
-        f"{DEBUG_VARIABLE}=1 tightfit {' '.join(argv)}    (shows the traceback; please report it)"
-    )
-    print(f"error: {problem}\n  try: {remedy}", file=sys.stderr)
+    line = harmless(shlex.join(argv))
+    remedy = f"{DEBUG_VARIABLE}=1 tightfit {line}    (shows the traceback; please report it)"
+    write_err(f"error: {problem}\n  try: {remedy}\n")
     if as_json:
         show_json({"error": problem, "remedy": remedy, "exit_code": EXIT_BUG})
     return EXIT_BUG
@@ -60,16 +69,38 @@ def usage_fault(fault: Any) -> UserError:
         known = [name for param in context.command.params for name in param.opts]
         known += [name for param in context.command.params for name in param.secondary_opts]
         return UsageError(
-            f"`{path}` has no option `{option}`.{did_you_mean(option, known)}", remedy=remedy
+            f"`{path}` has no option `{shorten(option)}`.{did_you_mean(option, known)}",
+            remedy=remedy,
         )
-    unknown = re.match(r"No such command '(.*?)'", message)
+    unknown = re.match(r"No such command '(.*?)'", message, re.DOTALL)
     if unknown is not None and context is not None:
         verbs = list(context.command.commands)
         suggestion = did_you_mean(unknown.group(1), verbs) or f" There are: {', '.join(verbs)}."
-        return UsageError(f"There is no verb `{unknown.group(1)}`.{suggestion}", remedy=remedy)
+        return UsageError(
+            f"There is no verb `{shorten(unknown.group(1))}`.{suggestion}", remedy=remedy
+        )
     return UsageError(message, remedy=remedy)
 
 
 def _sentence(message: str) -> str:
     text = " ".join(message.replace("'", "`").split()) if "No such" not in message else message
     return text if text.endswith((".", "?")) else f"{text}."
+
+
+def _one_line(text: str) -> str:
+    return harmless(" ".join(text.split("\n")))
+
+
+def _problem_lines(problem: str) -> str:
+    """One line; a file's list of faults keeps a line for each, further in than `try:` stands."""
+    if not _LIST_OF_FAULTS.match(problem):
+        return _one_line(" ".join(line.strip() for line in problem.split("\n")))
+    first, *faults = problem.split("\n")
+    return "\n".join([harmless(first), *(f"    {harmless(line.strip())}" for line in faults)])
+
+
+def _was_interrupted(fault: BaseException | None) -> bool:
+    """Python before 3.12 wraps what is raised while a class is being made."""
+    while fault is not None and not isinstance(fault, KeyboardInterrupt):
+        fault = fault.__cause__
+    return fault is not None

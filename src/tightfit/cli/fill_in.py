@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-
-from pydantic import ValidationError
 
 from tightfit.cli import choices
 from tightfit.cli.flags.estimate import EstimateFlags
-from tightfit.cli.settings import read_settings
+from tightfit.cli.settings import read_settings, refuse_twice
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import (
@@ -24,12 +23,16 @@ from tightfit.hardware.types import NodeGroup
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.space import choose_attention, choose_half, must_repeat_keys
 
+_BARE_SWITCHES = ("train_embeddings", "optimizer_in_backward")
+"""Switches without an off side: False means that they were not given."""
 DEFAULT_SEQ_LEN = int(Strategy.model_fields["seq_len"].default)
 
 
 def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) -> Strategy:
     """The strategy the flags state, completed for this model and this group's card."""
-    method = choices.read_word(flags.method, choices.METHODS, option="--method")
+    settings = read_settings(flags.settings)
+    flags = _take_in(flags, settings)
+    method = choices.read_word(flags.method or "lora", choices.METHODS, option="--method")
     dtypes = _choose_dtypes(flags, method=method, card_half=choose_half(spec, group.node.gpu))
     attention = choose_attention(spec, group.node, compute=dtypes["compute"])
     given: dict[str, Any] = {
@@ -40,22 +43,23 @@ def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) 
         **_choose_layout(flags, group),
         **_stated(flags),
         "method": Method.LORA if method == "qlora" else Method(method),
-        **read_settings(flags.settings),
+        **settings,
     }
-    return build_strategy(given)
+    return Strategy(**given)
 
 
-def build_strategy(given: dict[str, Any]) -> Strategy:
-    """A Strategy, or a message that names the option whose value is out of bounds."""
-    try:
-        return Strategy(**given)
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        option = "--" + str(first["loc"][0]).replace("_", "-")
-        raise UsageError(
-            f"`{option} {first['input']}`: {first['msg'][:1].lower()}{first['msg'][1:]}.",
-            remedy="tightfit estimate --help",
-        ) from fault
+def _take_in(flags: EstimateFlags, settings: dict[str, Any]) -> EstimateFlags:
+    """The flags with what `--set` says of fields that others are chosen by."""
+    stated = {name: getattr(flags, name) for name in Strategy.model_fields if hasattr(flags, name)}
+    only_given = {
+        name: None
+        if (value is False and name in _BARE_SWITCHES) or name == "gpus_per_node"
+        else value
+        for name, value in stated.items()
+    }
+    refuse_twice(settings, only_given)
+    leading = ("method", "weights", "compute", "adapter_dtype", "sharding")
+    return replace(flags, **{name: settings[name].value for name in leading if name in settings})
 
 
 def _choose_dtypes(flags: EstimateFlags, *, method: str, card_half: Dtype) -> dict[str, Any]:

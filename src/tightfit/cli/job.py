@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from tightfit.cli import choices
+from tightfit.cli.describe import count_of
 from tightfit.cli.flags.plan import PlanFlags
-from tightfit.cli.settings import read_settings
+from tightfit.cli.output import write_err
+from tightfit.cli.settings import read_settings, refuse_twice
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
 from tightfit.core.workload import DataProfile
@@ -32,8 +32,11 @@ class Job:
 
 def read_job(flags: PlanFlags) -> Job:
     """The recipe where one is named, else a bare model; flags win over the recipe."""
+    settings = read_settings(flags.settings)
+    refuse_twice(settings, {"method": flags.method, "seq_len": flags.seq_len})
     recipe = _lay_over(_read_base(flags.job), flags)
-    fixed = recipe.fixed_strategy() | read_settings(flags.settings)
+    fixed = recipe.fixed_strategy() | settings
+    _refuse_plain_qlora(recipe, fixed)
     stated: dict[str, Any] = {"seq_len": fixed.pop("seq_len", None)}
     if recipe.effective_batch is not None:
         stated["effective_batch"] = recipe.effective_batch
@@ -66,25 +69,24 @@ def _lay_over(recipe: Recipe, flags: PlanFlags) -> Recipe:
         update |= {"epochs": flags.epochs, "max_steps": None}
     if flags.effective_batch is not None:
         update["effective_batch"] = flags.effective_batch
-    try:
-        Recipe.model_validate(update | {"model": "unnamed"})
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        option = "--" + str(first["loc"][0]).replace("_", "-")
-        raise UsageError(
-            f"`{option} {first['input']}`: {first['msg'][:1].lower()}{first['msg'][1:]}.",
-            remedy="tightfit plan --help",
-        ) from fault
     return recipe.model_copy(update=update)
+
+
+def _refuse_plain_qlora(recipe: Recipe, fixed: dict[str, Any]) -> None:
+    weights = fixed.get("weights")
+    if recipe.method is RecipeMethod.QLORA and weights is not None and not weights.is_quantized:
+        raise UsageError(
+            f"`--method qlora` trains over quantized weights, not {weights.value}.",
+            remedy=f"--method lora --set weights={weights.value}",
+        )
 
 
 def _profile(paths: tuple[Path, ...], *, seq_len: int, model: str) -> DataProfile:
     """Read the data, counting aloud where somebody watches."""
-    is_watched = sys.stderr.isatty()
+    is_watched = sys.stderr is not None and sys.stderr.isatty()
 
     def tell(num_rows: int) -> None:
-        sys.stderr.write(f"\rreading data: {num_rows:,} rows")
-        sys.stderr.flush()
+        write_err(f"\rreading data: {count_of(num_rows, 'row')}")
 
     try:
         return profile_dataset(
@@ -95,4 +97,4 @@ def _profile(paths: tuple[Path, ...], *, seq_len: int, model: str) -> DataProfil
         )
     finally:
         if is_watched:
-            sys.stderr.write("\r\x1b[K")
+            write_err("\r\x1b[K")

@@ -8,14 +8,16 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tightfit.cli.harmless import harmless
+
 
 def heading(text: str) -> Text:
-    return Text(text, style="bold")
+    return Text(harmless(text), style="bold")
 
 
 def plain(text: str) -> Text:
     """Text as it is: brackets in it are not markup."""
-    return Text(text)
+    return Text(harmless(text))
 
 
 def render_notes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +17,59 @@ from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.hardware_choice import choose_cluster
 from tightfit.cli.job import read_job
 from tightfit.cli.json_output import show_json
-from tightfit.core.errors import DoesNotFitError
+from tightfit.cli.network import state_network
+from tightfit.cli.output import announce
+from tightfit.cli.saved_plan import read_saved_plans, refuse_new_wishes
+from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.files import write_atomic
+from tightfit.hardware.types import Cluster
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
+
+NUM_DRAWN = 3
+"""Plans in the chart."""
 
 
 def plan(flags: PlanFlags) -> None:
     """Search, then show, save and draw."""
     if flags.chart is not None:
         check_chart_path(flags.chart)
+    saved = read_saved_plans(flags.job)
+    if saved is not None:
+        refuse_new_wishes(flags, saved.plans[0])
+        _tell(flags, saved, cluster=None)
+        return
+    if flags.buy:
+        _refuse_unused(flags)
     job = read_job(flags)
     if flags.buy:
-        buy(flags, job.request)
+        buy(flags, job)
         return
     cluster = choose_cluster(job.on, command=_repeat(flags))
+    cluster = state_network(cluster, flags.network)
     result = search(job.request, cluster, num_plans=flags.top)
     if not result.plans:
         _refuse(flags, result)
+    _tell(flags, result, cluster=cluster)
+
+
+def _tell(flags: PlanFlags, result: SearchResult, *, cluster: Cluster | None) -> None:
+    """A person sees the answer even if a file cannot be written; JSON stays one document."""
     if flags.as_json:
+        _write_files(flags, result)
         show_json(describe_result(result))
     else:
         from tightfit.cli.render_plan import show_plans
 
-        show_plans(result, is_explained=flags.explain, notes=cluster.warnings)
+        show_plans(result, cluster=cluster, is_explained=flags.explain)
+        _write_files(flags, result)
+
+
+def _write_files(flags: PlanFlags, result: SearchResult) -> None:
     if flags.save is not None:
         save_plan(result.plans[0], flags.save)
     if flags.chart is not None:
-        write_chart(_draw(result.plans[:3]), flags.chart)
+        write_chart(_draw(result.plans), flags.chart)
 
 
 def describe_result(result: SearchResult) -> dict[str, Any]:
@@ -58,13 +84,15 @@ def describe_result(result: SearchResult) -> dict[str, Any]:
 def save_plan(best: Plan, path: Path) -> None:
     """The same JSON as `plans[0]`, whole or not at all."""
     write_atomic(path, best.model_dump_json(indent=2) + "\n")
+    announce(path)
 
 
 def _refuse(flags: PlanFlags, result: SearchResult) -> None:
     """Nothing fits: say what is short; the search's reasons still go into the JSON."""
     remedy = f"{_repeat(flags)} --buy    (the cheapest hardware that fits it)"
-    if result.shortfall is None:
-        remedy = f"{_repeat(flags)} --on {flags.on} --explain    (every reason)"
+    if result.shortfall is None and not flags.explain:
+        where = f" --on {shlex.quote(flags.on)}" if flags.on is not None else ""
+        remedy = f"{_repeat(flags)}{where} --explain    (every reason)"
     fault = DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
     if flags.as_json:
         told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
@@ -84,20 +112,38 @@ def _repeat(flags: PlanFlags) -> str:
         ("--seq-len", flags.seq_len),
         ("--data", flags.data),
         ("--effective-batch", flags.effective_batch),
+        *(("--set", setting) for setting in flags.settings or ()),
     ):
         words += [option, str(value)] if value is not None else []
     return shlex.join(words)
 
 
-def _draw(plans: tuple[Plan, ...]) -> Chart:
+def _refuse_unused(flags: PlanFlags) -> None:
+    """`--buy` looks at every card with a price; what it would not use is refused."""
+    given = {"--on": flags.on, "--network": flags.network, "--explain": flags.explain or None}
+    option = next((name for name, value in given.items() if value is not None), None)
+    if option is None:
+        return
+    why = {
+        "--on": "--buy tries every card with a price; --on would be ignored.",
+        "--network": "--buy rents single nodes; --network would be ignored.",
+        "--explain": "--buy lists offers and keeps no reasons; --explain would be ignored.",
+    }
+    raise UsageError(why[option], remedy=f"{_repeat(flags)} --buy    (without {option})")
+
+
+def _draw(plans: Sequence[Plan]) -> Chart:
+    drawn = plans[:NUM_DRAWN]
+    is_cut = len(drawn) < len(plans)
     return Chart(
         title=f"{plans[0].model.name}: GPU memory by stage",
+        subtitle=f"the first {len(drawn)} of {len(plans)} plans" if is_cut else "",
         panels=tuple(
             make_panel(
                 f"{number}. {describe_how(found.strategy, found.hardware.node.gpu.name)}",
                 found.estimate,
                 subtitle=describe_levers(found.strategy),
             )
-            for number, found in enumerate(plans, start=1)
+            for number, found in enumerate(drawn, start=1)
         ),
     )

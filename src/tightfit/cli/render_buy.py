@@ -15,25 +15,30 @@ from tightfit.cli.describe import (
 )
 from tightfit.cli.notes import heading, render_notes
 from tightfit.cli.screen import Column, make_table, show
+from tightfit.cli.table import Cell
 from tightfit.core.units import GIB, render_count, render_seconds, render_usd
 from tightfit.planning.buying import Offer
 from tightfit.planning.request import JobRequest
 
 
-def show_offers(offers: Sequence[Offer], request: JobRequest, *, num_shown: int) -> None:
-    show(_render(offers, request, num_shown=num_shown))
+def show_offers(
+    offers: Sequence[Offer], request: JobRequest, *, num_shown: int, unused: str | None = None
+) -> None:
+    """`unused`: hardware that a recipe names, which buying does not look at."""
+    show(_render(offers, request, num_shown=num_shown, unused=unused))
 
 
 def _render(
-    offers: Sequence[Offer], request: JobRequest, *, num_shown: int
+    offers: Sequence[Offer], request: JobRequest, *, num_shown: int, unused: str | None
 ) -> Iterator[RenderableType]:
     spec = request.spec
+    has_run = offers[0].usd_per_run is not None
+    price = "$ per run" if has_run else "$ per million tokens"
     yield heading(
         f"What to rent for {spec.name} ({render_count(spec.num_params)} parameters), "
-        f"{request.planned_seq_len:,} tokens a sequence, cheapest first"
+        f"{request.planned_seq_len:,} tokens a sequence, cheapest first by {price}"
     )
     yield ""
-    has_run = offers[0].usd_per_run is not None
     columns = (
         Column(title="", right=True),
         Column(title="rent", keep=False),
@@ -45,7 +50,10 @@ def _render(
     )
     rows = [_row(place, offer) for place, offer in enumerate(offers[:num_shown], start=1)]
     yield make_table(columns, rows, is_spaced=True)
-    yield from render_notes("Notes", list(_list_notes(offers, num_shown=num_shown)))
+    notes = list(_list_notes(offers, num_shown=num_shown))
+    if unused is not None:
+        notes.append(f"the recipe's hardware ({unused}) is not used: --buy tries every priced card")
+    yield from render_notes("Notes", notes)
 
 
 def _list_notes(offers: Sequence[Offer], *, num_shown: int) -> Iterator[str]:
@@ -59,7 +67,7 @@ def _list_notes(offers: Sequence[Offer], *, num_shown: int) -> Iterator[str]:
     )
 
 
-def _row(place: int, offer: Offer) -> tuple[RenderableType, ...]:
+def _row(place: int, offer: Offer) -> tuple[Cell, ...]:
     estimate, strategy = offer.plan.estimate, offer.plan.strategy
     gpu, time = estimate.gpu, estimate.time
     words = (describe_method(strategy), describe_precision(strategy), describe_sharding(strategy))

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
+from tightfit.cli.describe import count_of
+from tightfit.cli.harmless import harmless
 from tightfit.cli.notes import plain
 from tightfit.cli.screen import Column, make_table, show
+from tightfit.cli.table import Cell
 from tightfit.hardware.checkup import Checkup, Finding, Status
 
 _STYLES = {
@@ -36,10 +39,10 @@ def _render(checkup: Checkup) -> Iterator[RenderableType]:
     if not faults and not warnings:
         yield plain("Nothing is wrong.")
     else:
-        yield plain(f"{faults} fault(s), {warnings} warning(s).")
+        yield plain(f"{count_of(faults, 'fault')}, {count_of(warnings, 'warning')}.")
 
 
-def _rows(checkup: Checkup) -> Iterator[tuple[RenderableType, ...]]:
+def _rows(checkup: Checkup) -> Iterator[tuple[Cell, ...]]:
     area = ""
     for finding in checkup.findings:
         status = Text(finding.status.value, style=_STYLES[finding.status])
@@ -48,7 +51,7 @@ def _rows(checkup: Checkup) -> Iterator[tuple[RenderableType, ...]]:
 
 
 def _told(finding: Finding) -> Text:
-    told = Text(finding.detail)
+    told = Text(harmless(finding.detail))
     if finding.remedy:
-        told.append(f"\ntry: {finding.remedy}", style="bold")
+        told.append(f"\ntry: {harmless(finding.remedy)}", style="bold")
     return told

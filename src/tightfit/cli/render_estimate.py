@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.describe import describe_gpus, describe_sharding, describe_strategy
+from tightfit.cli.describe import count_of, describe_gpus, describe_sharding, describe_strategy
 from tightfit.cli.notes import heading, plain, render_notes
 from tightfit.cli.screen import Column, make_table, render_bar, render_gauge, show
 from tightfit.core.strategy import Strategy
@@ -50,7 +50,8 @@ def _render(
     yield _render_phases(estimate)
     yield ""
     yield _render_surroundings(estimate)
-    yield from render_notes("Assumed", estimate.assumptions)
+    assumed = [note for note in estimate.assumptions if note not in spec.warnings]
+    yield from render_notes("Assumed", assumed)
     yield from render_notes("Beware", spec.warnings)
 
 
@@ -88,7 +89,7 @@ def _render_subject(
 def _render_components(estimate: Estimate) -> RenderableType:
     gpu = estimate.gpu
     scale = max(gpu.capacity_bytes, gpu.peak_reserved_bytes, 1)
-    rows: list[tuple[RenderableType, ...]] = [
+    rows: list[tuple[str, ...]] = [
         (_words(name), render_bytes(size), render_bar(size / scale, width=36))
         for name, size in sorted(gpu.components.items(), key=lambda item: -item[1])
         if size > 0
@@ -141,7 +142,7 @@ def _render_surroundings(estimate: Estimate) -> RenderableType:
         speed = f"{time.tokens_per_second:,.0f} tokens/s, {time.mfu_fraction:.0%} of peak FLOP/s"
         rows.append(("step", render_time(time), speed))
     if time.seconds_per_epoch is not None:
-        steps = f"{time.steps_per_epoch:,} steps" if time.steps_per_epoch else ""
+        steps = count_of(time.steps_per_epoch, "step") if time.steps_per_epoch else ""
         rows.append(("epoch", render_seconds(time.seconds_per_epoch), steps))
     columns = (Column(title=""), Column(title="needs"), Column(title="made of", keep=False))
     return make_table(columns, rows)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 
+from tightfit.cli.describe import count_of
+from tightfit.cli.harmless import harmless
 from tightfit.cli.notes import heading, plain, render_notes
 from tightfit.cli.screen import Column, make_table, show
 from tightfit.core.units import GB, TERA, render_bytes, render_seconds, render_usd
@@ -83,7 +85,7 @@ def _render_cluster(cluster: Cluster) -> Iterator[RenderableType]:
         Column(title="link", keep=False),
         Column(title="limit", right=True),
     )
-    yield f"{cluster.num_gpus} GPU(s), from {cluster.source}"
+    yield plain(f"{count_of(cluster.num_gpus, 'GPU')}, from {cluster.source}")
     yield ""
     yield make_table(columns, [_group_row(group) for group in cluster.groups])
     if cluster.network_bytes_per_second is not None:
@@ -141,11 +143,11 @@ def _render_prices(gpu: Gpu) -> Iterator[RenderableType]:
 
 def _group_row(group: NodeGroup) -> tuple[str, ...]:
     node = group.node
-    free = f" ({group.num_free_nodes} free)" if group.num_free_nodes is not None else ""
+    free = f" ({group.num_free_nodes:,} free)" if group.num_free_nodes is not None else ""
     return (
-        group.name,
-        f"{group.num_nodes}{free}",
-        f"{node.num_gpus} x {node.gpu.name}",
+        harmless(group.name),
+        f"{group.num_nodes:,}{free}",
+        f"{node.num_gpus} x {harmless(node.gpu.name)}",
         render_bytes(node.free_gpu_memory_bytes or node.gpu.memory_bytes),
         render_bytes(node.host_memory_bytes) if node.host_memory_bytes else "not stated",
         f"{node.link_bytes_per_second / GB:.0f} GB/s" if node.num_gpus > 1 else "-",

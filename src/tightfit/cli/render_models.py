@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
+from rich.padding import Padding
 
+from tightfit.cli.describe import count_of
+from tightfit.cli.harmless import harmless
 from tightfit.cli.notes import heading, plain, render_notes
-from tightfit.cli.screen import Column, make_table, show
+from tightfit.cli.screen import Column, make_console, make_table, show
+from tightfit.cli.table import as_text, fits
 from tightfit.core.units import render_bytes, render_count
 from tightfit.models.catalogue import CatalogueRow
 from tightfit.models.parameters import explain_count
@@ -24,36 +28,51 @@ def show_model(spec: ModelSpec, row: CatalogueRow | None) -> None:
 
 def _render_list(specs: Sequence[ModelSpec]) -> Iterator[RenderableType]:
     columns = (
-        Column(title="model", style="bold", keep=False),
+        Column(title="model", style="bold"),
         Column(title="family"),
         Column(title="parameters", right=True),
         Column(title="per token", right=True),
         Column(title="context", right=True),
     )
-    rows = [
-        (
-            spec.name,
-            spec.model_type,
-            render_count(spec.num_params),
-            render_count(spec.num_active_params)
-            if spec.num_active_params != spec.num_params
-            else "",
-            f"{spec.max_positions:,}" if spec.max_positions else "-",
-        )
-        for spec in specs
-    ]
-    yield make_table(columns, rows)
+    rows = [[as_text(harmless(cell)) for cell in _row(spec)] for spec in specs]
+    if fits(columns, rows, width=make_console().width):
+        yield make_table(columns, rows)
+    else:
+        # A name is never broken, and a list of a hundred models is not stacked five lines each.
+        for spec in specs:
+            yield heading(spec.name)
+            yield Padding(plain(_describe(spec)), (0, 0, 0, 2))
     yield ""
-    yield plain(f"{len(rows)} models. One of them, part by part: tightfit models NAME")
+    told = count_of(len(specs), "model")
+    yield plain(f"{told}. One of them, part by part: tightfit models NAME")
+
+
+def _row(spec: ModelSpec) -> tuple[str, ...]:
+    is_sparse = spec.num_active_params != spec.num_params
+    return (
+        spec.name,
+        spec.model_type,
+        render_count(spec.num_params),
+        render_count(spec.num_active_params) if is_sparse else "",
+        f"{spec.max_positions:,}" if spec.max_positions else "-",
+    )
+
+
+def _describe(spec: ModelSpec) -> str:
+    """The row as a sentence."""
+    _, family, size, active, context = _row(spec)
+    per_token = f" ({active} per token)" if active else ""
+    reach = f", context {context}" if spec.max_positions else ""
+    return f"{family}, {size} parameters{per_token}{reach}"
 
 
 def _render_one(spec: ModelSpec, row: CatalogueRow | None) -> Iterator[RenderableType]:
     yield heading(f"{spec.name}: {spec.num_params:,} parameters")
     shape = [
         spec.model_type,
-        f"{spec.num_layers} layers",
+        count_of(spec.num_layers, "layer"),
         f"hidden {spec.hidden_size:,}",
-        f"{spec.num_heads} heads of {spec.head_dim}",
+        f"{count_of(spec.num_heads, 'head')} of {spec.head_dim}",
         f"{spec.num_kv_heads} for keys and values",
         f"vocabulary {spec.vocab_size:,}",
     ]

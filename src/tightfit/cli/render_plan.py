@@ -7,22 +7,28 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.describe import describe_how, describe_levers
+from tightfit.cli.describe import count_of, describe_how, describe_levers
+from tightfit.cli.harmless import harmless
+from tightfit.cli.network import note_network
 from tightfit.cli.notes import heading, plain, render_notes
+from tightfit.cli.order import explain_order
 from tightfit.cli.render_estimate import VERDICT_STYLES
 from tightfit.cli.screen import Column, make_table, render_gauge, show
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds, render_usd
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.result import StepTime, Verdict
+from tightfit.hardware.types import Cluster
 from tightfit.planning.plan import Exclusion, Plan
 from tightfit.planning.search import SearchResult
 
 BAR_WIDTH = 16
+NUM_CARDS = 6
+"""Groups named in the heading."""
 
 
-def show_plans(result: SearchResult, *, is_explained: bool, notes: Sequence[str]) -> None:
-    """Print everything `tightfit plan` shows a person."""
-    show(_render(result, is_explained=is_explained, notes=notes))
+def show_plans(result: SearchResult, *, cluster: Cluster | None, is_explained: bool) -> None:
+    """Print everything `tightfit plan` shows a person; without a cluster, a saved plan."""
+    show(_render(result, cluster=cluster, is_explained=is_explained))
 
 
 def show_exclusions(result: SearchResult) -> None:
@@ -31,28 +37,41 @@ def show_exclusions(result: SearchResult) -> None:
 
 
 def _render(
-    result: SearchResult, *, is_explained: bool, notes: Sequence[str]
+    result: SearchResult, *, cluster: Cluster | None, is_explained: bool
 ) -> Iterator[RenderableType]:
     best = result.plans[0]
-    yield _render_subject(result.plans)
+    cards = _list_cards(result.plans, cluster)
+    yield _render_subject(best, cards)
     if best.data is not None:
         yield plain(describe_data(best.data))
     yield ""
-    yield _render_table(result.plans)
+    yield _render_table(result.plans, is_one_group=len(cards) == 1)
+    order = explain_order(result.plans)
+    if order is not None:
+        yield ""
+        yield plain(order)
     yield from render_notes("Why the first", best.why)
     yield ""
     yield plain(_describe_needs(best))
-    yield from render_notes("Assumed", tuple(dict.fromkeys((*notes, *best.estimate.assumptions))))
+    assumed = tuple(dict.fromkeys(best.estimate.assumptions))
+    if cluster is not None:
+        assumed = note_network(cluster, dict.fromkeys((*cluster.warnings, *assumed)))
+    yield from render_notes("Assumed", [note for note in assumed if note not in best.warnings])
     yield from render_notes("Beware", best.warnings)
-    yield from _render_excluded(result, is_explained=is_explained)
+    if cluster is None:
+        yield ""
+        yield plain(f"A saved plan (tightfit {best.tightfit_version}); nothing was searched.")
+    else:
+        yield from _render_excluded(result, is_explained=is_explained)
 
 
 def describe_data(data: DataProfile) -> str:
     """The dataset in one line."""
-    lengths = f"half up to {data.percentiles['p50']}, longest {data.max_tokens}"
-    cut = f", {data.num_truncated:,} cut to {data.seq_len}" if data.num_truncated else ""
+    lengths = f"half up to {data.percentiles['p50']:,}, longest {data.max_tokens:,}"
+    cut = f", {data.num_truncated:,} cut to {data.seq_len:,}" if data.num_truncated else ""
+    rows = count_of(data.num_rows, "row")
     return (
-        f"{data.source}: {data.num_rows:,} rows ({data.format}), {render_count(data.num_tokens)} "
+        f"{data.source}: {rows} ({data.format}), {render_count(data.num_tokens)} "
         f"tokens, {lengths} tokens{cut}; lengths: {data.tokenizer}"
     )
 
@@ -62,42 +81,62 @@ def _render_exclusions(excluded: Sequence[Exclusion]) -> RenderableType:
     columns = (Column(title="left out", right=True), Column(title="because", keep=False))
     rows = []
     for exclusion in excluded:
-        told = Text(exclusion.reason)
-        told.append(f"\ne.g. {exclusion.example}", style="dim")
+        told = Text(harmless(exclusion.reason))
+        told.append(f"\ne.g. {harmless(exclusion.example)}", style="dim")
         if exclusion.link:
             told.append(f"\nsee {exclusion.link}", style="dim")
         rows.append((f"{exclusion.num_strategies:,}", told))
     return make_table(columns, rows, is_spaced=True)
 
 
-def _render_subject(plans: Sequence[Plan]) -> RenderableType:
-    best = plans[0]
+def _list_cards(plans: Sequence[Plan], cluster: Cluster | None) -> list[str]:
+    """Every group that was searched, also one that no shown plan uses."""
+    named = [(plan.hardware.group, plan.hardware.node.gpu.name) for plan in plans]
+    if cluster is not None:
+        named = [(group.name, group.node.gpu.name) for group in cluster.groups]
+    return [f"{group} ({gpu})" for group, gpu in dict.fromkeys(named)]
+
+
+def _render_subject(best: Plan, cards: Sequence[str]) -> RenderableType:
     spec = best.model
-    cards = dict.fromkeys(f"{p.hardware.group} ({p.hardware.node.gpu.name})" for p in plans)
-    length = f"{best.strategy.seq_len:,} tokens a sequence, {best.effective_batch} sequences a step"
-    epochs = f", {best.num_epochs:.3g} epoch(s)" if best.data is not None else ""
+    sequences = count_of(best.effective_batch, "sequence")
+    length = f"{best.strategy.seq_len:,} tokens a sequence, {sequences} a step"
+    epochs = f", {_describe_epochs(best)}" if best.data is not None else ""
+    shown = " + ".join(cards[:NUM_CARDS])
+    more = f" and {len(cards) - NUM_CARDS} more" if len(cards) > NUM_CARDS else ""
     return heading(
-        f"{spec.name} ({render_count(spec.num_params)} parameters) on {' + '.join(cards)}, "
+        f"{spec.name} ({render_count(spec.num_params)} parameters) on {shown}{more}, "
         f"{length}{epochs}"
     )
 
 
-def _render_table(plans: Sequence[Plan]) -> RenderableType:
+def _describe_epochs(plan: Plan) -> str:
+    return "1 epoch" if plan.num_epochs == 1 else f"{plan.num_epochs:,.4g} epochs"
+
+
+def _render_table(plans: Sequence[Plan], *, is_one_group: bool) -> RenderableType:
+    has_data = plans[0].data is not None
     columns = (
         Column(title="", right=True),
         Column(title="how", keep=False),
         Column(title="GPU memory"),
-        Column(title="speed"),
+        Column(title="time" if has_data else "speed"),
         Column(title="cost"),
     )
-    names = {found.hardware.group: found.hardware.node.gpu.name for found in plans}
-    gpus = names if len(names) > 1 else dict.fromkeys(names)
     rows = []
     for number, found in enumerate(plans, start=1):
-        how = Text(describe_how(found.strategy, gpus[found.hardware.group]))
+        how = Text(_describe_place(found, is_one_group=is_one_group))
         how.append("\n" + describe_levers(found.strategy), style="dim")
         rows.append((str(number), how, _memory_cell(found), _speed_cell(found), _cost_cell(found)))
     return make_table(columns, rows, is_spaced=True)
+
+
+def _describe_place(found: Plan, *, is_one_group: bool) -> str:
+    """The method and the GPUs; where there are several groups, by name."""
+    if is_one_group:
+        return describe_how(found.strategy)
+    how = describe_how(found.strategy, found.hardware.node.gpu.name)
+    return f"{how} ({harmless(found.hardware.group)})"
 
 
 def _memory_cell(found: Plan) -> Text:
@@ -117,10 +156,10 @@ def _speed_cell(found: Plan) -> str:
         return f"{time.tokens_per_second:,.0f} tokens/s\n{slow:,.0f} to {fast:,.0f}"
     epoch = time.seconds_per_epoch
     shortest, longest = render_seconds(epoch * low), render_seconds(epoch * high)
-    return (
-        f"{render_seconds(epoch)} an epoch\n{shortest} to {longest}\n"
-        f"{time.tokens_per_second:,.0f} tokens/s"
-    )
+    lines = [f"{render_seconds(epoch)} an epoch", f"{shortest} to {longest}"]
+    if found.num_epochs != 1:
+        lines.append(f"{_describe_epochs(found)}: {render_seconds(epoch * found.num_epochs)}")
+    return "\n".join([*lines, f"{time.tokens_per_second:,.0f} tokens/s"])
 
 
 def _range_fractions(time: StepTime) -> tuple[float, float]:
@@ -134,7 +173,10 @@ def _cost_cell(found: Plan) -> str:
     if cost is None:
         return "-"
     per_hour = f"{render_usd(cost.usd_per_hour)}/h"
-    return per_hour if cost.usd_per_run is None else f"{render_usd(cost.usd_per_run)}\n{per_hour}"
+    if cost.usd_per_run is None:
+        return per_hour
+    run = render_usd(cost.usd_per_run) if cost.usd_per_run >= 0.005 else "under $0.01"
+    return f"{run} a run\n{per_hour}"
 
 
 def _describe_needs(best: Plan) -> str:
@@ -146,7 +188,10 @@ def _describe_needs(best: Plan) -> str:
 
 def _render_excluded(result: SearchResult, *, is_explained: bool) -> Iterator[RenderableType]:
     left_out = sum(exclusion.num_strategies for exclusion in result.excluded)
-    told = f"{result.num_considered:,} strategies considered, {left_out:,} left out"
+    considered = (
+        "1 strategy" if result.num_considered == 1 else f"{result.num_considered:,} strategies"
+    )
+    told = f"{considered} considered, {left_out:,} left out"
     yield ""
     if is_explained:
         yield heading(f"{told}:")

@@ -33,8 +33,8 @@ def _render(rows: Sequence[ZeroRow], subject: str) -> Iterator[RenderableType]:
 
 def _row(row: ZeroRow) -> tuple[str, str, str]:
     return (
-        f"{row.host_bytes / GIB:.2f}GB",
-        f"{row.gpu_bytes / GIB:.2f}GB",
+        f"{row.host_bytes / GIB:,.2f}GB",
+        f"{row.gpu_bytes / GIB:,.2f}GB",
         f"offload_param={row.offload_param}, offload_optimizer={row.offload_optimizer}, "
         f"zero_init={row.zero_init}",
     )

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from rich import box
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.text import Text
 
+from tightfit.cli.output import speaks_unicode, write_out
+from tightfit.cli.table import Cell, Column, as_text, lay_out
+
+__all__ = ["Column", "make_console", "make_table", "render_bar", "render_gauge", "show"]
 PIPED_COLUMNS = 100
 """Width when nobody says: neither a terminal nor COLUMNS."""
+LEAST_COLUMNS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One column of a table. `keep`: never wrapped, so that numbers stay whole."""
+class _LikeStdout(io.StringIO):
+    """What rich may write to: it writes even while capturing, and stdout may be full."""
 
-    title: str
-    right: bool = False
-    keep: bool = True
-    style: str = ""
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.stdout.encoding or "ascii"
+
+    def isatty(self) -> bool:
+        return sys.stdout.isatty()
 
 
 def make_console() -> Console:
     """A console for stdout as it is now (tests and pipes replace it)."""
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, emoji=False, width=None if is_sized else PIPED_COLUMNS)
+    width = None if is_sized else PIPED_COLUMNS
+    console = Console(file=_LikeStdout(), highlight=False, emoji=False, width=width)
+    console.width = max(console.width, LEAST_COLUMNS)
+    return console
 
 
 def show(parts: Iterable[RenderableType]) -> None:
@@ -36,42 +44,22 @@ def show(parts: Iterable[RenderableType]) -> None:
     console = make_console()
     with console.capture() as captured:
         for part in parts:
-            console.print(part)
+            console.print(as_text(part) if isinstance(part, str | Text) else part)
     lines = captured.get().split("\n")
-    sys.stdout.write("\n".join(lines if console.is_terminal else [s.rstrip() for s in lines]))
+    write_out("\n".join(lines if console.is_terminal else [s.rstrip() for s in lines]))
 
 
 def make_table(
-    columns: Sequence[Column], rows: Iterable[Sequence[RenderableType]], *, is_spaced: bool = False
-) -> Table:
-    """Ruled under its header on a terminal; bare aligned columns in a pipe."""
-    is_terminal = sys.stdout.isatty()
-    table = Table(
-        box=box.SIMPLE_HEAD if is_terminal else None,
-        pad_edge=False,
-        padding=(0, 1) if is_terminal else (0, 2, 0, 0),
-        header_style="bold",
-        show_edge=False,
-    )
-    for column in columns:
-        table.add_column(
-            column.title,
-            justify="right" if column.right else "left",
-            no_wrap=column.keep,
-            overflow="fold",
-            style=column.style or None,
-        )
-    for number, row in enumerate(rows):
-        if is_spaced and number:
-            table.add_row()
-        table.add_row(*row)
-    return table
+    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, is_spaced: bool = False
+) -> RenderableType:
+    """Ruled under its header on a terminal, bare aligned columns in a pipe, a list if narrow."""
+    return lay_out(columns, rows, width=make_console().width, is_spaced=is_spaced)
 
 
 def render_bar(fraction: float, *, width: int) -> str:
     """A bar `width` cells long at 1.0, in eighths of a cell; in `#` without Unicode."""
     share = max(0.0, min(fraction, 1.0))
-    if not _speaks_unicode():
+    if not speaks_unicode():
         return "#" * round(share * width)
     whole, rest = divmod(round(share * width * 8), 8)
     return "█" * whole + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[rest]
@@ -80,9 +68,5 @@ def render_bar(fraction: float, *, width: int) -> str:
 def render_gauge(fraction: float, *, width: int) -> str:
     """A bar that also shows the room left."""
     filled = round(max(0.0, min(fraction, 1.0)) * width)
-    full, free = ("█", "░") if _speaks_unicode() else ("#", ".")
+    full, free = ("█", "░") if speaks_unicode() else ("#", ".")
     return full * filled + free * (width - filled)
-
-
-def _speaks_unicode() -> bool:
-    return (getattr(sys.stdout, "encoding", None) or "ascii").lower().startswith("utf")

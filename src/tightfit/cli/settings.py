@@ -2,50 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 from pydantic import ValidationError
 
+from tightfit.cli.harmless import shorten
 from tightfit.core.errors import UsageError
+from tightfit.core.faults import describe_faults
 from tightfit.core.strategy import Strategy
 from tightfit.core.suggest import did_you_mean
 
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+FIELDS = tuple(name for name in Strategy.model_fields if name != "quirks")
+"""What can be set; quirks belong to other people's jobs."""
 
 
 def read_settings(texts: Iterable[str] | None) -> dict[str, Any]:
     """Fields by name, in the Strategy's own types."""
     found: dict[str, Any] = {}
     for text in texts or ():
-        key, equals, value = text.partition("=")
-        name = key.strip().replace("-", "_")
-        if not equals or not value.strip():
+        name, value = _split(text)
+        if found.get(name, value) != value:
             raise UsageError(
-                f"`--set {text}` has no value.", remedy=f"--set {name or 'packing'}=VALUE"
+                f"`--set {name}` is given twice: {shorten(found[name])} and {shorten(value)}.",
+                remedy=f"keep one: --set {name}={shorten(value)}",
             )
-        if name not in Strategy.model_fields:
-            raise UsageError(
-                f"`{key.strip()}` is no field of a strategy."
-                f"{did_you_mean(name, Strategy.model_fields)}",
-                remedy="--set with one of " + ", ".join(Strategy.model_fields),
-            )
-        found[name] = _read_value(name, value.strip())
+        found[name] = value
+    read = {name: _read_value(name, value) for name, value in found.items()}
     try:
-        checked = Strategy.model_validate(found)
+        checked = Strategy.model_validate(read)
     except ValidationError as fault:
-        first = fault.errors()[0]
-        raise UsageError(
-            f"`--set {first['loc'][0]}={first['input']}`: {first['msg'][:1].lower()}"
-            f"{first['msg'][1:]}.",
-            remedy=f"--set {first['loc'][0]}=VALUE",
-        ) from fault
+        raise _refuse(fault, found) from fault
     return {name: getattr(checked, name) for name in found}
+
+
+def refuse_twice(settings: Mapping[str, Any], given: Mapping[str, object]) -> None:
+    """An option and `--set` for the same field contradict each other, or will after an edit."""
+    for name, value in given.items():
+        if value is None or name not in settings:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            said = option if value else option.replace("--", "--no-", 1)
+        else:
+            said = f"{option} {shorten(value)}"
+        raise UsageError(
+            f"`{said}` and `--set {name}={show_value(settings[name])}` both fix {name}.",
+            remedy=f"keep one: {said}",
+        )
+
+
+def show_value(value: Any) -> str:
+    """A field's value as `--set` takes it."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return shorten(",".join(value) if isinstance(value, tuple) else value)
+
+
+def _split(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    name = key.strip().replace("-", "_")
+    if not equals or not value.strip():
+        known = name if name in FIELDS else "packing"
+        raise UsageError(
+            f"`--set {shorten(text)}` has no value.", remedy=f"--set {known}={_example(known)}"
+        )
+    if name not in FIELDS:
+        raise UsageError(
+            f"`{shorten(key.strip())}` is no field of a strategy.{did_you_mean(name, FIELDS)}",
+            remedy="--set with one of " + ", ".join(FIELDS),
+        )
+    if name == "method" and value.strip().lower() in ("qlora", "auto"):
+        word = value.strip().lower()
+        meaning = "lora over nf4 weights" if word == "qlora" else "the planner's choice"
+        raise UsageError(
+            f"`--set method={word}`: {word} is {meaning}, not a value of the field.",
+            remedy=f"--method {word}",
+        )
+    return name, value.strip()
 
 
 def _read_value(name: str, text: str) -> Any:
     if name == "lora_targets":
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if Strategy.model_fields[name].annotation is bool:
-        return _TRUTH.get(text.lower(), text)
+        if text.lower() not in _TRUTH:
+            raise UsageError(
+                f"`--set {name}={shorten(text)}` is neither true nor false.",
+                remedy=f"--set {name}=true",
+            )
+        return _TRUTH[text.lower()]
     return text.lower()
+
+
+def _refuse(fault: ValidationError, typed: Mapping[str, str]) -> UsageError:
+    name = str(fault.errors()[0]["loc"][0])
+    said = describe_faults(fault, Strategy, lines={})
+    # `name: expected ...` or `name[0]: ...`: ours begins with what was typed.
+    expected = next(line for line in said if line.startswith(f"`{name}")).partition(": ")[2]
+    return UsageError(
+        f"`--set {name}={shorten(typed[name])}`: {expected}",
+        remedy=f"--set {name}={_example(name)}",
+    )
+
+
+def _example(name: str) -> str:
+    if name == "packing":
+        return "true"
+    return show_value(Strategy.model_fields[name].get_default())

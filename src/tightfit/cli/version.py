@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-import sys
 
 from tightfit import __version__
 from tightfit.cli.flags.version import VersionFlags
 from tightfit.cli.json_output import show_json
+from tightfit.cli.output import write_out
 
 
 def version(flags: VersionFlags) -> None:
@@ -20,4 +20,4 @@ def version(flags: VersionFlags) -> None:
     if flags.as_json:
         show_json(told)
     else:
-        sys.stdout.write(f"tightfit {__version__} (Python {told['python']}, {told['platform']})\n")
+        write_out(f"tightfit {__version__} (Python {told['python']}, {told['platform']})\n")

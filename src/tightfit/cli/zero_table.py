@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tightfit.cli.choices import read_count
+from tightfit.cli.describe import count_of
 from tightfit.cli.flags.estimate import EstimateFlags
 from tightfit.cli.json_output import show_json
 from tightfit.core.errors import UsageError
@@ -39,8 +40,8 @@ def print_zero_table(flags: EstimateFlags) -> None:
     show_zero_table(
         rows,
         f"ZeRO-3 model states of {name or 'a model'}: {render_count(total)} parameters, "
-        f"largest layer {render_count(largest)}, {flags.nodes} node(s) with "
-        f"{flags.gpus_per_node} GPU(s) each.",
+        f"largest layer {render_count(largest)}, {count_of(flags.nodes, 'node')} with "
+        f"{count_of(flags.gpus_per_node, 'GPU')} each.",
     )
 
 

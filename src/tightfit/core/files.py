@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import os
+import shlex
+import stat
 import tempfile
 from pathlib import Path
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write to a temporary name beside `path`, fsync, rename, fsync the folder."""
+    """Write to a temporary name beside `path`, fsync, rename, fsync the folder.
+
+    Only a regular file is ever replaced, and it keeps its mode. A link stays a
+    link: what it points to is replaced. Missing folders are not made.
+    """
     data = content.encode() if isinstance(content, str) else content
+    target = _resolve_target(path)
+    mode = _mode_to_keep(path, target)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
     except OSError as fault:
         raise _cannot_write(path, fault) from fault
     try:
@@ -22,12 +37,61 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(path)
-    except OSError as fault:
+        Path(temporary).chmod(mode)
+        Path(temporary).replace(target)
+    except BaseException as fault:  # an interrupt must leave no litter either
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(fault, OSError):
+            raise _cannot_write(path, fault) from fault
+        raise
+    _sync_folder(target.parent)
+
+
+def describe_kind(mode: int) -> str | None:
+    """`a folder`, `a device`, `a pipe`, `a socket`; None for a regular file."""
+    return next((name for is_kind, name in _KINDS if is_kind(mode)), None)
+
+
+def _resolve_target(path: Path) -> Path:
+    """The file to replace: `path` itself, or where its links end."""
+    text = str(path)
+    if "\0" in text:
+        raise InvalidInputError(f"{text!r} is not a file name.", remedy="leave out the NUL byte")
+    if text in ("", "."):
+        raise UsageError("No file to write was named.", remedy="name a file, like plan.json")
+    try:
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        if target.is_symlink():
+            raise EnvironmentFaultError(
+                f"Cannot write {text!r}: its links lead in a circle.",
+                remedy=f"ls -l {_shell(path)}",
+            )
+        if not target.parent.exists():
+            raise EnvironmentFaultError(
+                f"Cannot write {text!r}: there is no folder {str(target.parent)!r}.",
+                remedy=f"mkdir -p {_shell(target.parent)}",
+            )
+    except OSError as fault:
         raise _cannot_write(path, fault) from fault
-    _sync_folder(path.parent)
+    return target
+
+
+def _mode_to_keep(path: Path, target: Path) -> int:
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return 0o666 & ~_umask()
+    except OSError as fault:
+        raise _cannot_write(path, fault) from fault
+    kind = describe_kind(mode)
+    if kind is not None:
+        raise EnvironmentFaultError(
+            f"Cannot write {str(path)!r}: it is {kind}, and only a file can be replaced.",
+            remedy="name a file; to print the result instead, use --json"
+            if kind != "a folder"
+            else f"name a file in it, like {_shell(path / 'plan.json')}",
+        )
+    return stat.S_IMODE(mode)
 
 
 def _umask() -> int:
@@ -49,8 +113,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def _shell(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
 def _cannot_write(path: Path, fault: OSError) -> EnvironmentFaultError:
     return EnvironmentFaultError(
-        f"Cannot write {path}: {fault.strerror or fault}.",
+        f"Cannot write {str(path)!r}: {fault.strerror or fault}.",
         remedy="choose a folder that is writable and has free space",
     )

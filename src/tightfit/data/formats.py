@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -159,7 +160,9 @@ def _as_answer(row: Row, value: Any) -> list[Message]:
         value = value["text"]
     if isinstance(value, list) and value:
         value = value[0]
-    return [Message(ASSISTANT, _text(row, "answer", value))]
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        value = json.dumps(value)  # an answer may be a bare number; NaN is a missing one
+    return [Message(ASSISTANT, _text(row, "the answer", value))]
 
 
 def _messages(row: Row, value: Any) -> list[Message]:
@@ -208,8 +211,6 @@ def _optional(row: Row, key: str) -> str:
 def _text(row: Row, key: str, value: Any) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, bool | int | float):  # an answer may be a bare number
-        return json.dumps(value)
     raise _bad(row, f"expected text as {key}, found {kind_of(value)}: {excerpt(value)}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -10,13 +12,17 @@ from typing import IO, Any
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.suggest import did_you_mean
 from tightfit.data.row import Row, not_an_object, place
-from tightfit.data.streams import check_is_text, iter_lines, wrong_encoding
+from tightfit.data.streams import (
+    MAX_LINE_BYTES,
+    check_is_text,
+    iter_lines,
+    wrong_encoding,
+)
 
 LIST_KEYS = ("data", "train", "rows", "examples")
 """Where an object that wraps a whole dataset keeps its rows."""
-MAX_OBJECT_CHARS = 2**30
 _CHUNK_CHARS = 1 << 18
-_SPACE = " \t\r\n"
+_SPACES = re.compile(r"[ \t\r\n]*")
 _BOM = "\ufeff"
 
 
@@ -24,7 +30,6 @@ def read_json_lines(stream: IO[bytes], path: Path) -> Iterator[Row]:
     """One object per line; blank lines are passed over."""
     for number, raw in enumerate(iter_lines(stream, path), start=1):
         if number == 1:
-            check_is_text(path, raw[:4096])
             raw = raw.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901
         if raw and not raw.isspace():
             value = _parse_line(raw, path, number)
@@ -81,12 +86,12 @@ def _read_list(text: _Text, path: Path) -> Iterator[Row]:
         mark = text.peek()
         if mark not in ("]", ","):
             reason = "the list is cut off" if mark == "" else f"expected `,` or `]`, not `{mark}`"
-            raise _not_json(path, text.line, reason, "")
+            raise _not_json(path, text.line, reason, text.column)
         text.take()
         if mark == "]":
             break
     if text.peek():
-        raise _not_json(path, text.line, "text after the end of the list", "")
+        raise _not_json(path, text.line, "text after the end of the list", text.column)
 
 
 def _read_wrapped(value: Any, path: Path, line: int) -> Iterator[Row]:
@@ -124,6 +129,7 @@ class _Text:
         self._at = 0
         self._is_done = False
         self.line = 1
+        self._column = 1
         self._fill()
         check_is_text(path, self._window[:4096].encode())
         self._window = self._window.removeprefix(_BOM)
@@ -131,23 +137,22 @@ class _Text:
     def peek(self) -> str:
         """The next character that is no space, left in place; empty at the end."""
         while True:
-            window, at = self._window, self._at
-            while at < len(window) and window[at] in _SPACE:
-                at += 1
-            self._move(at)
-            if at < len(window):
-                return window[at]
+            found = _SPACES.match(self._window, self._at)
+            end = found.end() if found else self._at
+            self._move(end)
+            if end < len(self._window):
+                return self._window[end]
             if not self._fill():
                 return ""
 
     def take(self) -> None:
         """Step over the character just peeked."""
-        self._at += 1
+        self._move(self._at + 1)
 
     def value(self) -> tuple[int, Any]:
         """The next JSON value and the line it starts on."""
         if self.peek() == "":
-            raise _not_json(self._path, self.line, "the file is cut off", "")
+            raise _not_json(self._path, self.line, "the file is cut off", self.column)
         start = self.line
         while True:
             try:
@@ -156,9 +161,10 @@ class _Text:
                 raise _not_json(self._path, start, _why(fault), "") from fault
             except json.JSONDecodeError as fault:
                 # A cut-off window and a broken text fail alike; only the end of the file tells.
-                line = start + self._window.count("\n", self._at, fault.pos)
+                offset = fault.pos - self._at
                 if not self._is_cut_off(fault) or not self._grow():
-                    raise _not_json(self._path, line, fault.msg, "") from fault
+                    self._move(min(self._at + offset, len(self._window)))
+                    raise _not_json(self._path, self.line, fault.msg, self.column) from fault
             except ValueError as fault:
                 raise _not_json(self._path, start, _why(fault), "") from fault
             else:
@@ -168,6 +174,10 @@ class _Text:
                 self._move(end)
                 return start, value
 
+    @property
+    def column(self) -> str:
+        return f"column {self._column}"
+
     def _is_cut_off(self, fault: json.JSONDecodeError) -> bool:
         """Could more text mend it? Faults far from the window's end are real, wherever it ends."""
         is_open_string = fault.msg.startswith("Unterminated string")
@@ -175,30 +185,28 @@ class _Text:
 
     def _grow(self) -> bool:
         """Double what is held, so that decoding anew stays linear in all."""
-        self._window = self._window[self._at :]
-        self._at = 0
-        if len(self._window) > MAX_OBJECT_CHARS:
+        held = len(self._window) - self._at
+        if held and sys.getsizeof(self._window) >= MAX_LINE_BYTES:
             raise InvalidInputError(
-                f"{self._path} holds one JSON value of more than a gigabyte.",
-                remedy="write the rows as JSON Lines: one object per line",
+                f"{place(self._path, self.line)} begins one JSON value of more than "
+                f"{MAX_LINE_BYTES // 2**20} MiB, or a text that is never closed.",
+                remedy="write the rows as JSON Lines, one object per line; "
+                f"`jq -c '.data[]' {self._path.name} > rows.jsonl` does so for a list under `data`",
             )
-        wanted = max(2 * len(self._window), _CHUNK_CHARS)
-        grown = False
-        while len(self._window) < wanted and self._fill():
-            grown = True
-        return grown
+        return self._fill(max(held, _CHUNK_CHARS))
 
-    def _fill(self) -> bool:
-        if self._is_done:
-            return False
-        if self._at:
-            self._window, self._at = self._window[self._at :], 0
-        chunk = self._stream.read(_CHUNK_CHARS)
-        self._is_done = not chunk
-        self._window += self._decode(chunk)
-        return bool(chunk)
+    def _fill(self, num_bytes: int = _CHUNK_CHARS) -> bool:
+        """Let go of what was decoded and hold `num_bytes` more, joined once."""
+        pieces = [self._window[self._at :]]
+        while num_bytes > 0 and not self._is_done:
+            chunk = self._stream.read(_CHUNK_CHARS)
+            self._is_done = not chunk
+            num_bytes -= len(chunk)
+            pieces.append(self._decode(chunk, pieces))
+        self._window, self._at = "".join(pieces), 0
+        return len(pieces) > 1 and len(self._window) > len(pieces[0])
 
-    def _decode(self, chunk: bytes) -> str:
+    def _decode(self, chunk: bytes, before: list[str]) -> str:
         data = self._bytes + chunk
         try:
             self._bytes = b""
@@ -206,13 +214,19 @@ class _Text:
         except UnicodeDecodeError as fault:
             is_split = chunk and fault.reason == "unexpected end of data"
             if not is_split:
-                line = self.line + self._window.count("\n") + data.count(b"\n", 0, fault.start)
+                line = self.line + sum(piece.count("\n") for piece in before)
+                line += data.count(b"\n", 0, fault.start)
                 raise wrong_encoding(self._path, line, fault) from fault
             self._bytes = data[fault.start :]
             return data[: fault.start].decode("utf-8")
 
     def _move(self, end: int) -> None:
-        self.line += self._window.count("\n", self._at, end)
+        num_lines = self._window.count("\n", self._at, end)
+        if num_lines:
+            self.line += num_lines
+            self._column = end - self._window.rindex("\n", self._at, end)
+        else:
+            self._column += end - self._at
         self._at = end
 
 
@@ -220,10 +234,18 @@ def _why(fault: Exception) -> str:
     return "nested too deeply" if isinstance(fault, RecursionError) else str(fault).split(";")[0]
 
 
+_SAID_BETTER = {
+    "Unterminated string starting at": "a text that begins here is never closed",
+    "Invalid control character at": "an invalid control character, like a raw line break in a text",
+}
+"""Where the library's own words need a position after them."""
+
+
 def _not_json(path: Path, line: int, reason: str, where: str) -> InvalidInputError:
     at = f" {where}" if where else ""
+    said = _SAID_BETTER.get(reason, reason[:1].lower() + reason[1:])
     return InvalidInputError(
-        f"{place(path, line)}{at} is not JSON: {reason[:1].lower()}{reason[1:]}.",
+        f"{place(path, line)}{at} is not JSON: {said}.",
         remedy=f"correct that line; `python3 -m json.tool --json-lines '{path}'` checks JSON Lines"
         if path.name.endswith(("l", "l.gz"))
         else f"correct that line; `python3 -m json.tool '{path}'` checks the whole file",

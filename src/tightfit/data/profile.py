@@ -10,15 +10,16 @@ from tightfit.core.strategy import MAX_SEQ_LEN
 from tightfit.core.workload import DataProfile
 from tightfit.data.formats import Turns, recognise_format, to_turns
 from tightfit.data.lengths import buckets, estimate_padding_waste, percentiles, scaled
+from tightfit.data.meter import Meter, ReadProgress
 from tightfit.data.packing import count_packed_rows
 from tightfit.data.read import data_files, read_file
+from tightfit.data.streams import size_of
 from tightfit.data.tally import Tally, Totals
 from tightfit.data.tokens import TOKENS_PER_MESSAGE, token_counter
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 EXACT_SAMPLE_ROWS = 50_000
 """A tokenizer counts about 10,000 rows a second and core; more rows change no percentile."""
-_PROGRESS_ROWS = 512
 
 
 def profile_dataset(
@@ -26,16 +27,17 @@ def profile_dataset(
     *,
     seq_len: int,
     model: str | None = None,
-    micro_batches: Sequence[int] = MICRO_BATCHES,
     sample_limit: int | None = None,
     progress: Callable[[int], None] | None = None,
+    watch: Callable[[ReadProgress], None] | None = None,
 ) -> DataProfile:
     """Lengths, truncation, padding and packing of a dataset at `seq_len`.
 
     Every row is read and checked. With a tokenizer at hand, tokens of at most
     `sample_limit` rows are counted (50,000 unless told), drawn evenly over the
     whole file, and the longest row by characters always; guesses cost so little
-    that all rows are counted unless told. `progress` is called with the rows read.
+    that all rows are counted unless told. `watch` is called about five times a
+    second and at the end with the rows and bytes read; `progress` with the rows alone.
     """
     if not 0 < seq_len <= MAX_SEQ_LEN:
         raise InvalidInputError(
@@ -46,31 +48,37 @@ def profile_dataset(
     limit = sample_limit or (EXACT_SAMPLE_ROWS if counter.is_exact else None)
     tally = Tally(counter=counter, seq_len=seq_len, limit=limit)
     formats: list[str] = []
-    for turns in _all_turns(source, formats):
+    files = data_files(source)
+
+    def tell(state: ReadProgress) -> None:
+        if progress is not None:
+            progress(state.num_rows)
+        if watch is not None:
+            watch(state)
+
+    meter = Meter(tell if progress or watch else None, total_bytes=sum(map(size_of, files)))
+    for turns in _all_turns(files, formats, meter):
         tally.add(turns)
-        if progress is not None and tally.num_rows % _PROGRESS_ROWS == 0:
-            progress(tally.num_rows)
+        meter.add_row()
     tally.finish()
-    if progress is not None:
-        progress(tally.num_rows)
-    return _summary(tally, _source_name(source), "+".join(formats), micro_batches)
+    meter.finish()
+    return _summary(tally, _source_name(source), "+".join(formats))
 
 
-def _all_turns(source: Path | str | Sequence[Path | str], formats: list[str]) -> Iterator[Turns]:
+def _all_turns(files: Sequence[Path], formats: list[str], meter: Meter) -> Iterator[Turns]:
     """Rows of all files as prompt and answer; each file is in one format throughout."""
-    for path in data_files(source):
+    for path in files:
         row_format = None
-        for row in read_file(path):
+        for row in read_file(path, meter):
             if row_format is None:
                 row_format = recognise_format(row)
                 if row_format.name not in formats:
                     formats.append(row_format.name)
             yield to_turns(row, row_format)
+        meter.close_file(size_of(path))
 
 
-def _summary(
-    tally: Tally, source: str, row_format: str, micro_batches: Sequence[int]
-) -> DataProfile:
+def _summary(tally: Tally, source: str, row_format: str) -> DataProfile:
     totals = tally.totals
     factor = tally.num_rows / totals.num_rows
     if not totals.num_trained_tokens:
@@ -94,7 +102,7 @@ def _summary(
         tokenizer=_described(tally, totals.num_rows),
         is_exact=tally.counter.is_exact,
         padding_waste_fraction={
-            str(size): estimate_padding_waste(lengths.items(), size) for size in micro_batches
+            str(size): estimate_padding_waste(lengths.items(), size) for size in MICRO_BATCHES
         },
         packing_waste_fraction=1.0 - packed_tokens / (num_packed * totals.seq_len),
         num_packed_rows=num_packed,

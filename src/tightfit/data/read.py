@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from tightfit.core.errors import InvalidInputError
+from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.data.json_rows import read_json, read_json_lines
+from tightfit.data.meter import Meter
 from tightfit.data.row import Row
 from tightfit.data.streams import COMPRESSIONS, open_data, stat_of, unreadable
 from tightfit.data.table_rows import read_csv, read_parquet, read_text
@@ -40,10 +41,10 @@ def read_rows(source: Path | str | Sequence[Path | str]) -> Iterator[Row]:
         yield from read_file(path)
 
 
-def read_file(path: Path) -> Iterator[Row]:
+def read_file(path: Path, meter: Meter | None = None) -> Iterator[Row]:
     """Rows of one file. Raises rather than yield none: an empty dataset is always a mistake."""
     num_rows = 0
-    for row in _rows_of(path):
+    for row in _rows_of(path, meter):
         num_rows += 1
         yield row
     if not num_rows:
@@ -61,6 +62,8 @@ def data_files(source: Path | str | Sequence[Path | str]) -> list[Path]:
         raise InvalidInputError("No data file was named.", remedy="name a data file or folder")
     files: list[Path] = []
     for item in sources:
+        if not str(item).strip():
+            raise UsageError("An empty name is no data file.", remedy="name a data file or folder")
         path = Path(item).expanduser() if str(item).startswith("~/") else Path(item)
         files += _files_in(path) if stat.S_ISDIR(stat_of(path)) else [path]
     return files
@@ -90,7 +93,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield item
 
 
-def _rows_of(path: Path) -> Iterator[Row]:
+def _rows_of(path: Path, meter: Meter | None) -> Iterator[Row]:
     kind = _kind(path)
     if kind in _PARQUET:
         if path.suffix.lower() in COMPRESSIONS:
@@ -98,7 +101,7 @@ def _rows_of(path: Path) -> Iterator[Row]:
                 f"{path} is a compressed Parquet file.",
                 remedy="unpack it; Parquet compresses its columns itself",
             )
-        yield from read_parquet(path)
+        yield from read_parquet(path, meter)
         return
     reader = _READERS.get(kind)
     if reader is None:
@@ -107,7 +110,7 @@ def _rows_of(path: Path) -> Iterator[Row]:
             f"{path} has no ending that tells its format.",
             remedy=f"rename it to end in {_known()}",
         )
-    with open_data(path) as stream:
+    with open_data(path, meter) as stream:
         yield from reader(stream, path)
 
 

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import importlib
 import lzma
+import shlex
 import stat
 import zlib
 from collections.abc import Iterator
@@ -19,7 +20,10 @@ from tightfit.core.errors import (
     NotFoundError,
     UserError,
 )
+from tightfit.core.faults import printable
+from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
+from tightfit.data.meter import Meter
 from tightfit.data.row import place
 
 COMPRESSIONS = {
@@ -40,12 +44,18 @@ _FOREIGN = {
 }
 _PROBE_BYTES = 4096
 _CHUNK_BYTES = 1 << 18
-MAX_LINE_BYTES = 256 * 2**20
+MAX_LINE_BYTES = 64 * 2**20
+"""Of one row. The longest sequence that can be asked for has fewer characters."""
+MAX_BLANK_BYTES = 8 * 2**20
+"""Of blank lines in a row, which would cost seconds and mean nothing."""
+MAX_EXPANSION = 100
+"""Text packs to a fifth, logs to a twentieth; what packs so much better is a bomb."""
+_EXPANSION_GRACE_BYTES = 16 * 2**20
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
 
 @contextmanager
-def open_data(path: Path) -> Iterator[IO[bytes]]:
+def open_data(path: Path, meter: Meter | None = None) -> Iterator[IO[bytes]]:
     """The file's plain bytes. Compression is told by content, so a wrong name is no trap."""
     require_file(path)
     try:
@@ -55,16 +65,17 @@ def open_data(path: Path) -> Iterator[IO[bytes]]:
         raise unreadable(path, fault) from fault
     if not head:
         raise empty(path)
-    with opened(path, _compression(path, head)) as stream:
+    with opened(path, _compression(path, head), meter or Meter()) as stream:
         yield stream
 
 
 @contextmanager
-def opened(path: Path, compression: str | None) -> Iterator[IO[bytes]]:
+def opened(path: Path, compression: str | None, meter: Meter) -> Iterator[IO[bytes]]:
     """Open with one decompressor; read faults inside the block become messages."""
     try:
-        with _open(path, compression) as stream:
-            yield stream
+        with path.open("rb") as raw, _unpack(path, raw, compression) as stream:
+            watched = _Watched(path, raw, stream, meter, is_packed=compression is not None)
+            yield cast(IO[bytes], watched)
     except UserError:
         raise
     except DAMAGE as fault:
@@ -73,11 +84,39 @@ def opened(path: Path, compression: str | None) -> Iterator[IO[bytes]]:
         raise (unreadable(path, fault) if fault.errno else damaged(path, fault)) from fault
 
 
+class _Watched:
+    """A stream that reports where its file stands, and stops one that unpacks without end."""
+
+    def __init__(
+        self, path: Path, raw: IO[bytes], stream: IO[bytes], meter: Meter, *, is_packed: bool
+    ) -> None:
+        self._path = path
+        self._raw = raw
+        self._stream = stream
+        self._meter = meter
+        self._is_packed = is_packed
+        self._num_unpacked = 0
+
+    def read(self, size: int) -> bytes:
+        chunk = self._stream.read(size)
+        position = self._raw.tell()
+        self._meter.move_to(position)
+        if self._is_packed:
+            self._num_unpacked += len(chunk)
+            if self._num_unpacked > _EXPANSION_GRACE_BYTES + MAX_EXPANSION * position:
+                raise InvalidInputError(
+                    f"{self._path} unpacks to more than {MAX_EXPANSION} times its size, "
+                    "which no text does.",
+                    remedy="look at it before it is unpacked: it repeats itself without end",
+                )
+        return chunk
+
+
 def require_file(path: Path) -> None:
     """A regular file that is there; never a pipe, which would hang, nor a device."""
     mode = stat_of(path)
     if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        kind = describe_kind(mode) or "not a regular file"
         raise InvalidInputError(f"{path} is {kind}.", remedy="name a data file")
 
 
@@ -91,22 +130,50 @@ def stat_of(path: Path) -> int:
         raise unreadable(path, fault) from fault
 
 
+def size_of(path: Path) -> int:
+    """Bytes on disk; 0 where nobody can tell, which the reading itself will complain about."""
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):
+        return 0
+
+
 def missing(path: Path) -> NotFoundError:
     try:
         beside = [item.name for item in path.parent.iterdir()]
     except OSError:
         beside = []
+    near = did_you_mean(path.name, beside)
     return NotFoundError(
-        f"There is no data file {path}.{did_you_mean(path.name, beside)}",
-        remedy="name an existing file or folder; relative paths start where the command runs",
+        f"There is no data file {printable(str(path), most=400)}.{near}",
+        remedy=f"name an existing file or folder; this one was looked for in {_folder_of(path)} "
+        "(a path in a recipe starts at the recipe's folder, any other where the command runs)",
     )
 
 
-def unreadable(path: Path, fault: Exception) -> InvalidInputError:
+def _folder_of(path: Path) -> str:
+    try:
+        return printable(str(path.absolute().parent), most=400)
+    except OSError:  # the current folder was deleted
+        return "a folder that was deleted"
+
+
+def unreadable(path: Path, fault: Exception) -> UserError:
+    shown = printable(str(path), most=400)
+    if isinstance(fault, PermissionError):
+        return EnvironmentFaultError(
+            f"Cannot read {shown}: permission denied.",
+            remedy=f"ask its owner for read permission; who may read it: ls -ld {_shell(path)}",
+        )
     reason = getattr(fault, "strerror", None) or str(fault)
     return InvalidInputError(
-        f"Cannot read {path}: {reason}.", remedy=f"check that it is readable: ls -ld '{path}'"
+        f"Cannot read {shown}: {reason}.",
+        remedy=f"check that it is readable: ls -ld {_shell(path)}",
     )
+
+
+def _shell(path: Path) -> str:
+    return shlex.quote(printable(str(path), most=400))
 
 
 def damaged(path: Path, fault: Exception) -> InvalidInputError:
@@ -122,20 +189,45 @@ def empty(path: Path) -> InvalidInputError:
 
 def iter_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
     """Lines without their line ends, read in chunks so that memory holds one line, not the file."""
-    rest = b""
-    number = 0
+    pieces: list[bytes] = []
+    num_held = num_blank = number = 0
+    blank_since = 1
     while chunk := stream.read(_CHUNK_BYTES):
-        lines = (rest + chunk).split(b"\n")
-        rest = lines.pop()
-        number += len(lines)
-        yield from lines
-        if len(rest) > MAX_LINE_BYTES:
-            raise InvalidInputError(
-                f"{place(path, number + 1)} is longer than {MAX_LINE_BYTES // 2**20} MiB.",
-                remedy="split it into shorter rows; no context is that long",
-            )
-    if rest:
-        yield rest
+        if not number and not pieces:
+            check_is_text(path, chunk[:_PROBE_BYTES])
+        if not chunk.isspace():
+            num_blank, blank_since = 0, number + 1 + chunk.count(b"\n")
+        else:
+            num_blank += len(chunk)
+        first, *lines = chunk.split(b"\n")
+        pieces.append(first)
+        num_held += len(first)
+        if num_held > MAX_LINE_BYTES:
+            raise too_long(path, number + 1)
+        if num_blank > MAX_BLANK_BYTES:
+            raise _too_blank(path, blank_since)
+        if lines:
+            rest = lines.pop()
+            number += 1 + len(lines)
+            yield b"".join(pieces)
+            yield from lines
+            pieces, num_held = [rest], len(rest)
+    if num_held:
+        yield b"".join(pieces)
+
+
+def too_long(path: Path, line: int) -> InvalidInputError:
+    return InvalidInputError(
+        f"{place(path, line)} begins a row of more than {MAX_LINE_BYTES // 2**20} MiB.",
+        remedy="split it into shorter rows; no context is that long",
+    )
+
+
+def _too_blank(path: Path, line: int) -> InvalidInputError:
+    return InvalidInputError(
+        f"{place(path, line)} begins {MAX_BLANK_BYTES // 2**20} MiB of nothing but blanks.",
+        remedy=f"leave the blank lines out: grep -v '^[[:space:]]*$' {_shell(path)} > rows",
+    )
 
 
 def check_is_text(path: Path, head: bytes) -> None:
@@ -171,28 +263,28 @@ def _compression(path: Path, head: bytes) -> str | None:
     return None
 
 
-def _open(path: Path, compression: str | None) -> IO[bytes]:
+def _unpack(path: Path, raw: IO[bytes], compression: str | None) -> IO[bytes]:
     if compression == "gzip":
-        return cast(IO[bytes], gzip.open(path, "rb"))
+        return cast(IO[bytes], gzip.open(raw, "rb"))
     if compression == "bzip2":
-        return cast(IO[bytes], bz2.open(path, "rb"))
+        return cast(IO[bytes], bz2.open(raw, "rb"))
     if compression == "xz":
-        return cast(IO[bytes], lzma.open(path, "rb"))
+        return cast(IO[bytes], lzma.open(raw, "rb"))
     if compression == "zstd":
-        return _open_zstd(path)
-    return path.open("rb")
+        return _unpack_zstd(path, raw)
+    return raw
 
 
-def _open_zstd(path: Path) -> IO[bytes]:
+def _unpack_zstd(path: Path, raw: IO[bytes]) -> IO[bytes]:
     for name in ("compression.zstd", "zstandard", "pyzstd"):
         try:
             module: Any = importlib.import_module(name)
         except ImportError:
             continue
-        return cast(IO[bytes], _ZstdGuard(path, module.open(path, "rb")))
+        return cast(IO[bytes], _ZstdGuard(path, module.open(raw, "rb")))
     raise EnvironmentFaultError(
         f"{path} is zstd-compressed and no zstd module is installed.",
-        remedy=f"pip install zstandard, or unpack it: zstd -d '{path}'",
+        remedy=f"pip install zstandard, or unpack it: zstd -d {_shell(path)}",
     )
 
 

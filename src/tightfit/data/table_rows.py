@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import IO
 
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.data.meter import Meter
 from tightfit.data.row import Row, place
 from tightfit.data.streams import (
     MAX_LINE_BYTES,
-    check_is_text,
     iter_lines,
     require_file,
     unreadable,
@@ -52,7 +52,7 @@ def read_text(stream: IO[bytes], path: Path) -> Iterator[Row]:
             yield Row({"text": text}, path, number, "line")
 
 
-def read_parquet(path: Path) -> Iterator[Row]:
+def read_parquet(path: Path, meter: Meter | None = None) -> Iterator[Row]:
     """Rows in batches; a column is a key."""
     require_file(path)
     try:
@@ -66,7 +66,10 @@ def read_parquet(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            size, num_rows = path.stat().st_size, max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(batch_size=_PARQUET_BATCH):
+                if meter is not None:
+                    meter.move_to(size * number // num_rows)
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(values, path, number, "row")
@@ -82,8 +85,6 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 def _decoded_lines(stream: IO[bytes], path: Path) -> Iterator[str]:
     for number, raw in enumerate(iter_lines(stream, path), start=1):
-        if number == 1:
-            check_is_text(path, raw[:4096])
         try:
             # The line end stays: a quoted CSV field may hold it.
             yield raw.decode("utf-8-sig" if number == 1 else "utf-8") + "\n"

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.faults import printable
 from tightfit.core.suggest import did_you_mean, nearest
 from tightfit.core.units import GB, GIB, MIB, TERA
 from tightfit.hardware.types import Gpu, Price
@@ -21,7 +22,9 @@ UNSTATED_MEMORY_FRACTION = 0.93
 PCIE_BYTES_PER_SECOND = {
     "PCIe 2.0 x16": 8.0e9,
     "PCIe 3.0 x16": 15.75e9,
+    "PCIe 4.0 x8": 15.75e9,
     "PCIe 4.0 x16": 31.5e9,
+    "PCIe 5.0 x8": 31.5e9,
     "PCIe 5.0 x16": 63.0e9,
 }
 """One direction after line coding (8b/10b, then 128b/130b), before packet headers."""
@@ -89,7 +92,8 @@ def match_gpu(name: str) -> Match:
         return match
     raise NotFoundError(
         f"No GPU named `{_shorten(name)}` in the catalogue.{_suggestion(name)}",
-        remedy="tightfit hardware    (lists every GPU)",
+        remedy="tightfit hardware    (lists every GPU); a card of your own is defined in a cluster "
+        'file: `gpu: {name: "My Card", memory: 12GiB, like: "RTX 3060"}`',
     )
 
 
@@ -201,8 +205,9 @@ def _has_prefix(row: _Row, key: str) -> bool:
 
 
 def _suggestion(name: str) -> str:
-    said = did_you_mean(_shorten(name), gpu_names())
     stated = _STATED_MEMORY.fullmatch(name.strip())
+    # The memory would make any card of that size look near; the name comes first.
+    said = did_you_mean(_shorten(stated.group(1) if stated else name), gpu_names())
     if said or stated is None:
         return said
     size = int(stated.group(2))
@@ -211,7 +216,7 @@ def _suggestion(name: str) -> str:
 
 
 def _shorten(name: str) -> str:
-    return name if len(name) <= 60 else name[:57] + "..."
+    return printable(name, most=60)
 
 
 def _marketing_gb(row: _Row) -> float:

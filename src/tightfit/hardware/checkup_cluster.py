@@ -83,7 +83,7 @@ def _token_place(here: Surroundings) -> str | None:
             return f"the variable {name}"
     stated = here.environ.get("HF_TOKEN_PATH")
     home = here.environ.get("HF_HOME")
-    base = Path(home).expanduser() if home else model_cache({**here.environ, **_NO_HUB}).parent
+    base = model_cache({"HF_HOME": home} if home else {**here.environ, **_NO_HUB}).parent
     path = Path(stated) if stated else base / "token"
     return f"the file {path}" if here.has_file(path) else None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tightfit.core.units import GIB, MIB, render_bytes
 from tightfit.hardware.findings import Finding, Status
-from tightfit.hardware.machine import Machine, model_cache
+from tightfit.hardware.machine import Machine, find_obstacle, model_cache
 from tightfit.hardware.nvml import DriverReading
 from tightfit.hardware.surroundings import Surroundings
 
@@ -87,12 +87,31 @@ def check_disks(here: Surroundings) -> Iterator[Finding]:
     """Free space where models are kept, where runs are written, and for temporary files."""
     cache = model_cache(here.environ)
     temporary = Path(here.environ.get("TMPDIR") or tempfile.gettempdir())
-    places = (
+    places = [
         ("model cache", cache, 20 * GIB, "export HF_HOME=/a/larger/disk"),
-        ("this folder", Path.cwd(), 10 * GIB, "run in a folder on a larger disk"),
         ("temporary files", temporary, 2 * GIB, "export TMPDIR=/a/larger/disk"),
-    )
+    ]
+    try:
+        places.insert(1, ("this folder", Path.cwd(), 10 * GIB, "run in a folder on a larger disk"))
+    except OSError:
+        yield Finding(
+            area="disk",
+            name="this folder",
+            status=Status.FAULT,
+            detail="the folder this runs in was deleted",
+            remedy="cd ~    (or to any folder that exists)",
+        )
     for name, path, little, remedy in places:
+        obstacle = find_obstacle(path)
+        if obstacle is not None:
+            yield Finding(
+                area="disk",
+                name=name,
+                status=Status.FAULT,
+                detail=f"{path} cannot be a folder: {obstacle} is not one",
+                remedy=remedy.replace("larger/disk", "folder"),
+            )
+            continue
         yield _check_disk(name, path, here.read_free_disk(path), little=little, remedy=remedy)
 
 

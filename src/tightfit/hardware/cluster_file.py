@@ -16,6 +16,7 @@ Example (also in `docs/cluster-file.example.yaml`):
         time_limit: 7-00:00:00  # as Slurm writes it
       - gpu: T4
         gpus_per_node: 6
+      - gpu: {name: "RTX 3050", memory: 8GiB, like: "RTX 3060", tflops_fp16: 18.2}
 
 Only `gpu` is needed in a group. What is left out is assumed by the planner, which says so.
 """
@@ -29,16 +30,20 @@ from typing import Any
 import yaml
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
+from tightfit.core.faults import printable
+from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.units import GIB, parse_bytes, render_bytes
-from tightfit.hardware.catalogue import match_gpu
+from tightfit.hardware.card import CARD_KEYS, read_card
+from tightfit.hardware.catalogue import Match, match_gpu
 from tightfit.hardware.link_speed import parse_link_speed
 from tightfit.hardware.time_limit import parse_time_limit
-from tightfit.hardware.types import Cluster, Node, NodeGroup
+from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
 from tightfit.hardware.words import MAX_COUNT, ambiguity_warnings
 
 MAX_FILE_BYTES = 1024**2
-MAX_GROUPS = 1_000
+MAX_GROUPS = 32
+"""Each group is planned for apart; more would take minutes."""
 MAX_CORES = 16_384
 _LARGEST_BYTES = 1024**6
 _REMEDY = (
@@ -110,7 +115,10 @@ def parse_cluster(text: str, *, name: str) -> Cluster:
     if not isinstance(groups, list) or not groups:
         raise _fault(name, "groups", "must be a list of at least one group")
     if len(groups) > MAX_GROUPS:
-        raise _fault(name, "groups", f"has {len(groups)} groups; at most {MAX_GROUPS} make sense")
+        raise InvalidInputError(
+            f"{name}: groups has {len(groups)} groups; at most {MAX_GROUPS} are planned at once.",
+            remedy="give machines that are alike one group with `nodes: N`, or split the file",
+        )
     parsed = [_group(entry, name, f"groups[{index}]") for index, entry in enumerate(groups)]
     _refuse_repeated_names([group.name for group, _ in parsed], name)
     network = _optional(top, "network", name, path="", parse=parse_link_speed)
@@ -124,6 +132,10 @@ def parse_cluster(text: str, *, name: str) -> Cluster:
 
 def _read_text(path: Path) -> str:
     try:
+        # Looked at before it is opened: a pipe would wait for ever.
+        kind = describe_kind(path.stat().st_mode)
+        if kind is not None:
+            raise InvalidInputError(f"{path} is {kind}, not a file.", remedy=_REMEDY)
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError as fault:
@@ -168,8 +180,7 @@ def _group(entry: object, name: str, path: str) -> tuple[NodeGroup, list[str]]:
     keys = _mapping(entry, name, _GROUP_KEYS, path=path)
     if "gpu" not in keys:
         raise _fault(name, f"{path}.gpu", "is missing")
-    word = _text(keys["gpu"], name, f"{path}.gpu")
-    match = _within(name, f"{path}.gpu", lambda: match_gpu(word))
+    word, match = _card(keys["gpu"], name, f"{path}.gpu")
     limit = _optional(keys, "time_limit", name, path=path, parse=parse_time_limit)
     node = Node(
         gpu=match.gpu,
@@ -189,6 +200,17 @@ def _group(entry: object, name: str, path: str) -> tuple[NodeGroup, list[str]]:
     if node.has_nvlink and node.gpu.nvlink_bytes_per_second is None:
         raise _fault(name, f"{path}.nvlink", f"is true, but {node.gpu.name} has no NVLink")
     return group, ambiguity_warnings(word, match)
+
+
+def _card(value: object, name: str, path: str) -> tuple[str, Match]:
+    """A name from the catalogue, or a card described key by key."""
+    if not isinstance(value, dict):
+        word = _text(value, name, path)
+        return word, _within(name, path, lambda: match_gpu(word))
+    keys = _mapping(value, name, CARD_KEYS, path=path)
+    said = {key: _text(item, name, f"{path}.{key}") for key, item in keys.items()}
+    gpu: Gpu = _within(name, path, lambda: read_card(said))
+    return gpu.name, Match(gpu=gpu)
 
 
 def _mapping(value: object, name: str, known: tuple[str, ...], *, path: str) -> dict[str, object]:
@@ -255,12 +277,15 @@ def _small_size(text: str) -> int:
 
 
 def _size_of_at_least(text: str, smallest: int) -> int:
-    # A long run of digits overflows a float; no honest size has one.
-    size = parse_bytes(text) if len(text) <= 40 else 0
+    example = f"write it with its unit, like {'384GiB' if smallest >= GIB else '64GiB'} or 384GB"
+    try:
+        size = parse_bytes(text)
+    except InvalidInputError as fault:  # a bare number of bytes is a size, but no node's
+        raise InvalidInputError(fault.problem, remedy=example) from fault
     if not smallest <= size <= _LARGEST_BYTES:
         raise InvalidInputError(
-            f"`{text[:40]}` is {render_bytes(size)}, which no node has.",
-            remedy="write it with its unit, like 384GiB",
+            f"`{printable(text, most=40)}` is {render_bytes(size)}, which no node has.",
+            remedy=example,
         )
     return size
 

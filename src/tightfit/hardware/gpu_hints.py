@@ -20,17 +20,19 @@ _MIG = re.compile(
     r"(?P<base>.*?)[\s\-_.]*(?:mig[\s\-_.]*)?(?P<g>[1-7])g\.(?P<gb>[0-9]{1,3})gb.*", re.I
 )
 _MEMORY = re.compile(r"(?<![0-9])([0-9]{1,3})\s*g(?:b|ib)?(?![a-z0-9])", re.IGNORECASE)
-_ARCHITECTURES = {
-    "kepler": (3,),
-    "pascal": (6,),
-    "volta": (7, 0),
-    "turing": (7, 5),
-    "ampere": (8,),
-    "ada": (8, 9),
-    "lovelace": (8, 9),
-    "hopper": (9,),
-    "blackwell": (10,),
+_ARCHITECTURES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "kepler": ((3,),),
+    "maxwell": ((5,),),
+    "pascal": ((6,),),
+    "volta": ((7, 0),),
+    "turing": ((7, 5),),
+    "ampere": ((8, 0), (8, 6)),
+    "ada": ((8, 9),),
+    "lovelace": ((8, 9),),
+    "hopper": ((9,),),
+    "blackwell": ((10,), (12,)),
 }
+"""First parts of the compute capabilities that go by this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,7 @@ def _memory_sizes(hints: Sequence[str]) -> set[float]:
 def _by_memory(kind: str | None, hints: Sequence[str]) -> Guess:
     said = f"GPU type `{kind}`" if kind else "A GPU type that is not stated"
     words = {word for hint in (*hints, kind or "") for word in re.split(r"[^a-z]+", hint.lower())}
-    generations = [_ARCHITECTURES[word] for word in sorted(words) if word in _ARCHITECTURES]
+    generations = [part for word in sorted(words) for part in _ARCHITECTURES.get(word, ())]
     sizes = _memory_sizes([*hints, kind or ""])
     fitting = [
         gpu

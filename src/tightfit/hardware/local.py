@@ -57,6 +57,8 @@ def _group(
     gpus: Sequence[GpuReading], machine: Machine, *, alone: bool, warnings: list[str]
 ) -> NodeGroup:
     guess = guess_gpu(gpus[0].name, ())
+    if guess.gpu is not None:  # one name may stand for several sizes; the driver tells which
+        guess = guess_gpu(gpus[0].name, (f"{round(gpus[0].total_bytes / GIB)}gb",))
     if guess.gpu is None:
         gpu = gpu_from_reading(gpus[0])
         warnings.append(f"{gpus[0].name} is not in the catalogue: {gpu.notes}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +72,35 @@ def model_cache(environ: Mapping[str, str]) -> Path:
     """Where the hub library keeps models, by its own rules."""
     for key, tail in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if environ.get(key):
-            return Path(environ[key]).expanduser() / tail
-    base = environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    return Path(base) / "huggingface" / "hub"
+            return _expanded(environ[key]) / tail
+    return _expanded(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
+
+
+def find_obstacle(path: Path) -> Path | None:
+    """What stands where a folder of this path should be, like a file; None where none does."""
+    for place in (path, *path.parents):
+        try:
+            mode = place.stat().st_mode
+        except OSError:
+            continue
+        return None if stat.S_ISDIR(mode) else place
+    return None
+
+
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # `~somebody` without such a user, or a user without a home
+        return Path(text)
 
 
 def _disk(path: Path) -> tuple[int, int] | None:
     """Total and free bytes, asked of the nearest folder that exists."""
-    for folder in (path, *path.absolute().parents):
+    try:
+        above = path.absolute().parents
+    except OSError:  # the current folder was deleted
+        above = path.parents
+    for folder in (path, *above):
         try:
             usage = shutil.disk_usage(folder)
         except OSError:

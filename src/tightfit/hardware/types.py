@@ -55,6 +55,19 @@ class Gpu(_Frozen):
     def vendor(self) -> str:
         return "nvidia" if self.compute_capability is not None else "amd"
 
+    @property
+    def cheapest(self) -> Price | None:
+        """The offer of the cloud whose median is the lowest: what a plan is priced by."""
+        return min(
+            self.prices, key=lambda price: (price.usd_per_gpu_hour, price.cloud), default=None
+        )
+
+    @property
+    def lowest_usd_per_hour(self) -> float | None:
+        """The lowest price seen on demand at any cloud, in whichever region."""
+        seen = [price.usd_per_gpu_hour_min or price.usd_per_gpu_hour for price in self.prices]
+        return min(seen, default=None)
+
     def flops(self, dtype: Dtype) -> float:
         """Dense peak for arithmetic in `dtype`; fp32 where the card has no faster units for it."""
         return self.peak_flops.get(dtype.value, self.peak_flops["fp32"])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from tightfit.core.errors import NotFoundError
+from tightfit.core.faults import printable
 from tightfit.models.catalogue import CatalogueRow, squeeze
 
 _TUNED = re.compile(r"[-_](instruct|it|chat)(?=$|[-_])", re.IGNORECASE)
@@ -60,7 +61,8 @@ def _only(name: str, found: Sequence[CatalogueRow]) -> CatalogueRow:
     listed = ", ".join(f"`{row.model}`" for row in found[:8])
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     raise NotFoundError(
-        f"`{name}` could be {listed}{more}.", remedy=f"name one of them: tightfit models {name}"
+        f"`{printable(name)}` could be {listed}{more}.",
+        remedy=f"name one of them: tightfit models {printable(name)}",
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.faults import printable
+from tightfit.core.files import describe_kind
 from tightfit.models.families.registry import reader_for
 from tightfit.models.fields import Fields, shown
 from tightfit.models.spec import ModelSpec
@@ -50,7 +53,8 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
 
 def read_config_file(path: Path, *, name: str) -> ModelSpec:
     """Read a config.json on disk."""
-    return read_config(parse_json(_read_bytes(path), source=str(path)), name=name, source=str(path))
+    source = printable(str(path), most=4096)
+    return read_config(parse_json(_read_bytes(path), source=source), name=name, source=source)
 
 
 def parse_json(data: bytes, *, source: str) -> object:
@@ -64,13 +68,27 @@ def parse_json(data: bytes, *, source: str) -> object:
 
 
 def _read_bytes(path: Path) -> bytes:
+    shown_path = printable(str(path), most=400)
     try:
+        # Looked at before it is opened: a pipe would wait for ever, a device never end.
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise InvalidInputError(
+                f"{shown_path} is {describe_kind(mode) or 'not a file'}, not a model's config.",
+                remedy="put the model's config.json there as a file",
+            )
         with path.open("rb") as stream:
             data = stream.read(MAX_CONFIG_BYTES + 1)
-    except OSError as fault:
+    except PermissionError as fault:
+        raise EnvironmentFaultError(
+            f"Cannot read {shown_path}: permission denied.",
+            remedy="ask its owner for permission to read the folder and its files",
+        ) from fault
+    except (OSError, RuntimeError) as fault:
+        reason = getattr(fault, "strerror", None) or fault
         raise InvalidInputError(
-            f"Cannot read {path}: {fault.strerror or fault}.",
-            remedy="check that the file exists and that you may read it",
+            f"Cannot read {shown_path}: {reason}.",
+            remedy="put the model's config.json there as a file",
         ) from fault
     if len(data) > MAX_CONFIG_BYTES:
         raise InvalidInputError(
@@ -120,5 +138,5 @@ def _quantized_dtype(f: Fields) -> tuple[bool, Dtype | None]:
 
 
 def _clean(text: str) -> str:
-    """Names from argv may hold undecodable bytes, which no JSON file can keep."""
-    return text.encode("utf-8", "replace").decode()
+    """Names from argv may hold bytes no JSON file can keep and characters a terminal obeys."""
+    return printable(text.encode("utf-8", "replace").decode(), most=4096)

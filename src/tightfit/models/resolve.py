@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
-from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
+from tightfit.core.errors import (
+    EnvironmentFaultError,
+    InvalidInputError,
+    NotFoundError,
+    UserError,
+)
+from tightfit.core.faults import printable
+from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
 from tightfit.models.aliases import find_alias, find_base, find_exact
 from tightfit.models.catalogue import (
@@ -16,7 +24,7 @@ from tightfit.models.catalogue import (
 from tightfit.models.config import read_config_file
 from tightfit.models.hub_cache import find_in_hub_cache, locate_hub_cache
 from tightfit.models.spec import ModelSpec
-from tightfit.models.synthetic import read_synthetic
+from tightfit.models.synthetic import read_synthetic, suggest_size
 
 __all__ = ["CatalogueRow", "list_models", "resolve_model", "search_models"]
 
@@ -61,44 +69,68 @@ def _read_known(name: str, cache: Path | None) -> ModelSpec | None:
     if base is None:
         return None
     spec = load_row(base)
-    warning = f"`{name}` is not in the catalogue; the shapes are those of `{base.model}`."
+    warning = (
+        f"`{printable(name)}` is not in the catalogue; the shapes are those of `{base.model}`."
+    )
     return spec.model_copy(update={"warnings": (*spec.warnings, warning)})
 
 
 def _read_path(name: str) -> ModelSpec | None:
     try:
         path = Path(name).expanduser()
-        if path.is_dir():
-            return _read_folder(path, name=path.resolve().name or name)
-        if not path.is_file():
-            return None
-    except (OSError, ValueError, RuntimeError):  # too long, a null byte, an unknown ~user
+        mode = path.stat().st_mode
+    except PermissionError as fault:
+        raise _forbidden(name, fault) from fault
+    except (OSError, ValueError, RuntimeError):  # nothing there, too long, an unknown ~user
         return None
-    if path.suffix.lower() == ".gguf":
+    if stat.S_ISDIR(mode):
+        return _read_folder(path, name=path.resolve().name or name)
+    kind = describe_kind(mode)
+    if kind is None and path.suffix.lower() == ".gguf":
         return _read_gguf(path)
-    if path.suffix.lower() == ".json":
+    if kind is None and path.suffix.lower() == ".json":
         return read_config_file(path, name=path.resolve().parent.name or path.name)
     raise InvalidInputError(
-        f"{path} is not a model.",
+        f"{printable(name, most=400)} is {kind + ', ' if kind else ''}not a model.",
         remedy="name a folder with config.json, a config.json, or a .gguf file",
     )
 
 
+def _forbidden(name: str, fault: OSError) -> EnvironmentFaultError:
+    return EnvironmentFaultError(
+        f"Cannot read {printable(name, most=400)}: {(fault.strerror or str(fault)).lower()}.",
+        remedy="ask its owner for permission to read the folder and its files",
+    )
+
+
+def _has(folder: Path, name: str) -> bool:
+    """Whether the folder holds this name, be it readable or not; a broken link counts."""
+    try:
+        (folder / name).lstat()
+    except PermissionError as fault:
+        raise _forbidden(str(folder), fault) from fault
+    except OSError:
+        return False
+    return True
+
+
 def _read_folder(folder: Path, *, name: str) -> ModelSpec:
-    config = folder / "config.json"
-    if config.is_file():
-        spec = read_config_file(config, name=name)
+    if _has(folder, "config.json"):
+        spec = read_config_file(folder / "config.json", name=name)
         return spec.model_copy(update={"file_bytes": measure_weights(folder)})
-    if (folder / "adapter_config.json").is_file():
+    if _has(folder, "adapter_config.json"):
         raise InvalidInputError(
             f"{folder} holds an adapter, not a model.", remedy="name the base model it was made for"
         )
-    if (folder / "params.json").is_file():
+    if _has(folder, "params.json"):
         raise InvalidInputError(
             f"{folder} is in Meta's original format (params.json).",
             remedy="convert it to the Hugging Face format first, or name it from `tightfit models`",
         )
-    ggufs = sorted(folder.glob("*.gguf"))
+    try:
+        ggufs = sorted(item for item in folder.iterdir() if item.suffix.lower() == ".gguf")
+    except OSError as fault:
+        raise _forbidden(str(folder), fault) from fault
     if len(ggufs) == 1:
         return _read_gguf(ggufs[0])
     if ggufs:
@@ -137,8 +169,10 @@ def _unknown(name: str) -> NotFoundError:
     names = [row.model for row in list_models()]
     tails = {model.rpartition("/")[2]: model for model in names}
     hint = did_you_mean(name[:200], names if "/" in name else tails)
-    shown = name if len(name) <= 100 else name[:97] + "..."
+    sized = suggest_size(name)
+    remedy = "tightfit models WORD    (search by a part of the name)"
     return NotFoundError(
-        f"No model `{shown}`: no such path, not in the catalogue, not in the hub cache.{hint}",
-        remedy="tightfit models WORD    (search by a part of the name)",
+        f"No model `{printable(name, most=100)}`: no such path, not in the catalogue, "
+        f"not in the hub cache.{hint}",
+        remedy=f"write {sized} for any model of that size, or {remedy}" if sized else remedy,
     )

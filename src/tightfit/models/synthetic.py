@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 
+from tightfit.core.errors import InvalidInputError
+from tightfit.core.faults import printable
 from tightfit.models.config import read_config
 from tightfit.models.spec import ModelSpec
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbt]?)-?params", re.IGNORECASE)
+_NUMBER = r"([0-9]{1,40}(?:\.[0-9]{1,40})?(?:e\+?[0-9]{1,3})?)\s*([kmbt]?)"
+_SIZE = re.compile(_NUMBER + r"[\s_-]*params?", re.IGNORECASE)
+_BARE_SIZE = re.compile(_NUMBER, re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 ASPECT = 128
 """Hidden width per layer of the GPT-3 and Llama families. Source: arXiv:2005.14165 table 2.1."""
@@ -25,12 +29,27 @@ def read_synthetic(name: str) -> ModelSpec | None:
     match = _SIZE.fullmatch(name.strip())
     if match is None:
         return None
-    num_params = int(float(match[1]) * _FACTORS[match[2].lower()])
-    if not MIN_PARAMS <= num_params <= MAX_PARAMS:
-        return None
-    spec = _largest_below(num_params, name)
+    stated = float(match[1]) * _FACTORS[match[2].lower()]
+    if not MIN_PARAMS <= stated <= MAX_PARAMS:
+        raise InvalidInputError(
+            f"`{printable(name)}`: a model has 10 million to 10 trillion parameters.",
+            remedy="state a size between, like 350M-params, 7B-params or 1.2T-params",
+        )
+    num_params = round(stated)
+    spec = _largest_below(num_params, printable(name.strip()))
     left_over = num_params - spec.num_params
     return spec.model_copy(update={"outer_params": spec.outer_params + left_over})
+
+
+def suggest_size(name: str) -> str | None:
+    """`7B-params` for `7B`: how to plan for a size alone; None for any other name."""
+    match = _BARE_SIZE.fullmatch(name.strip())
+    if (
+        match is None
+        or not MIN_PARAMS <= float(match[1]) * _FACTORS[match[2].lower()] <= MAX_PARAMS
+    ):
+        return None
+    return f"{match[1]}{match[2].upper()}-params"
 
 
 def _largest_below(num_params: int, name: str) -> ModelSpec:

@@ -143,3 +143,22 @@ def test_without_matplotlib_the_remedy_names_the_extra(
     assert answer.code == 6
     assert "pip install 'tightfit[plot]'" in answer.err
     assert not (tmp_path / "a.png").exists()
+
+
+def test_sizes_are_drawn_over_the_line_of_the_card_with_a_halo() -> None:
+    page = render_html(make_chart())
+    svg = list(svg_of(page))
+    line = next(i for i, part in enumerate(svg) if part.get("class") == "limit")
+    sizes = [i for i, part in enumerate(svg) if "size" in (part.get("class") or "").split()]
+    assert len(sizes) == 3
+    assert min(sizes) > line
+    assert "paint-order: stroke" in page
+
+
+def test_a_chart_of_some_says_of_how_many(run: Run, tmp_path: Path) -> None:
+    offers, plans = tmp_path / "offers.html", tmp_path / "plans.html"
+    told = run("plan", "Qwen2.5-0.5B", "--buy", "--chart", str(offers), "--json")
+    assert told.err == f"wrote {offers}\n"
+    assert f"the cheapest 4 of {len(told.json['offers'])} offers" in offers.read_text()
+    run("plan", "Qwen2.5-0.5B", "--on", "4xT4", "--chart", str(plans))
+    assert "the first 3 of " in plans.read_text()

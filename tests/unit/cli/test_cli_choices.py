@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 from cli_run import run_process
+from pydantic import BaseModel
 
 from tightfit.cli import choices
 from tightfit.cli.completion import complete_gpu, complete_hardware, complete_job, complete_model
+from tightfit.cli.flags import options
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
-from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Sharding
+from tightfit.core.recipe import Recipe
+from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Sharding, Strategy
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.request import METHODS
@@ -88,3 +91,20 @@ def test_bash_completes(words: str, expected: str) -> None:
         COMP_CWORD=str(len(words.split()) - 1),
     )
     assert expected in answer.out.split()
+
+
+def test_bounds_are_those_of_the_strategy_and_the_recipe() -> None:
+    def bound(model: type[BaseModel], name: str) -> object:
+        return next(limit.le for limit in model.model_fields[name].metadata if hasattr(limit, "le"))
+
+    for name, most in (
+        ("seq_len", options.MAX_SEQ_LEN),
+        ("micro_batch", options.MAX_BATCH),
+        ("grad_accum", options.MAX_BATCH),
+        ("lora_rank", options.MAX_LORA_RANK),
+        ("num_nodes", options.MAX_WORLD_SIZE),
+        ("gpus_per_node", options.MAX_WORLD_SIZE),
+    ):
+        assert bound(Strategy, name) == most
+    assert bound(Recipe, "effective_batch") == options.MAX_EFFECTIVE_BATCH
+    assert bound(Recipe, "epochs") == options.MAX_EPOCHS

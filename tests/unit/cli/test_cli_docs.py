@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from tightfit.cli import faults
-from tightfit.cli.app import VERBS, app
+from tightfit.cli.command import VERBS, app
 from tightfit.core import errors
 
 ROOT = Path(__file__).parents[3]

@@ -42,7 +42,54 @@ FAULTY = (
     ("a table of both", ("estimate", "gpt2", "--zero-table", "--total-params", "1e9"), 2, "both"),
     ("no model", ("estimate",), 2, "MODEL"),
     ("an unknown model", ("estimate", "Llama-2-7q"), 3, "`Llama-2-7b-hf`"),
-    ("an empty model", ("plan", "", "--on", "T4"), 3, "No model"),
+    ("an empty model", ("plan", "", "--on", "T4"), 2, "`MODEL`"),
+    ("an empty model to estimate", ("estimate", ""), 2, "`MODEL`"),
+    ("an empty search", ("models", ""), 2, "`NAME`"),
+    ("an empty chart", ("plan", "gpt2", "--on", "T4", "--chart", ""), 2, "`--chart`"),
+    ("an empty save", ("plan", "gpt2", "--on", "T4", "--save", ""), 2, "`--save`"),
+    ("an empty dataset", ("plan", "gpt2", "--on", "T4", "--data", ""), 2, "`--data`"),
+    ("empty hardware", ("plan", "gpt2", "--on", ""), 2, "`--on`"),
+    ("an empty number", ("plan", "gpt2", "--seq-len", ""), 2, "`--seq-len`"),
+    ("an empty word", ("estimate", "gpt2", "--weights", ""), 2, "`--weights`"),
+    ("a chart that is a folder", ("plan", "gpt2", "--on", "T4", "--chart", "."), 2, "--chart ."),
+    ("a thousand too few", ("plan", "gpt2", "--seq-len", "2k"), 2, "--seq-len 2k` is not a whole"),
+    ("past the bound", ("estimate", "gpt2", "--seq-len", "16777217"), 2, "1 and 16,777,216"),
+    ("buying what is there", ("plan", "gpt2", "--buy", "--on", "T4"), 2, "--on would be ignored"),
+    ("reasons for offers", ("plan", "gpt2", "--buy", "--explain"), 2, "--explain would be"),
+    ("two methods", ("plan", "gpt2", "--method", "full", "--set", "method=lora"), 2, "both fix"),
+    ("two lengths", ("estimate", "gpt2", "--seq-len", "9", "--set", "seq_len=8"), 2, "both fix"),
+    ("two weights", ("estimate", "gpt2", "--weights", "nf4", "--set", "weights=bf16"), 2, "both"),
+    (
+        "a switch twice",
+        ("estimate", "gpt2", "--no-checkpointing", "--set", "checkpointing=on"),
+        2,
+        "`--no-checkpointing` and `--set checkpointing=true`",
+    ),
+    (
+        "a setting twice",
+        ("estimate", "gpt2", "--set", "loss=plain", "--set", "loss=fused"),
+        2,
+        "twice",
+    ),
+    ("a method that is two", ("plan", "gpt2", "--on", "T4", "--set", "method=qlora"), 2, "qlora"),
+    (
+        "qlora of plain weights",
+        ("plan", "gpt2", "--on", "T4", "--method", "qlora", "--set", "weights=fp16"),
+        2,
+        "quantized",
+    ),
+    ("a setting of no number", ("estimate", "gpt2", "--set", "seq_len=2k"), 2, "a whole number"),
+    ("a setting past its bound", ("estimate", "gpt2", "--set", "lora_rank=70000"), 2, "65,536"),
+    (
+        "a network of no speed",
+        ("plan", "gpt2", "--on", "T4", "--network", "fast"),
+        2,
+        "`--network fast`",
+    ),
+    ("escape codes in a name", ("plan", "a\x1b[31m\nb", "--on", "T4"), 3, "[31m"),
+    ("escape codes in hardware", ("plan", "gpt2", "--on", "T4\x1b[2J\n  try: rm"), 4, "T4?[2J"),
+    ("escape codes in an option", ("plan", "gpt2", "--a\x1b[31m"), 2, "`--a?[31m`"),
+    ("a line break in a verb", ("pl\nan",), 2, "no verb `pl"),
     ("an unknown GPU", ("plan", "gpt2", "--on", "4xV1000"), 3, "`V100`"),
     ("no such recipe", ("plan", "none.yaml", "--on", "T4"), 3, "none.yaml"),
     ("no such data", ("plan", "gpt2", "--on", "T4", "--data", "none.jsonl"), 3, "none.jsonl"),
@@ -65,12 +112,13 @@ def test_a_fault_gives_one_message_one_remedy_and_its_code(
     assert named in first
     assert second.startswith("  try: ")
     assert "Traceback" not in answer.err
+    assert (first + second).isprintable()
     assert answer.out == ""
 
 
 def test_the_table_of_faults_covers_every_kind_a_plan_can_meet() -> None:
     assert {row[2] for row in FAULTY} == {2, 3, 4, 5}
-    assert len(FAULTY) == 32
+    assert len(FAULTY) == 59
 
 
 @pytest.mark.parametrize(

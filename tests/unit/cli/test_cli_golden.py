@@ -37,11 +37,11 @@ def _estimate_too_big() -> None:
 
 
 def _plan() -> None:
-    show_plans(make_result(), is_explained=False, notes=CLUSTER.warnings)
+    show_plans(make_result(), cluster=CLUSTER, is_explained=False)
 
 
 def _plan_explained() -> None:
-    show_plans(make_result(), is_explained=True, notes=())
+    show_plans(make_result(), cluster=CLUSTER, is_explained=True)
 
 
 def _buy() -> None:

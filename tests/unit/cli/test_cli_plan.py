@@ -44,11 +44,13 @@ def test_the_shortest_command_just_works(run: Run) -> None:
 
 
 def test_save_writes_the_first_plan_as_it_is_printed(run: Run, tmp_path: Path) -> None:
-    saved = tmp_path / "deep" / "plan.json"
+    saved = tmp_path / "plan.json"
     line = ("plan", "Llama-2-7b", "--on", "A100-40GB", "--json", "--save", str(saved))
 
-    told = run(*line).json
+    answer = run(*line)
+    told = answer.json
 
+    assert answer.err == f"wrote {saved}\n"
     assert json.loads(saved.read_text()) == told["plans"][0]
     assert [path.name for path in saved.parent.iterdir()] == ["plan.json"]
 
@@ -119,13 +121,21 @@ def test_steps_become_epochs_where_the_rows_are_known(
     recipe = tmp_path / "job.yaml"
     recipe.write_text(f"model: gpt2\ndata: {dataset}\nmax_steps: 100\neffective_batch: 8\n")
     best = run("plan", str(recipe), "--on", "T4", "--json").json["plans"][0]
-    assert best["num_epochs"] == pytest.approx(2.0)
+    per_epoch = best["estimate"]["time"]["steps_per_epoch"]
+    assert best["num_epochs"] == pytest.approx(100 / per_epoch)
 
 
 def test_with_data_the_epoch_and_its_price_are_shown(run: Run, dataset: Path) -> None:
     answer = run("plan", "gpt2", "--on", "T4", "--data", str(dataset))
     text = " ".join(answer.out.split())  # long paths wrap the lines elsewhere
     assert "an epoch" in text
+    assert "a run" in text
+    assert "1 epoch" in text
+    assert "epochs:" not in text
+    assert (
+        "3 epochs: "
+        in run("plan", "gpt2", "--on", "T4", "--data", str(dataset), "--epochs", "3").out
+    )
     assert "400 rows (alpaca)" in text
     assert "guessed" in text or "tokenizer" in text
 
@@ -153,3 +163,103 @@ def test_without_hardware_a_plan_asks_for_it(run: Run, monkeypatch: pytest.Monke
     answer = run("plan", "gpt2", "--seq-len", "512")
     assert answer.code == 2
     assert "tightfit plan gpt2 --seq-len 512 --on 4xV100-32GB" in answer.err
+
+
+def test_a_saved_plan_is_shown_again_and_not_searched(run: Run, tmp_path: Path) -> None:
+    saved, all_of_them = tmp_path / "plan.json", tmp_path / "all.json"
+    line = ("plan", "Llama-2-7b", "--on", "V100-32GB")
+    run(*line, "--save", str(saved))
+    all_of_them.write_text(run(*line, "--json").out)
+
+    shown = run("plan", str(saved))
+    assert shown.code == 0
+    assert "LoRA r16, fp16, single on 1 GPU" in shown.out
+    assert "A saved plan" in shown.out
+    assert run("plan", str(saved), "--json").json["plans"] == [json.loads(saved.read_text())]
+    assert "\n2  " in run("plan", str(all_of_them)).out
+
+    changed = run("plan", str(saved), "--on", "T4")
+    assert changed.code == 2
+    assert "saved plan" in changed.err
+    assert "tightfit plan meta-llama/Llama-2-7b-hf" in changed.err
+
+
+def test_a_saved_plan_of_another_version_is_named_as_such(run: Run, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    run("plan", "gpt2", "--on", "T4", "--save", str(saved))
+    later = json.loads(saved.read_text()) | {"tightfit_version": "9.9", "new": 1}
+    saved.write_text(json.dumps(later))
+
+    answer = run("plan", str(saved))
+    assert answer.code == 4
+    assert "tightfit 9.9" in answer.err
+
+
+def test_a_failed_save_leaves_one_json_document(run: Run, tmp_path: Path) -> None:
+    line = ("plan", "gpt2", "--on", "T4", "--save", str(tmp_path / "no" / "plan.json"), "--json")
+    answer = run(*line)
+    assert answer.code != 0
+    assert set(answer.json) == {"error", "remedy", "exit_code"}
+
+
+def test_a_refusal_repeats_the_hardware_that_was_typed_and_no_other(
+    run: Run, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text("model: gpt2\non: K80\n")
+
+    from_recipe = run("plan", str(recipe))
+    assert from_recipe.code == 5
+    assert f"try: tightfit plan {recipe} --explain" in from_recipe.err
+
+    typed = run("plan", "gpt2", "--on", "2n x 2xK80", "--set", "packing=true")
+    assert "tightfit plan gpt2 --set packing=true --on '2n x 2xK80' --explain" in typed.err
+
+
+CLUSTER_FILE = """groups:
+  - {name: volta, gpu: V100-32GB, gpus_per_node: 4, nodes: 2}
+  - {name: turing, gpu: T4, gpus_per_node: 2}
+  - {name: old, gpu: P100-16GB}
+"""
+
+
+def test_every_group_that_was_searched_is_named(run: Run, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER_FILE)
+    text = run("plan", "gpt2", "--on", str(cluster), "--top", "1", columns=200).out
+
+    heading = text.split("\n\n")[0]
+    assert all(name in heading for name in ("volta", "turing", "old"))
+    assert "(volta)" in text.split("\n\n")[1]
+
+
+def test_an_unstated_network_is_said_to_be_assumed(run: Run) -> None:
+    line = ("Llama-2-7b", "--on", "2n x 4xV100-32GB")
+    alone = ("plan", *line, "--set", "num_nodes=1")
+    for argv in (alone, ("plan", *line), ("estimate", *line), ("estimate", *line, "--json")):
+        text = " ".join(run(*argv).out.split())
+        assert text.count("network between nodes was not stated") == 1
+        assert "--network 100Gb/s" in text
+        stated = " ".join(run(*argv, "--network", "100Gb/s").out.split())
+        assert "not stated: 10 G" not in stated
+
+
+def test_a_faster_network_makes_a_faster_plan(run: Run) -> None:
+    line = ("plan", "Llama-2-7b", "--on", "4n x 8xA100-80GB", "--method", "full", "--json")
+    slow, fast = (run(*line, "--network", speed).json["plans"] for speed in ("1Gb/s", "400Gb/s"))
+
+    assert fast[0]["hardware"]["network_bytes_per_second"] == 50e9
+    speeds = [plans[0]["estimate"]["time"]["tokens_per_second"] for plans in (slow, fast)]
+    assert speeds[0] < speeds[1]
+
+
+def test_buying_says_by_what_it_is_cheapest_and_what_it_does_not_use(
+    run: Run, tmp_path: Path, dataset: Path
+) -> None:
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text("model: gpt2\non: 2xT4\n")
+    text = " ".join(run("plan", str(recipe), "--buy").out.split())
+    assert "cheapest first by $ per million tokens" in text
+    assert "2xT4) is not used" in text
+    text = " ".join(run("plan", str(recipe), "--buy", "--data", str(dataset)).out.split())
+    assert "cheapest first by $ per run" in text

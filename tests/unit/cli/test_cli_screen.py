@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_run import run_process
@@ -90,3 +92,51 @@ def test_bars_never_leave_their_cells(fraction: float) -> None:
     assert len(render_gauge(fraction, width=20)) == 20
     if fraction >= 1:
         assert set(render_gauge(fraction, width=20)) <= {"█", "#"}
+
+
+@pytest.mark.parametrize("columns", [20, 40, 59])
+def test_a_narrow_screen_stacks_and_cuts_no_number(run: Run, columns: int) -> None:
+    line = ("plan", "Llama-2-7b", "--on", "4xV100-32GB", "--top", "1")
+    wide, narrow = run(*line, columns=120).out, run(*line, columns=columns).out
+
+    assert max(map(len, narrow.splitlines())) <= columns
+    assert "…" not in narrow
+    numbers = re.findall(r"\$?\d[\d,.]*\d(?:/[\dh.]+)?", wide)
+    assert len(numbers) > 10
+    for number in numbers:
+        assert number in narrow
+    for title in ("how", "GPU memory", "speed", "cost"):
+        assert title in narrow
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_no_model_name_is_broken(run: Run, columns: int) -> None:
+    names = [row["name"] for row in run("models", "--json").json["models"]]
+    words = set(run("models", columns=columns).out.split())
+    assert len(names) > 90
+    assert set(names) <= words
+
+
+def test_counts_of_one_are_singular(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "one.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n')
+    line = ("plan", "gpt2", "--on", "T4", "--data", str(data), "--effective-batch", "1")
+    text = " ".join(run(*line, columns=200).out.split())
+    assert "1 row (" in text
+    assert "1 sequence a step" in text
+    assert "1 epoch " in text + " "
+    assert "(s)" not in text
+    assert "1 GPU, from" in run("hardware", "--on", "T4").out
+    assert "1 node with 1 GPU each" in run("estimate", "gpt2", "--zero-table", columns=200).out
+
+
+def test_a_note_is_told_once(run: Run) -> None:
+    models = ("gpt-oss-20b", "t5-3b", "Mixtral-8x7B-v0.1", "falcon-7b")
+    num_warned = 0
+    for model in models:
+        warnings = run("models", model, "--json").json["warnings"]
+        text = " ".join(run("estimate", model, "--on", "A100-80GB", columns=300).out.split())
+        num_warned += len(warnings)
+        for warning in warnings:
+            assert text.count(" ".join(warning.split())) == 1
+    assert num_warned

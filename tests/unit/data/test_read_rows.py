@@ -258,6 +258,10 @@ FAULTS: list[tuple[str, bytes, list[str]]] = [
     ("a.json", b'{"traning": [{"a": 1}]}', ["traning"]),
     ("a.json", b"[" * 200_000, ["nested"]),
     ("a.json", b'{"a": "' + b"x" * 300_000, ["line 1", "not JSON"]),
+    ("a.json", b'[{"a": "b"},\n {"a": "cut o', ["line 2 column 8 ", "never closed"]),
+    ("a.json", b'[{"a": "b"},\n {"a": 1}, {"a": oops, "b": 2}]', ["line 2 column 18 "]),
+    ("a.json", b"[" + b'{"a": 1},' * 99_999 + b"oops]", ["line 1 column 899993 "]),
+    ("a.jsonl", b'{"a": "b"}\n{"a": "cut o\n', ["line 2 column 7 ", "never closed"]),
     ("a.csv", b"prompt,completion\na,b\na,b,c\n", ["line 3", "3 columns"]),
     ("a.csv", b"prompt,completion\na\n", ["line 2", "1 columns"]),
     ("a.csv", b'prompt,completion\na,"b\n', ["CSV"]),
@@ -316,7 +320,7 @@ def test_names_no_file_system_takes(tmp_path: Path, bad: str) -> None:
 def test_pipes_are_refused_rather_than_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
 
-    with pytest.raises(InvalidInputError, match="not a regular file"):
+    with pytest.raises(InvalidInputError, match="is a pipe"):
         list(read_rows(tmp_path / "a.jsonl"))
 
 
@@ -331,7 +335,7 @@ def test_missing_permission_is_a_message(
 
     monkeypatch.setattr(Path, method, refuse)
 
-    with pytest.raises(InvalidInputError, match="Permission denied"):
+    with pytest.raises(EnvironmentFaultError, match="permission denied"):
         list(read_rows(tmp_path))
 
 

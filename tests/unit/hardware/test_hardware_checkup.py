@@ -16,7 +16,7 @@ from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.units import GIB
 from tightfit.hardware.checkup import Checkup, Finding, Status, run_checkup
 from tightfit.hardware.checkup_packages import oldest_capability
-from tightfit.hardware.machine import Machine
+from tightfit.hardware.machine import Machine, read_free_disk
 from tightfit.hardware.nvml import read_driver
 from tightfit.hardware.surroundings import (
     Surroundings,
@@ -351,6 +351,41 @@ def test_the_token_is_found_and_never_shown() -> None:
         has_file=lambda path: path == Path("/data/hf/token"),
     )
     assert "/data/hf/token" in _find(run_checkup(by_file), "token").detail
+
+
+def test_a_model_cache_that_is_a_file_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text("")
+    here = dataclasses.replace(HEALTHY, environ={"HF_HOME": str(tmp_path / "hf")})
+    checkup = run_checkup(here)
+    finding = _find(checkup, "model cache")
+    assert finding.status is Status.FAULT
+    assert str(tmp_path / "hf") in finding.detail
+    assert "HF_HOME" in (finding.remedy or "")
+    assert checkup.exit_code == EnvironmentFaultError.exit_code
+
+
+def test_a_model_cache_yet_to_be_made_is_no_fault(tmp_path: Path) -> None:
+    here = dataclasses.replace(HEALTHY, environ={"HF_HOME": str(tmp_path / "not" / "yet")})
+    assert _find(run_checkup(here), "model cache").status is Status.OK
+
+
+def test_a_home_of_nobody_is_no_crash() -> None:
+    here = dataclasses.replace(HEALTHY, environ={"HF_HOME": "~no-such-user/hf"})
+    assert _find(run_checkup(here), "model cache").detail
+
+
+def test_a_deleted_folder_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    relative = dataclasses.replace(
+        HEALTHY, environ={"HF_HOME": "cache"}, read_free_disk=read_free_disk
+    )
+    for here in (HEALTHY, relative):
+        finding = _find(run_checkup(here), "this folder")
+        assert finding.status is Status.FAULT
+        assert "deleted" in finding.detail
 
 
 def test_offline_mode_is_shown() -> None:

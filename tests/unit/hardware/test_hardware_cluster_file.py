@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,18 +13,22 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
 from tightfit.hardware import cluster_file
+from tightfit.hardware.card import CARD_KEYS
+from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.cluster_file import parse_cluster, read_cluster_file
 from tightfit.hardware.link_speed import parse_link_speed
 from tightfit.hardware.time_limit import parse_time_limit
+from tightfit.hardware.types import Gpu
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "cluster-file.example.yaml"
 
 
 def test_the_documented_example_is_read() -> None:
     cluster = read_cluster_file(EXAMPLE)
-    volta, turing, quadro = cluster.groups
+    volta, turing, quadro, desktop = cluster.groups
     assert cluster.network_bytes_per_second == 12.5e9
     assert (volta.num_nodes, volta.node.num_gpus, volta.name) == (3, 4, "volta")
     assert volta.node.host_memory_bytes == 384 * 2**30
@@ -31,6 +37,7 @@ def test_the_documented_example_is_read() -> None:
     assert volta.max_seconds == 7 * 86_400
     assert (turing.node.num_gpus, turing.node.host_memory_bytes) == (6, None)
     assert quadro.max_seconds is None
+    assert desktop.node.gpu.name == "RTX 3050"
     assert cluster.source == str(EXAMPLE)
 
 
@@ -39,6 +46,7 @@ def test_the_example_shows_every_key() -> None:
     for key in (*cluster_file._CLUSTER_KEYS, *cluster_file._GROUP_KEYS):
         assert f"{key}:" in text
         assert f"{key}:" in inspect.getdoc(cluster_file)  # type: ignore[operator]
+    assert all(f"{key}:" in text for key in CARD_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +116,98 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_cluster_file(tmp_path / "bytes.yaml")
 
 
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "c.yaml")
+    with pytest.raises(InvalidInputError, match="is a pipe"):
+        read_cluster_file(tmp_path / "c.yaml")
+
+
+def test_the_advice_for_a_size_is_taken_when_followed() -> None:
+    for key in ("ram", "shm", "disk"):
+        for bad in ("lots", "5", "0GiB"):
+            with pytest.raises(InvalidInputError) as caught:
+                parse_cluster(f"groups: [{{gpu: T4, {key}: {bad}}}]", name="c.yaml")
+            advised = re.findall(r"[0-9]+(?:GiB|GB|TB)?", caught.value.remedy)
+            assert len(advised) >= 2
+            for size in advised:
+                parse_cluster(f"groups: [{{gpu: T4, {key}: {size}}}]", name="c.yaml")
+
+
+def test_more_groups_than_can_be_planned_for_quickly_are_refused() -> None:
+    groups = "\n".join(f"  - {{name: g{number}, gpu: T4}}" for number in range(33))
+    with pytest.raises(InvalidInputError, match="33 groups; at most 32") as caught:
+        parse_cluster("groups:\n" + groups, name="c.yaml")
+    assert "nodes" in caught.value.remedy
+
+
+def _card(text: str) -> Gpu:
+    return parse_cluster(f"groups: [{{gpu: {text}}}]", name="c.yaml").groups[0].node.gpu
+
+
+def test_a_card_is_described_by_its_likeness() -> None:
+    like = find_gpu("RTX 3090")
+    gpu = _card('{name: "RTX 3060 X", memory: 12GiB, compute_capability: "8.6", like: RTX 3090}')
+    assert gpu.name == "RTX 3060 X"
+    assert 0.9 * 12 * 2**30 < gpu.memory_bytes < 12 * 2**30
+    assert gpu.compute_capability == (8, 6)
+    assert gpu.peak_flops == like.peak_flops
+    assert gpu.memory_bytes_per_second == like.memory_bytes_per_second
+    assert gpu.prices == ()
+    assert "RTX 3090" in gpu.notes
+
+
+def test_stated_rates_scale_the_others() -> None:
+    gpu = _card("{name: x, memory: 8GB, like: RTX 3060, tflops_fp16: 18.2, bandwidth: 224GB/s}")
+    assert gpu.flops(Dtype.FP16) == pytest.approx(18.2e12)
+    assert gpu.flops(Dtype.BF16) == pytest.approx(18.2e12)
+    assert gpu.flops(Dtype.FP32) == pytest.approx(9.1e12, rel=0.01)
+    assert gpu.memory_bytes_per_second == 224e9
+
+
+def test_an_older_card_loses_the_units_it_does_not_have() -> None:
+    gpu = _card('{name: x, memory: 8GiB, like: RTX 4090, compute_capability: "7.5"}')
+    assert not gpu.supports_bf16
+    assert set(gpu.peak_flops) == {"fp32", "fp16"}
+    newer = _card('{name: x, memory: 8GiB, like: T4, compute_capability: "8.6"}')
+    assert newer.supports_bf16
+    assert newer.peak_flops["bf16"] == newer.peak_flops["fp16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{memory: 8GiB, like: T4}", "`name` is missing"),
+        ("{name: x, like: T4}", "`memory` is missing"),
+        ("{name: x, memory: 8GiB}", "`like` is missing"),
+        ("{name: x, memory: 8GiB, like: T4, flops: 3}", "unknown key `groups[0].gpu.flops`"),
+        ("{name: x, memory: 8, like: T4}", "which no card has"),
+        ("{name: x, memory: much, like: T4}", "not a size"),
+        ("{name: x, memory: 8GiB, like: T4, tflops_fp16: fast}", "a number of TFLOP/s"),
+        ("{name: x, memory: 8GiB, like: T4, tflops_fp16: 0}", "a number of TFLOP/s"),
+        ("{name: x, memory: 8GiB, like: T4, bandwidth: 300}", "the memory's speed"),
+        ("{name: x, memory: 8GiB, like: T4, compute_capability: new}", "must be like 8.6"),
+        ("{name: [x], memory: 8GiB, like: T4}", "groups[0].gpu.name must be one value"),
+        ("{name: x, memory: 8GiB, like: {name: y}}", "groups[0].gpu.like must be one value"),
+    ],
+)
+def test_faults_of_a_described_card(text: str, said: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        _card(text)
+    assert said in caught.value.problem
+    assert "groups[0].gpu" in caught.value.problem
+
+
+def test_a_likeness_to_an_unknown_card_is_looked_for() -> None:
+    with pytest.raises(NotFoundError, match="V100"):
+        _card("{name: x, memory: 8GiB, like: V1000}")
+
+
 _LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just("T4")
 )
 _KEYS = st.one_of(
-    st.sampled_from([*cluster_file._CLUSTER_KEYS, *cluster_file._GROUP_KEYS]), st.text(max_size=6)
+    st.sampled_from([*cluster_file._CLUSTER_KEYS, *cluster_file._GROUP_KEYS, *CARD_KEYS]),
+    st.text(max_size=6),
 )
 _TREES = st.recursive(
     _LEAVES,

@@ -80,31 +80,31 @@ def test_a_card_rebuilt_from_its_clocks_is_like_the_vendors_figures() -> None:
 
 def test_an_unknown_card_is_planned_for_with_a_warning() -> None:
     ada = Card(
-        name="NVIDIA RTX 6000 Ada Generation",
-        total_bytes=49140 * MIB,
+        name="NVIDIA RTX 4500 Ada Generation",
+        total_bytes=24570 * MIB,
         compute_capability=(8, 9),
-        num_cores=18176,
-        sm_mhz=2505,
-        memory_mhz=10001,
-        bus_bits=384,
+        num_cores=7680,
+        sm_mhz=2580,
+        memory_mhz=9001,
+        bus_bits=192,
         pcie_generation=4,
         pcie_lanes=16,
     )
     cluster = _probe(ada)
     gpu = cluster.groups[0].node.gpu
-    assert gpu.name == "NVIDIA RTX 6000 Ada Generation"
-    # NVIDIA's datasheet: 960 GB/s, 91.1 TFLOP/s in fp32.
-    assert gpu.memory_bytes_per_second == pytest.approx(960e9, rel=0.01)
-    assert gpu.peak_flops["fp32"] == pytest.approx(91.1e12, rel=0.01)
+    assert gpu.name == "NVIDIA RTX 4500 Ada Generation"
+    # NVIDIA's datasheet: 432 GB/s, 39.6 TFLOP/s in fp32.
+    assert gpu.memory_bytes_per_second == pytest.approx(432e9, rel=0.01)
+    assert gpu.peak_flops["fp32"] == pytest.approx(39.6e12, rel=0.01)
     assert gpu.supports_bf16
-    assert 46 * GIB < gpu.memory_bytes < 48 * GIB
+    assert 23 * GIB < gpu.memory_bytes < 24 * GIB
     assert "not in the catalogue" in cluster.warnings[0]
 
 
 def test_an_unknown_card_that_tells_little_follows_the_nearest_one() -> None:
-    titan = Card(name=b"TITAN V", total_bytes=12288 * MIB, compute_capability=(7, 0))
+    titan = Card(name=b"TITAN V CEO Edition", total_bytes=32768 * MIB, compute_capability=(7, 0))
     gpu = _probe(titan).groups[0].node.gpu
-    assert gpu.name == "TITAN V"
+    assert gpu.name == "TITAN V CEO Edition"
     assert "V100" in gpu.notes
     assert not gpu.supports_bf16
 
@@ -116,6 +116,19 @@ def test_different_cards_are_different_groups() -> None:
         ("here/Tesla V100-SXM2-32GB", 2),
     }
     assert any("differ" in warning for warning in cluster.warnings)
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "name"), [(10240, "GeForce RTX 3080 10GB"), (12288, "GeForce RTX 3080 12GB")]
+)
+def test_the_memory_tells_which_card_of_a_name_it_is(total_mib: int, name: str) -> None:
+    # The driver prints the same name for both.
+    card = Card(
+        name="NVIDIA GeForce RTX 3080", total_bytes=total_mib * MIB, compute_capability=(8, 6)
+    )
+    cluster = _probe(card)
+    assert cluster.groups[0].node.gpu.name == name
+    assert not cluster.warnings
 
 
 def test_a_card_with_more_memory_than_its_name_says() -> None:

@@ -121,7 +121,7 @@ def test_documented_forms_and_states() -> None:
     assert groups["auto"].node.gpu.name == "A100-SXM4-80GB"
     assert "far" not in groups
     warnings = "\n".join(cluster.warnings)
-    assert "`gtx1080ti`" in warnings
+    assert "`gtx980`" in warnings
     assert "which GPUs are in use" in warnings, "the second command failed here"
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.errors import (
+    EnvironmentFaultError,
+    InvalidInputError,
+    NotFoundError,
+    UserError,
+)
 from tightfit.models.resolve import resolve_model
 
 TINY = {
@@ -219,3 +225,56 @@ def test_a_changed_copy_counts_anew() -> None:
     assert longer.num_params == counted + 7
     assert spec == resolve_model("gpt2")
     assert spec.model_dump() == resolve_model("gpt2").model_dump()
+
+
+@pytest.mark.parametrize(
+    "name", ["no\nsuch", "a\x1b[31mb", "Llama-2\n-7b-chat", "falcon\x1b", "\x1b7B-params", "7\nb"]
+)
+def test_control_characters_never_reach_a_message_or_a_name(name: str) -> None:
+    try:
+        spec = resolve_model(name)
+        shown = [spec.name, spec.source, *spec.warnings]
+    except UserError as fault:
+        shown = [fault.problem, fault.remedy]
+    assert all(text.isprintable() for text in shown), shown
+
+
+def test_a_device_or_pipe_is_named_as_what_it_is(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    for name, kind in (("/dev/zero", "a device"), (str(tmp_path / "pipe.json"), "a pipe")):
+        with pytest.raises(InvalidInputError, match=f"is {kind}, not a model"):
+            resolve_model(name)
+
+
+def test_a_config_that_is_no_file_says_why(tmp_path: Path) -> None:
+    for name in ("loop", "folder", "pipe", "dangling"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "loop/config.json").symlink_to(tmp_path / "loop/config.json")
+    (tmp_path / "folder/config.json").mkdir()
+    os.mkfifo(tmp_path / "pipe/config.json")
+    (tmp_path / "dangling/config.json").symlink_to(tmp_path / "gone")
+    for name, words in (
+        ("loop", "symbolic links"),
+        ("folder", "config.json is a folder"),
+        ("pipe", "config.json is a pipe"),
+        ("dangling", "No such file"),
+    ):
+        with pytest.raises(InvalidInputError, match=words):
+            resolve_model(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("method", ["lstat", "open", "stat"])
+def test_no_permission_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    folder = write_model(tmp_path / "mine")
+    real = getattr(Path, method)
+
+    def refuse(self: Path, *args: object, **rest: object) -> object:
+        if self.is_relative_to(folder):
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **rest)
+
+    monkeypatch.setattr(Path, method, refuse)
+    with pytest.raises(EnvironmentFaultError, match="permission denied"):
+        resolve_model(str(folder))

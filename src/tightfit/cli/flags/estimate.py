@@ -10,11 +10,18 @@ import typer
 from tightfit.cli import choices
 from tightfit.cli.completion import complete_model
 from tightfit.cli.flags.options import (
+    MAX_BATCH,
+    MAX_LORA_RANK,
+    MAX_SEQ_LEN,
+    MAX_WORLD_SIZE,
     Json,
+    Network,
     On,
     Settings,
     count_option,
+    refuse_empty,
     switch_option,
+    text_option,
     word_option,
 )
 
@@ -42,15 +49,16 @@ class EstimateFlags:
             metavar="MODEL",
             help="Catalogue name, cached hub id, folder with config.json, or GGUF file.",
             autocompletion=complete_model,
+            callback=refuse_empty("MODEL", "Llama-2-7b"),
             show_default=False,
         ),
     ] = None
     method: Annotated[
-        str,
+        str | None,
         word_option(
             "--method", choices.METHODS, "What is trained; qlora is lora over nf4. [default: lora]"
         ),
-    ] = "lora"
+    ] = None
     weights: Annotated[
         str | None,
         word_option(
@@ -69,24 +77,36 @@ class EstimateFlags:
         str | None,
         word_option("--optimizer", choices.OPTIMIZERS, "Update rule. [default: adamw, fused]"),
     ] = None
-    lora_rank: Annotated[int | None, count_option("--lora-rank", "Rank. [default: 16]")] = None
+    lora_rank: Annotated[
+        int | None,
+        count_option("--lora-rank", "Rank. [default: 16]", most=MAX_LORA_RANK, example=16),
+    ] = None
     lora_targets: Annotated[
         str | None,
-        typer.Option(
+        text_option(
             "--lora-targets",
-            metavar="A,B|all-linear",
-            help="Names of the modules that get adapters. [default: all-linear]",
-            show_default=False,
+            "A,B|all-linear",
+            "Names of the modules that get adapters. [default: all-linear]",
+            example="all-linear",
         ),
     ] = None
     micro_batch: Annotated[
-        int | None, count_option("--micro-batch", "Sequences per GPU at once. [default: 1]")
+        int | None,
+        count_option(
+            "--micro-batch", "Sequences per GPU at once. [default: 1]", most=MAX_BATCH, example=4
+        ),
     ] = None
     seq_len: Annotated[
-        int | None, count_option("--seq-len", "Tokens per sequence. [default: 2048]")
+        int | None,
+        count_option(
+            "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
+        ),
     ] = None
     grad_accum: Annotated[
-        int | None, count_option("--grad-accum", "Micro-batches per step. [default: 1]")
+        int | None,
+        count_option(
+            "--grad-accum", "Micro-batches per step. [default: 1]", most=MAX_BATCH, example=8
+        ),
     ] = None
     checkpointing: Annotated[
         bool | None,
@@ -136,31 +156,37 @@ class EstimateFlags:
     ] = False
     settings: Settings = None
     on: On = None
+    network: Network = None
     zero_table: Annotated[
         bool,
         typer.Option("--zero-table", help="Print the six-row ZeRO-3 offload table instead."),
     ] = False
     gpus_per_node: Annotated[
         int,
-        typer.Option("--gpus-per-node", metavar="N", min=1, max=65_536, help="For --zero-table."),
+        count_option(
+            "--gpus-per-node", "For --zero-table. [default: 1]", most=MAX_WORLD_SIZE, example=8
+        ),
     ] = 1
-    nodes: Annotated[int, count_option("--nodes", "For --zero-table. [default: 1]")] = 1
+    nodes: Annotated[
+        int,
+        count_option("--nodes", "For --zero-table. [default: 1]", most=MAX_WORLD_SIZE, example=2),
+    ] = 1
     total_params: Annotated[
         str | None,
-        typer.Option(
+        text_option(
             "--total-params",
-            metavar="N",
-            help="For --zero-table without a model: 2851e6 or 2.8B.",
-            show_default=False,
+            "N",
+            "For --zero-table without a model: 2851e6 or 2.8B.",
+            example="2.8B",
         ),
     ] = None
     largest_layer_params: Annotated[
         str | None,
-        typer.Option(
+        text_option(
             "--largest-layer-params",
-            metavar="N",
-            help="For --zero-table without a model: 32e6 or 32M.",
-            show_default=False,
+            "N",
+            "For --zero-table without a model: 32e6 or 32M.",
+            example="32M",
         ),
     ] = None
     check: Annotated[

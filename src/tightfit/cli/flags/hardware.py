@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tightfit.cli.completion import complete_gpu
-from tightfit.cli.flags.options import Json, On
+from tightfit.cli.flags.options import Json, On, refuse_empty
 
 EXAMPLES = """\b
 Examples:
@@ -34,6 +34,7 @@ class HardwareFlags:
             metavar="[WORD|NAME]",
             help="A word to search for, or the name of one GPU.",
             autocompletion=complete_gpu,
+            callback=refuse_empty("NAME", "T4"),
             show_default=False,
         ),
     ] = None

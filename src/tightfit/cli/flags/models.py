@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tightfit.cli.completion import complete_model
-from tightfit.cli.flags.options import Json
+from tightfit.cli.flags.options import Json, refuse_empty
 
 EXAMPLES = """\b
 Examples:
@@ -33,6 +33,7 @@ class ModelsFlags:
             metavar="[WORD|NAME]",
             help="A word to search for; or a catalogue name, hub id, folder or GGUF file to show.",
             autocompletion=complete_model,
+            callback=refuse_empty("NAME", "Llama-2-7b"),
             show_default=False,
         ),
     ] = None

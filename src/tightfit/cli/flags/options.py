@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tightfit.cli import choices
 from tightfit.cli.completion import complete_hardware
-from tightfit.core.errors import UsageError
 
-MAX_COUNT = 2**31 - 1
-"""More is a slip of the keyboard; the rooms have tighter bounds of their own."""
+MAX_SEQ_LEN = 16_777_216
+MAX_BATCH = 65_536
+MAX_EFFECTIVE_BATCH = 10**7
+MAX_WORLD_SIZE = 65_536
+MAX_LORA_RANK = 65_536
+MAX_EPOCHS = 10_000
+MAX_TOP = 1000
+"""Bounds of `core/strategy.py` and `core/recipe.py`, repeated so that `--help` needs no pydantic;
+a test holds them together."""
 
 
 def word_option(name: str, words: tuple[str, ...], help: str) -> Any:
@@ -21,21 +29,55 @@ def word_option(name: str, words: tuple[str, ...], help: str) -> Any:
         help=help,
         metavar="|".join(words),
         autocompletion=choices.offer(words),
+        callback=refuse_empty(name, "|".join(words)),
         show_default=False,
     )
 
 
-def count_option(name: str, help: str) -> Any:
+def count_option(name: str, help: str, *, most: int, example: int) -> Any:
     """An option that takes a whole number from 1."""
 
-    def check(value: int | None) -> int | None:
-        if value is not None and not 1 <= value <= MAX_COUNT:
-            raise UsageError(
-                f"`{name} {value}` is not between 1 and {MAX_COUNT:,}.", remedy=f"{name} 1, or more"
-            )
+    def read(value: str | None) -> int | None:
+        return None if value is None else choices.read_whole(value, name, most, example)
+
+    return typer.Option(name, help=help, metavar="N", callback=read, show_default=False)
+
+
+def number_option(name: str, help: str, *, most: float, example: float) -> Any:
+    """An option that takes a number above 0."""
+
+    def read(value: str | None) -> float | None:
+        return None if value is None else choices.read_positive(value, name, most, example)
+
+    return typer.Option(name, help=help, metavar="X", callback=read, show_default=False)
+
+
+def path_option(name: str, help: str, *, example: str) -> Any:
+    """An option that takes a file."""
+    check = refuse_empty(name, example)
+
+    def read(value: str | None) -> Path | None:
+        return None if value is None else Path(check(value) or "")
+
+    return typer.Option(name, help=help, metavar="FILE", callback=read, show_default=False)
+
+
+def text_option(name: str, metavar: str, help: str, *, example: str) -> Any:
+    """An option that takes any text but none."""
+    return typer.Option(
+        name, help=help, metavar=metavar, callback=refuse_empty(name, example), show_default=False
+    )
+
+
+def refuse_empty(name: str, example: str) -> Callable[[str | None], str | None]:
+    """A callback: an empty value is mostly a shell variable that nobody set."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise choices.empty_value(name, example)
         return value
 
-    return typer.Option(name, help=help, metavar="N", callback=check, show_default=False)
+    return check
 
 
 def switch_option(names: str, help: str) -> Any:
@@ -51,7 +93,17 @@ On = Annotated[
         metavar="HARDWARE",
         help="4xV100-32GB, '2n x 4xA100-40GB', here, slurm, slurm:PARTITION, k8s or a YAML file.",
         autocompletion=complete_hardware,
+        callback=refuse_empty("--on", "4xV100-32GB"),
         show_default=False,
+    ),
+]
+Network = Annotated[
+    str | None,
+    text_option(
+        "--network",
+        "SPEED",
+        "Between nodes, one direction: 100Gb/s (bits) or 12.5GB/s (bytes). [default: 10Gb/s]",
+        example="100Gb/s",
     ),
 ]
 Settings = Annotated[

@@ -10,14 +10,29 @@ import typer
 
 from tightfit.cli import choices
 from tightfit.cli.completion import complete_job
-from tightfit.cli.flags.options import Json, On, Settings, count_option, word_option
+from tightfit.cli.flags.options import (
+    MAX_EFFECTIVE_BATCH,
+    MAX_EPOCHS,
+    MAX_SEQ_LEN,
+    MAX_TOP,
+    Json,
+    Network,
+    On,
+    Settings,
+    count_option,
+    number_option,
+    path_option,
+    refuse_empty,
+    word_option,
+)
 
 EXAMPLES = """\b
 Examples:
   tightfit plan Llama-2-7b --on 4xV100-32GB
   tightfit plan Qwen2.5-7B --on RTX-4090 --data train.jsonl --seq-len 4096 --save plan.json
   tightfit plan job.yaml --on slurm:gpu --explain
-  tightfit plan Llama-3.1-70B --on '2n x 8xA100-80GB' --method full --json
+  tightfit plan Llama-3.1-70B --on '2n x 8xA100-80GB' --network 100Gb/s --json
+  tightfit plan plan.json
   tightfit plan Llama-3.1-8B --method full --buy --chart memory.html
 """
 
@@ -34,23 +49,28 @@ class PlanFlags:
     job: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL|RECIPE.YAML",
-            help="Catalogue name, cached hub id, folder with config.json, GGUF file, or a recipe.",
+            metavar="MODEL|RECIPE.YAML|PLAN.JSON",
+            help="Catalogue name, cached hub id, folder with config.json or GGUF file; a recipe; "
+            "or a saved plan, to be shown again.",
             autocompletion=complete_job,
+            callback=refuse_empty("MODEL", "Llama-2-7b"),
             show_default=False,
         ),
     ]
     on: On = None
+    network: Network = None
     seq_len: Annotated[
-        int | None, count_option("--seq-len", "Tokens per sequence. [default: 2048]")
+        int | None,
+        count_option(
+            "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
+        ),
     ] = None
     data: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             "--data",
-            metavar="FILE",
-            help="Dataset; its real lengths drive padding, packing and time.",
-            show_default=False,
+            "Dataset; its real lengths drive padding, packing and time.",
+            example="train.jsonl",
         ),
     ] = None
     method: Annotated[
@@ -59,34 +79,33 @@ class PlanFlags:
     ] = None
     epochs: Annotated[
         float | None,
-        typer.Option(
-            "--epochs", metavar="X", help="Passes over the data. [default: 1]", show_default=False
-        ),
+        number_option("--epochs", "Passes over the data. [default: 1]", most=MAX_EPOCHS, example=3),
     ] = None
     effective_batch: Annotated[
         int | None,
-        count_option("--effective-batch", "Sequences per optimizer step, over all GPUs."),
+        count_option(
+            "--effective-batch",
+            "Sequences per optimizer step, over all GPUs. [default: 16]",
+            most=MAX_EFFECTIVE_BATCH,
+            example=16,
+        ),
     ] = None
-    top: Annotated[int, count_option("--top", "How many plans to show. [default: 5]")] = 5
+    top: Annotated[
+        int, count_option("--top", "How many plans to show. [default: 5]", most=MAX_TOP, example=5)
+    ] = 5
     explain: Annotated[
         bool, typer.Option("--explain", help="List what was excluded and the reason of each.")
     ] = False
     save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save", metavar="FILE", help="Write the best plan as JSON.", show_default=False
-        ),
+        Path | None, path_option("--save", "Write the best plan as JSON.", example="plan.json")
     ] = None
     buy: Annotated[bool, typer.Option("--buy", help="The cheapest hardware that does the job.")] = (
         False
     )
     chart: Annotated[
         Path | None,
-        typer.Option(
-            "--chart",
-            metavar="FILE",
-            help="Draw memory by phase into a .png or .html file.",
-            show_default=False,
+        path_option(
+            "--chart", "Draw memory by phase into a .png or .html file.", example="memory.html"
         ),
     ] = None
     settings: Settings = None
