@@ -15,6 +15,7 @@ from tightfit.cli.settings import read_settings, refuse_twice
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
 from tightfit.core.workload import DataProfile
+from tightfit.data.meter import ReadProgress
 from tightfit.data.profile import profile_dataset
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.request import JobRequest
@@ -85,15 +86,16 @@ def _profile(paths: tuple[Path, ...], *, seq_len: int, model: str) -> DataProfil
     """Read the data, counting aloud where somebody watches."""
     is_watched = sys.stderr is not None and sys.stderr.isatty()
 
-    def tell(num_rows: int) -> None:
-        write_err(f"\rreading data: {count_of(num_rows, 'row')}")
+    def tell(state: ReadProgress) -> None:
+        rows = count_of(state.num_rows, "row")
+        write_err(f"\rreading data: {rows} ({state.fraction:.0%})")
 
     try:
         return profile_dataset(
             paths[0] if len(paths) == 1 else paths,
             seq_len=seq_len,
             model=model,
-            progress=tell if is_watched else None,
+            watch=tell if is_watched else None,
         )
     finally:
         if is_watched:

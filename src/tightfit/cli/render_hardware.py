@@ -36,7 +36,7 @@ def _render_gpus(gpus: list[Gpu]) -> Iterator[RenderableType]:
         Column(title="fp16", right=True),
         Column(title="bf16", right=True),
         Column(title="GB/s", right=True),
-        Column(title="from $/h", right=True),
+        Column(title="median $/h", right=True),
     )
     yield make_table(columns, [_gpu_row(gpu) for gpu in gpus])
     yield ""
@@ -96,7 +96,6 @@ def _render_cluster(cluster: Cluster) -> Iterator[RenderableType]:
 
 def _gpu_row(gpu: Gpu) -> tuple[str, ...]:
     capability = gpu.compute_capability
-    cheapest = min((price.usd_per_gpu_hour for price in gpu.prices), default=None)
     return (
         gpu.name,
         render_bytes(gpu.memory_bytes),
@@ -104,7 +103,7 @@ def _gpu_row(gpu: Gpu) -> tuple[str, ...]:
         _peak(gpu, "fp16"),
         _peak(gpu, "bf16"),
         f"{gpu.memory_bytes_per_second / GB:,.0f}",
-        render_usd(cheapest) if cheapest is not None else "-",
+        render_usd(gpu.cheapest.usd_per_gpu_hour) if gpu.cheapest is not None else "-",
     )
 
 

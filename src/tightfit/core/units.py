@@ -48,7 +48,7 @@ def render_bytes(num_bytes: float) -> str:
     """GiB with one decimal; smaller amounts in MiB or KiB so that they never read 0.0."""
     for factor, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= 0.95 * factor:
-            return f"{num_bytes / factor:.1f} {unit}"
+            return f"{num_bytes / factor:,.1f} {unit}"
     return f"{num_bytes:.0f} B"
 
 

@@ -28,7 +28,6 @@ def profile_dataset(
     seq_len: int,
     model: str | None = None,
     sample_limit: int | None = None,
-    progress: Callable[[int], None] | None = None,
     watch: Callable[[ReadProgress], None] | None = None,
 ) -> DataProfile:
     """Lengths, truncation, padding and packing of a dataset at `seq_len`.
@@ -37,7 +36,7 @@ def profile_dataset(
     `sample_limit` rows are counted (50,000 unless told), drawn evenly over the
     whole file, and the longest row by characters always; guesses cost so little
     that all rows are counted unless told. `watch` is called about five times a
-    second and at the end with the rows and bytes read; `progress` with the rows alone.
+    second and at the end with the rows and bytes read.
     """
     if not 0 < seq_len <= MAX_SEQ_LEN:
         raise InvalidInputError(
@@ -50,13 +49,7 @@ def profile_dataset(
     formats: list[str] = []
     files = data_files(source)
 
-    def tell(state: ReadProgress) -> None:
-        if progress is not None:
-            progress(state.num_rows)
-        if watch is not None:
-            watch(state)
-
-    meter = Meter(tell if progress or watch else None, total_bytes=sum(map(size_of, files)))
+    meter = Meter(watch, total_bytes=sum(map(size_of, files)))
     for turns in _all_turns(files, formats, meter):
         tally.add(turns)
         meter.add_row()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.data.meter import ReadProgress
 from tightfit.data.profile import profile_dataset
 from tightfit.data.tokens import TOKENS_PER_MESSAGE, TOKENS_PER_ROW
 
@@ -152,8 +153,11 @@ def test_ten_thousand_rows_in_a_moment_with_progress(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [(n % 150 + 1, 60) for n in range(10_000)])
     seen: list[int] = []
 
+    def watch(state: ReadProgress) -> None:
+        seen.append(state.num_rows)
+
     started = time.process_time()
-    profile = profile_dataset(path, seq_len=2048, progress=seen.append)
+    profile = profile_dataset(path, seq_len=2048, watch=watch)
 
     assert time.process_time() - started < 1.5
     assert seen == sorted(seen)
