@@ -11,8 +11,8 @@ from tightfit.cli.harmless import shorten
 from tightfit.cli.output import announce
 from tightfit.core.errors import UsageError
 from tightfit.core.units import GIB, render_bytes
-from tightfit.estimate.result import Estimate, Phase
-from tightfit.planning.explain import STAGES
+from tightfit.estimate.result import Estimate
+from tightfit.planning.explain import fullest_phases
 
 NAMED_COLOURS = {
     "weights": "#4477aa",
@@ -87,18 +87,9 @@ class Chart:
 
 def make_panel(title: str, estimate: Estimate, *, subtitle: str = "") -> Panel:
     """One panel from one estimate: each stage at its fullest moment, parts of no size left out."""
-    fullest: dict[str, Phase] = {}
-    for phase in estimate.phases:
-        stage = STAGES.get(phase.name, phase.name)
-        held = fullest.get(stage)
-        if held is None or phase.peak_reserved_bytes > held.peak_reserved_bytes:
-            fullest[stage] = phase
     bars = tuple(
-        Bar(
-            phase=stage,
-            parts=_order(phase.components),
-        )
-        for stage, phase in fullest.items()
+        Bar(phase=stage, parts=_order(phase.components))
+        for stage, phase in fullest_phases(estimate).items()
     )
     return Panel(
         title=title, subtitle=subtitle, capacity_bytes=estimate.gpu.capacity_bytes, bars=bars

@@ -32,6 +32,7 @@ SHARDINGS = ("single", "ddp", "fsdp", "fsdp-grad-op", "fsdp-hybrid", "zero1", "z
 OFFLOADS = ("none", "optimizer", "params", "all")
 
 Choice = TypeVar("Choice", bound=Enum)
+Number = TypeVar("Number", int, float)
 
 
 def read_word(text: str, known: Iterable[str], *, option: str) -> str:
@@ -67,17 +68,24 @@ def empty_value(name: str, example: str) -> UsageError:
     )
 
 
-def read_whole(text: str, option: str, most: int, example: int) -> int:
-    """A whole number from 1 to `most`, or a message that names the value and the bound."""
+def _read_number(
+    parse: Callable[[str], Number], text: str, option: str, example: str, *, kind: str
+) -> tuple[str, Number]:
+    """What was typed, and the number it is; or a message that shows a value that works."""
     typed = str(text).strip()
     if not typed:
-        raise empty_value(option, str(example))
+        raise empty_value(option, example)
     try:
-        number = int(typed)
+        return typed, parse(typed)
     except ValueError:
         raise UsageError(
-            f"`{option} {shorten(typed)}` is not a whole number.", remedy=f"{option} {example}"
+            f"`{option} {shorten(typed)}` is not {kind}.", remedy=f"{option} {example}"
         ) from None
+
+
+def read_whole(text: str, option: str, most: int, example: int) -> int:
+    """A whole number from 1 to `most`, or a message that names the value and the bound."""
+    typed, number = _read_number(int, text, option, f"{example}", kind="a whole number")
     if not 1 <= number <= most:
         raise UsageError(
             f"`{option} {shorten(typed)}` is not between 1 and {most:,}.",
@@ -88,15 +96,7 @@ def read_whole(text: str, option: str, most: int, example: int) -> int:
 
 def read_positive(text: str, option: str, most: float, example: float) -> float:
     """A number above 0 and up to `most`."""
-    typed = str(text).strip()
-    if not typed:
-        raise empty_value(option, f"{example:g}")
-    try:
-        number = float(typed)
-    except ValueError:
-        raise UsageError(
-            f"`{option} {shorten(typed)}` is not a number.", remedy=f"{option} {example:g}"
-        ) from None
+    typed, number = _read_number(float, text, option, f"{example:g}", kind="a number")
     if not 0 < number <= most:
         raise UsageError(
             f"`{option} {shorten(typed)}` is not above 0 and up to {most:,g}.",

@@ -6,11 +6,9 @@ from collections.abc import Iterable
 
 from tightfit.cli.harmless import shorten
 from tightfit.core.errors import InvalidInputError, UsageError
-from tightfit.estimate.communication import ASSUMED_NETWORK_BYTES_PER_SECOND
+from tightfit.estimate.communication import UNSTATED_NETWORK
 from tightfit.hardware.link_speed import parse_link_speed
 from tightfit.hardware.types import Cluster
-
-_UNSTATED = "the network between nodes was not stated"
 
 
 def state_network(cluster: Cluster, text: str | None) -> Cluster:
@@ -32,9 +30,7 @@ def note_network(cluster: Cluster, notes: Iterable[str]) -> tuple[str, ...]:
 
     A plan on one node may have won only because the network was taken to be slow.
     """
-    others = tuple(note for note in notes if not note.startswith(_UNSTATED))
     is_spread = any(group.num_nodes > 1 for group in cluster.groups)
     if cluster.network_bytes_per_second is not None or not is_spread:
-        return others
-    gigabits = ASSUMED_NETWORK_BYTES_PER_SECOND * 8 / 1e9
-    return (*others, f"{_UNSTATED}: {gigabits:g} Gb/s is assumed (--network 100Gb/s states it)")
+        return tuple(notes)
+    return tuple(dict.fromkeys((*notes, UNSTATED_NETWORK)))

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from tightfit.cli.describe import describe_method
 from tightfit.core.strategy import Offload, Optimizer, Strategy
 from tightfit.estimate.result import Verdict
-from tightfit.planning.explain import handicap_total
 from tightfit.planning.plan import Plan
-from tightfit.planning.ranking import METHOD_HANDICAPS, measure_seconds
+from tightfit.planning.ranking import METHOD_HANDICAPS, handicap_total, measure_seconds
 from tightfit.planning.request import name_method
 
 LEAST_FACTOR = 1.01

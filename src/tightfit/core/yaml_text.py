@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
+from tightfit.core.units import KIB, MIB
 
 MAX_BYTES = 256 * 1024
 """Far above any file written by hand; keeps a wrong file from being parsed for minutes."""
@@ -31,7 +33,7 @@ class YamlDocument:
 
 def read_yaml(path: Path) -> YamlDocument:
     """Parse one YAML file, or say in which line it cannot be."""
-    text = _read_text(path)
+    text = read_text(path, max_bytes=MAX_BYTES, remedy="name a YAML file written by hand")
     try:
         value, lines = _parse(text)
     except yaml.MarkedYAMLError as fault:
@@ -57,17 +59,18 @@ def _parse(text: str) -> tuple[Any, dict[Place, int]]:
         loader.dispose()
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path, *, max_bytes: int, remedy: str) -> str:
+    """The text of a file that a person wrote, or why it cannot be one."""
     try:
-        if path.exists() and not path.is_file():
-            raise InvalidInputError(f"{path} is not a file.", remedy="name a YAML file")
+        # Looked at before it is opened: a pipe would wait for ever.
+        kind = describe_kind(path.stat().st_mode)
+        if kind is not None:
+            raise InvalidInputError(f"{path} is {kind}, not a file.", remedy=remedy)
         with path.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise InvalidInputError(
-                f"{path} is larger than {MAX_BYTES // 1024} KiB.",
-                remedy="name a YAML file written by hand, not a data file",
-            )
+            data = stream.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            size = f"{max_bytes // MIB} MiB" if max_bytes >= MIB else f"{max_bytes // KIB} KiB"
+            raise InvalidInputError(f"{path} is larger than {size}.", remedy=remedy)
         return data.decode("utf-8-sig")
     except FileNotFoundError as fault:
         raise _missing(path) from fault
@@ -78,9 +81,7 @@ def _read_text(path: Path) -> str:
         ) from fault
     except (OSError, ValueError) as fault:
         reason = getattr(fault, "strerror", None) or str(fault)
-        raise InvalidInputError(
-            f"Cannot read {path}: {reason}.", remedy="name a readable YAML file"
-        ) from fault
+        raise InvalidInputError(f"Cannot read {path}: {reason}.", remedy=remedy) from fault
 
 
 def _missing(path: Path) -> NotFoundError:
@@ -101,12 +102,8 @@ def _not_yaml(path: Path, line: str, reason: str) -> InvalidInputError:
     )
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2, no aliases, and no key given twice.
-
-    YAML 1.1 reads `on` as true, 1e-4 as text and 1:30 as 90. Aliases can make
-    a short file endless, and of two equal keys one would be dropped unseen.
-    """
+class PlainLoader(yaml.SafeLoader):
+    """SafeLoader that keeps scalars as text and refuses aliases, which can make a file endless."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -115,6 +112,14 @@ class _Loader(yaml.SafeLoader):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="aliases (`*name`) are not read", problem_mark=mark)
         return super().compose_node(parent, index)
+
+
+class _Loader(PlainLoader):
+    """The scalars of YAML 1.2, and no key given twice.
+
+    YAML 1.1 reads `on` as true, 1e-4 as text and 1:30 as 90. Of two equal keys
+    one would be dropped unseen.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()

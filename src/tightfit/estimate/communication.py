@@ -24,6 +24,9 @@ NETWORK_LATENCY_SECONDS = 35e-6
 """The same over 4 nodes: 32 KiB at 0.48e9 B/s. As above."""
 ASSUMED_NETWORK_BYTES_PER_SECOND = 1.25e9
 """10 Gbit/s Ethernet: what a cluster that states nothing surely has."""
+UNSTATED_NETWORK = (
+    "the network between nodes was not stated: 10 Gbit/s is assumed (--network 100Gb/s states it)"
+)
 
 OVERLAP_FRACTION = 0.80
 """Share of the compute time that transfers can hide behind: prefetching is one layer deep."""
@@ -103,7 +106,7 @@ def describe_network(strategy: Strategy, network_bytes_per_second: float | None)
     """The sentence to show where a plan over several nodes rests on an assumed network."""
     if strategy.num_nodes == 1 or network_bytes_per_second is not None:
         return None
-    return "the network between nodes was not stated: 10 Gbit/s Ethernet assumed"
+    return UNSTATED_NETWORK
 
 
 def gather_seconds(

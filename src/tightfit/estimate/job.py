@@ -155,11 +155,6 @@ def _assumptions(
     network = describe_network(strategy, network_bytes_per_second)
     if network is not None:
         found.append(network)
-    if spec.max_positions is not None and strategy.seq_len > spec.max_positions:
-        found.append(
-            f"{strategy.seq_len} tokens is longer than the {spec.max_positions} positions "
-            "the model was trained with"
-        )
     is_unpacked = strategy.weights.is_quantized and strategy.weights is not Dtype.GPTQ4
     if is_unpacked and any(part.role is Role.EXPERT for b in spec.blocks for part in b.linears):
         found.append(

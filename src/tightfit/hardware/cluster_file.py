@@ -29,11 +29,11 @@ from typing import Any
 
 import yaml
 
-from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
+from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.faults import printable
-from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.units import GIB, parse_bytes, render_bytes
+from tightfit.core.yaml_text import PlainLoader, read_text
 from tightfit.hardware.card import CARD_KEYS, read_card
 from tightfit.hardware.catalogue import Match, match_gpu
 from tightfit.hardware.link_speed import parse_link_speed
@@ -66,21 +66,8 @@ _GROUP_KEYS = (
 )
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader that keeps scalars as text, and refuses repeated keys and aliases.
-
-    Text, because YAML 1.1 reads 12:00:00 as the number 43200. No aliases, because
-    merged aliases grow exponentially and a cluster needs none.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not allowed", problem_mark=mark)
-        return super().compose_node(parent, index)
-
-
-_PlainLoader.yaml_implicit_resolvers = {}
+class _PlainLoader(PlainLoader):
+    """Scalars stay text, because YAML 1.1 reads 12:00:00 as the number 43200."""
 
 
 def _construct_mapping(loader: _PlainLoader, node: Any) -> dict[str, Any]:
@@ -102,7 +89,8 @@ _PlainLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 def read_cluster_file(path: Path) -> Cluster:
     """Read and check a cluster YAML."""
-    return parse_cluster(_read_text(path), name=str(path))
+    text = read_text(path, max_bytes=MAX_FILE_BYTES, remedy=_REMEDY)
+    return parse_cluster(text, name=str(path))
 
 
 def parse_cluster(text: str, *, name: str) -> Cluster:
@@ -128,37 +116,6 @@ def parse_cluster(text: str, *, name: str) -> Cluster:
         source=name,
         warnings=tuple(dict.fromkeys(warning for _, notes in parsed for warning in notes)),
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        # Looked at before it is opened: a pipe would wait for ever.
-        kind = describe_kind(path.stat().st_mode)
-        if kind is not None:
-            raise InvalidInputError(f"{path} is {kind}, not a file.", remedy=_REMEDY)
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError as fault:
-        near = did_you_mean(path.name, _yaml_names(path.parent))
-        raise NotFoundError(
-            f"There is no file {path}.{near}", remedy="give the path of a cluster YAML"
-        ) from fault
-    except (OSError, ValueError) as fault:
-        reason = getattr(fault, "strerror", None) or fault
-        raise InvalidInputError(f"Cannot read {path}: {reason}.", remedy=_REMEDY) from fault
-    if len(data) > MAX_FILE_BYTES:
-        raise InvalidInputError(f"{path} is larger than 1 MiB.", remedy=_REMEDY)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as fault:
-        raise InvalidInputError(f"{path} is not UTF-8 text.", remedy=_REMEDY) from fault
-
-
-def _yaml_names(folder: Path) -> list[str]:
-    try:
-        return [entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")]
-    except OSError:
-        return []
 
 
 def _load(text: str, name: str) -> object:

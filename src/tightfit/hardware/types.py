@@ -58,9 +58,12 @@ class Gpu(_Frozen):
     @property
     def cheapest(self) -> Price | None:
         """The offer of the cloud whose median is the lowest: what a plan is priced by."""
-        return min(
-            self.prices, key=lambda price: (price.usd_per_gpu_hour, price.cloud), default=None
-        )
+        return self.cheapest_at(None)
+
+    def cheapest_at(self, clouds: frozenset[str] | None) -> Price | None:
+        """The same among `clouds` alone, where they are named."""
+        offers = [price for price in self.prices if clouds is None or price.cloud in clouds]
+        return min(offers, key=lambda price: (price.usd_per_gpu_hour, price.cloud), default=None)
 
     @property
     def lowest_usd_per_hour(self) -> float | None:

@@ -12,8 +12,7 @@ HOURS_PER_MONTH = 730
 
 def find_price(gpu: Gpu, *, clouds: frozenset[str] | None = None) -> Price | None:
     """The cheapest cloud by its own median on-demand price; only `clouds` where they are named."""
-    offers = [price for price in gpu.prices if clouds is None or price.cloud in clouds]
-    return min(offers, key=lambda price: (price.usd_per_gpu_hour, price.cloud), default=None)
+    return gpu.cheapest_at(clouds)
 
 
 def estimate_cost(

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tightfit.core.strategy import Strategy
-from tightfit.estimate.result import Estimate
+from tightfit.estimate.result import Estimate, Phase
 from tightfit.planning.plan import Exclusion, Plan
-from tightfit.planning.ranking import (
-    METHOD_HANDICAPS,
-    count_levers,
-    handicap_of,
-    measure_seconds,
-)
-from tightfit.planning.request import describe_strategy, name_method
+from tightfit.planning.ranking import count_levers, handicap_total, measure_seconds
+from tightfit.planning.request import describe_strategy
 from tightfit.planning.search import SearchResult
 
 STAGES = {
@@ -84,17 +78,22 @@ def is_memory(exclusion: Exclusion) -> bool:
 
 def list_stages(estimate: Estimate) -> dict[str, int]:
     """Peak bytes per GPU by stage of the job, in the order they happen."""
-    peaks: dict[str, int] = {}
+    return {
+        stage: phase.peak_reserved_bytes
+        for stage, phase in fullest_phases(estimate).items()
+        if stage in STAGES.values()
+    }
+
+
+def fullest_phases(estimate: Estimate) -> dict[str, Phase]:
+    """The fullest moment of each stage; a moment that belongs to none is a stage of its own."""
+    fullest: dict[str, Phase] = {}
     for phase in estimate.phases:
-        stage = STAGES.get(phase.name)
-        if stage is not None:
-            peaks[stage] = max(peaks.get(stage, 0), phase.peak_reserved_bytes)
-    return peaks
-
-
-def handicap_total(strategy: Strategy) -> float:
-    """The method's handicap and the levers' together."""
-    return handicap_of(strategy) * METHOD_HANDICAPS.get(name_method(strategy), 1.0)
+        stage = STAGES.get(phase.name, phase.name)
+        held = fullest.get(stage)
+        if held is None or phase.peak_reserved_bytes > held.peak_reserved_bytes:
+            fullest[stage] = phase
+    return fullest
 
 
 def _stand(place: int, plan: Plan, best_seconds: float) -> Standing:

@@ -83,6 +83,11 @@ def handicap_of(strategy: Strategy) -> float:
     return handicap
 
 
+def handicap_total(strategy: Strategy) -> float:
+    """The method's handicap and the levers' together."""
+    return handicap_of(strategy) * METHOD_HANDICAPS.get(name_method(strategy), 1.0)
+
+
 def count_levers(strategy: Strategy) -> int:
     """How many things are not plain: ties go to the simpler strategy."""
     s = strategy
@@ -106,9 +111,7 @@ def rank(candidate: Candidate) -> tuple[float, ...]:
     would train another job than the one asked for.
     """
     estimate = candidate.estimate
-    handicap = handicap_of(candidate.strategy) * METHOD_HANDICAPS.get(
-        name_method(candidate.strategy), 1.0
-    )
+    handicap = handicap_total(candidate.strategy)
     seconds = measure_seconds(estimate) * handicap * candidate.overshoot
     return (
         _VERDICT_ORDER.get(estimate.verdict, 2),
