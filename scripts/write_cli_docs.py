@@ -1,4 +1,8 @@
-"""Writes docs/cli.md from the `--help` of every verb: python scripts/write_cli_docs.py"""
+"""Write docs/cli.md from the `--help` of every verb.
+
+    python scripts/write_cli_docs.py            # rewrite
+    python scripts/write_cli_docs.py --check    # fail if it is out of date
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,16 @@ def read_help(argv: list[str]) -> str:
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines()) + "\n"
 
 
+def write_page() -> int:
+    page = render_page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    is_current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page
+    if not is_current:
+        sys.stdout.write("docs/cli.md is out of date: run python scripts/write_cli_docs.py\n")
+    return int(not is_current)
+
+
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(render_page(), encoding="utf-8")
-    sys.stdout.write(f"wrote {PAGE}\n")
+    sys.exit(write_page())
