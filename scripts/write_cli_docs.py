@@ -1,7 +1,7 @@
 """Write docs/cli.md from the `--help` of every verb.
 
-    python scripts/write_cli_docs.py            # rewrite
-    python scripts/write_cli_docs.py --check    # fail if it is out of date
+python scripts/write_cli_docs.py            # rewrite
+python scripts/write_cli_docs.py --check    # fail if it is out of date
 """
 
 from __future__ import annotations
