@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help install demo test test-bare check bench format docs clean
 
@@ -13,8 +14,9 @@ install: .venv/.installed  ## make .venv with everything the project needs
 # torch first and pinned: anything that depends on it then finds it there and pulls no other build
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,train]'
+	$(PIP) torch setuptools wheel ninja py-cpuinfo
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed  # its set-up asks torch, which an isolated build lacks
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 demo: install  ## the main job on an embedded default: no GPU, no hub

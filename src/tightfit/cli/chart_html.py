@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tightfit.cli.chart import Bar, Chart, Panel, describe_bar, pick_ticks
 from tightfit.core.files import write_atomic
+from tightfit.core.html_page import render_page
 from tightfit.core.units import GIB, render_bytes
 
 WIDTH = 960
@@ -17,24 +18,9 @@ ROW = 30
 TOP = 30
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --line: #d8dee4;
-  --paper: #ffffff; --limit: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa4ae; --line: #3a424b;
-  --paper: #0f1419; --limit: #ff8a80; } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
-h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin: 1.8rem 0 0; }
-p { color: var(--soft); margin: .2rem 0 .6rem; }
-svg { width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px; }
-text.soft { fill: var(--soft); font-size: 12px; } text.over { fill: var(--limit); }
 text.size { paint-order: stroke; stroke: var(--paper); stroke-width: 5px;
   stroke-linejoin: round; }
-line.grid { stroke: var(--line); } line.limit { stroke: var(--limit); stroke-width: 2;
-  stroke-dasharray: 6 4; }
 rect { stroke: var(--paper); stroke-width: 1; } rect:hover { opacity: .75; }
-ul { list-style: none; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; padding: 0; }
-li span { display: inline-block; width: .9em; height: .9em; border-radius: 2px;
-  margin-right: .4em; vertical-align: -1px; }
 """
 
 
@@ -51,12 +37,11 @@ def render_html(chart: Chart) -> str:
     panels = "".join(_render_panel(panel, chart) for panel in chart.panels)
     title = escape(chart.title)
     subtitle = f"<p>{escape(chart.subtitle)}</p>\n" if chart.subtitle else ""
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+    return render_page(
+        chart.title,
         f"<h1>{title}</h1>\n{subtitle}<p>Memory on each GPU by phase; the dashed line is the card. "
-        f"Point at a part for its size.</p>\n<ul>{legend}</ul>\n{panels}</body>\n</html>\n"
+        f'Point at a part for its size.</p>\n<ul class="legend">{legend}</ul>\n{panels}',
+        style=_STYLE,
     )
 
 

@@ -17,7 +17,18 @@ from tightfit.cli.faults import (
     report_lost_output,
     usage_fault,
 )
-from tightfit.cli.flags import doctor, estimate, hardware, models, plan, version
+from tightfit.cli.flags import (
+    doctor,
+    estimate,
+    eval,
+    hardware,
+    models,
+    plan,
+    prepare,
+    runs,
+    train,
+    version,
+)
 from tightfit.cli.output import OutputLostError, PipeClosedError, silence_stdout, write_out
 from tightfit.core.errors import UserError
 
@@ -66,6 +77,10 @@ VERBS: dict[str, tuple[type, str]] = {
     "hardware": (hardware.HardwareFlags, hardware.EXAMPLES),
     "estimate": (estimate.EstimateFlags, estimate.EXAMPLES),
     "plan": (plan.PlanFlags, plan.EXAMPLES),
+    "prepare": (prepare.PrepareFlags, prepare.EXAMPLES),
+    "runs": (runs.RunsFlags, runs.EXAMPLES),
+    "eval": (eval.EvalFlags, eval.EXAMPLES),
+    "train": (train.TrainFlags, train.EXAMPLES),
     "version": (version.VersionFlags, version.EXAMPLES),
 }
 """A verb's options and examples; the verb itself is `tightfit.cli.<verb>.<verb>`."""

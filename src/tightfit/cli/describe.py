@@ -5,13 +5,15 @@ from __future__ import annotations
 from tightfit.cli.harmless import harmless
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Strategy
+from tightfit.planning.request import describe_recomputing
 
 
 def describe_method(strategy: Strategy) -> str:
     """`full`, `LoRA r16`, `QLoRA r16`, `load`."""
     if strategy.method is not Method.LORA:
         return str(strategy.method.value)
-    name = "QLoRA" if strategy.weights is Dtype.NF4 else "LoRA"
+    name = "DoRA" if strategy.dora else "LoRA"
+    name = f"Q{name}" if strategy.weights is Dtype.NF4 else name
     return f"{name} r{strategy.lora_rank}"
 
 
@@ -43,7 +45,7 @@ def describe_strategy(strategy: Strategy) -> str:
     if strategy.grad_accum > 1:
         words.append(f"{strategy.grad_accum:,} micro-batches per step")
     if strategy.is_trained:
-        words.append("checkpointing" if strategy.checkpointing else "no checkpointing")
+        words.append(describe_recomputing(strategy))
     if strategy.attention is not Attention.SDPA:
         words.append(f"{strategy.attention.value} attention")
     if strategy.is_trained and strategy.loss is not Loss.PLAIN:
@@ -55,9 +57,11 @@ def describe_strategy(strategy: Strategy) -> str:
     return ", ".join(words)
 
 
-def describe_how(strategy: Strategy, gpu: str | None = None) -> str:
+def describe_how(strategy: Strategy, gpu: str | None = None, *, is_cpu: bool = False) -> str:
     """The head of a plan's row: `LoRA r16, fp16, ddp on 4 GPUs`, or `on 4 x V100-SXM2-32GB`."""
     words = (describe_method(strategy), describe_precision(strategy), describe_sharding(strategy))
+    if is_cpu and gpu is None:
+        return f"{', '.join(words)}, {count_of(strategy.world_size, 'process')}"
     gpus = describe_gpus(gpu, num_nodes=strategy.num_nodes, gpus_per_node=strategy.gpus_per_node)
     return f"{', '.join(words)} on {gpus}"
 
@@ -65,7 +69,7 @@ def describe_how(strategy: Strategy, gpu: str | None = None) -> str:
 def describe_levers(strategy: Strategy) -> str:
     """The remaining switches of a plan's row, for a table cell."""
     words = [f"micro-batch {describe_batch(strategy)}"]
-    words.append("checkpointing" if strategy.checkpointing else "no checkpointing")
+    words.append(describe_recomputing(strategy))
     if strategy.fused_kernels:
         words.append("fused kernels")
     if strategy.loss is not Loss.PLAIN:
@@ -97,4 +101,6 @@ def shorten_gpu(name: str) -> str:
 
 def count_of(number: int, noun: str) -> str:
     """`1 row`, `2 rows`, `12,000 rows`."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {noun}" + ("es" if noun.endswith("s") else "s")

@@ -17,7 +17,7 @@ from tightfit.core.suggest import did_you_mean
 
 __all__ = ["EXIT_BROKEN_PIPE", "EXIT_BUG", "EXIT_INTERRUPTED"]
 DEBUG_VARIABLE = "TIGHTFIT_DEBUG"
-_LIST_OF_FAULTS = re.compile(r".* has \d+ faults:\n")
+_LIST_OF_FAULTS = re.compile(r".* has \d+ faults:\n|[\d,]+ rows? cannot be trained on:\n")
 
 
 class UnforeseenOSError(Exception):

@@ -26,15 +26,19 @@ def choose_cluster(on: str | None, *, command: str) -> Cluster:
     if found is None:
         raise UsageError(
             "No GPU is here, and --on was not given.",
-            remedy=f"{command} --on 4xV100-32GB    (or --buy, to be told what to rent)",
+            remedy=f"{command} --on 4xV100-32GB    (--on cpu for this machine; --buy to be told "
+            "what to rent)",
         )
     return found
 
 
 def _find(on: str | None) -> Cluster | None:
+    """What was named, else the GPUs of this machine. Its CPU is used only where it is asked for:
+    who plans on a laptop mostly plans for another machine."""
     if on is not None:
         return resolve_hardware(on)
     try:
-        return resolve_hardware("here")
+        cluster = resolve_hardware("here")
     except UserError:
         return None
+    return None if cluster.groups[0].node.gpu.is_cpu else cluster

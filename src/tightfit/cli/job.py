@@ -13,7 +13,9 @@ from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.output import write_err
 from tightfit.cli.settings import read_settings, refuse_twice
 from tightfit.core.errors import UsageError
-from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
+from tightfit.core.recipe import Recipe, RecipeMethod, make_training, read_recipe
+from tightfit.core.strategy import Method
+from tightfit.core.training import DataSource
 from tightfit.core.workload import DataProfile
 from tightfit.data.meter import ReadProgress
 from tightfit.data.profile import profile_dataset
@@ -29,37 +31,39 @@ class Job:
 
     request: JobRequest
     on: str | None
+    recipe: Recipe
+    """What was asked, flags and file together."""
 
 
 def read_job(flags: PlanFlags) -> Job:
     """The recipe where one is named, else a bare model; flags win over the recipe."""
     settings = read_settings(flags.settings)
     refuse_twice(settings, {"method": flags.method, "seq_len": flags.seq_len})
-    recipe = _lay_over(_read_base(flags.job), flags)
+    recipe = lay_over(read_base(flags.job), flags)
     fixed = recipe.fixed_strategy() | settings
-    _refuse_plain_qlora(recipe, fixed)
+    refuse_plain_qlora(recipe, fixed)
     stated: dict[str, Any] = {"seq_len": fixed.pop("seq_len", None)}
     if recipe.effective_batch is not None:
         stated["effective_batch"] = recipe.effective_batch
     request = JobRequest(
         spec=resolve_model(recipe.model), method=recipe.method.value, fixed=fixed, **stated
     )
-    paths = (flags.data,) if flags.data is not None else recipe.training_paths
-    if paths:
-        profile = _profile(paths, seq_len=request.planned_seq_len, model=recipe.model)
+    sources = tuple(source for source in recipe.data if source.split == "train")
+    if sources:
+        profile = _profile(sources, seq_len=request.planned_seq_len, model=recipe.model)
         request = replace(request, profile=profile)
     request = replace(request, num_epochs=recipe.num_epochs, max_steps=recipe.max_steps)
-    return Job(request=request, on=flags.on or recipe.on)
+    return Job(request=request, on=flags.on or recipe.on, recipe=recipe)
 
 
-def _read_base(name: str) -> Recipe:
+def read_base(name: str) -> Recipe:
     if name.lower().endswith(RECIPE_ENDINGS):
         return read_recipe(Path(name).expanduser())
     # The name is checked where it is looked up, with a better message than a length limit.
     return Recipe(model="unnamed").model_copy(update={"model": name})
 
 
-def _lay_over(recipe: Recipe, flags: PlanFlags) -> Recipe:
+def lay_over(recipe: Recipe, flags: PlanFlags) -> Recipe:
     update: dict[str, Any] = {}
     if flags.method is not None:
         word = choices.read_word(flags.method, choices.PLAN_METHODS, option="--method")
@@ -70,10 +74,14 @@ def _lay_over(recipe: Recipe, flags: PlanFlags) -> Recipe:
         update |= {"epochs": flags.epochs, "max_steps": None}
     if flags.effective_batch is not None:
         update["effective_batch"] = flags.effective_batch
+    if flags.data is not None:
+        held_out = tuple(source for source in recipe.data if source.split == "eval")
+        named = DataSource(path="unnamed").model_copy(update={"path": str(flags.data)})
+        update["data"] = (named, *held_out)
     return recipe.model_copy(update=update)
 
 
-def _refuse_plain_qlora(recipe: Recipe, fixed: dict[str, Any]) -> None:
+def refuse_plain_qlora(recipe: Recipe, fixed: dict[str, Any]) -> None:
     weights = fixed.get("weights")
     if recipe.method is RecipeMethod.QLORA and weights is not None and not weights.is_quantized:
         raise UsageError(
@@ -82,7 +90,7 @@ def _refuse_plain_qlora(recipe: Recipe, fixed: dict[str, Any]) -> None:
         )
 
 
-def _profile(paths: tuple[Path, ...], *, seq_len: int, model: str) -> DataProfile:
+def _profile(sources: tuple[DataSource, ...], *, seq_len: int, model: str) -> DataProfile:
     """Read the data, counting aloud where somebody watches."""
     is_watched = sys.stderr is not None and sys.stderr.isatty()
 
@@ -92,7 +100,7 @@ def _profile(paths: tuple[Path, ...], *, seq_len: int, model: str) -> DataProfil
 
     try:
         return profile_dataset(
-            paths[0] if len(paths) == 1 else paths,
+            sources,
             seq_len=seq_len,
             model=model,
             watch=tell if is_watched else None,

@@ -43,11 +43,13 @@ def _render(
     yield render_verdict(estimate)
     yield _render_subject(estimate, spec=spec, strategy=strategy, group=group)
     yield ""
-    yield heading(f"GPU memory at its peak ({_words(estimate.gpu.peak_phase)}), on each GPU")
-    yield _render_components(estimate)
+    phase, is_cpu = _words(estimate.gpu.peak_phase), group.node.gpu.is_cpu
+    gpu_words = f"GPU memory at its peak ({phase}), on each GPU"
+    yield heading(f"Memory at its peak ({phase}), of each process" if is_cpu else gpu_words)
+    yield _render_components(estimate, place="free" if is_cpu else "on the card")
     yield ""
     yield heading("Peak of each phase")
-    yield _render_phases(estimate)
+    yield _render_phases(estimate, is_cpu=is_cpu)
     yield ""
     yield _render_surroundings(estimate)
     assumed = [note for note in estimate.assumptions if note not in spec.warnings]
@@ -86,7 +88,7 @@ def _render_subject(
     )
 
 
-def _render_components(estimate: Estimate) -> RenderableType:
+def _render_components(estimate: Estimate, *, place: str) -> RenderableType:
     gpu = estimate.gpu
     scale = max(gpu.capacity_bytes, gpu.peak_reserved_bytes, 1)
     rows: list[tuple[str, ...]] = [
@@ -98,15 +100,16 @@ def _render_components(estimate: Estimate) -> RenderableType:
         (
             "total",
             render_bytes(gpu.peak_reserved_bytes),
-            f"of {render_bytes(gpu.capacity_bytes)} on the card "
+            f"of {render_bytes(gpu.capacity_bytes)} {place} "
             f"({gpu.peak_reserved_bytes / max(gpu.capacity_bytes, 1):.0%})",
         )
     )
-    columns = (Column(title="part"), Column(title="size", right=True), Column(title="of the card"))
+    title = "of the card" if place == "on the card" else "of what is free"
+    columns = (Column(title="part"), Column(title="size", right=True), Column(title=title))
     return make_table(columns, rows)
 
 
-def _render_phases(estimate: Estimate) -> RenderableType:
+def _render_phases(estimate: Estimate, *, is_cpu: bool) -> RenderableType:
     capacity = max(estimate.gpu.capacity_bytes, 1)
     rows = [
         (
@@ -122,7 +125,7 @@ def _render_phases(estimate: Estimate) -> RenderableType:
         Column(title="phase"),
         Column(title="tensors", right=True),
         Column(title="process", right=True),
-        Column(title="process on the card"),
+        Column(title="process in memory" if is_cpu else "process on the card"),
     )
     return make_table(columns, rows)
 

@@ -119,7 +119,7 @@ def _render_table(plans: Sequence[Plan], *, is_one_group: bool) -> RenderableTyp
     columns = (
         Column(title="", right=True),
         Column(title="how", keep=False),
-        Column(title="GPU memory"),
+        Column(title="memory" if plans[0].hardware.node.gpu.is_cpu else "GPU memory"),
         Column(title="time" if has_data else "speed"),
         Column(title="cost"),
     )
@@ -134,7 +134,7 @@ def _render_table(plans: Sequence[Plan], *, is_one_group: bool) -> RenderableTyp
 def _describe_place(found: Plan, *, is_one_group: bool) -> str:
     """The method and the GPUs; where there are several groups, by name."""
     if is_one_group:
-        return describe_how(found.strategy)
+        return describe_how(found.strategy, is_cpu=found.hardware.node.gpu.is_cpu)
     how = describe_how(found.strategy, found.hardware.node.gpu.name)
     return f"{how} ({harmless(found.hardware.group)})"
 
@@ -181,6 +181,8 @@ def _cost_cell(found: Plan) -> str:
 
 def _describe_needs(best: Plan) -> str:
     host, disk = best.estimate.host, best.estimate.disk
+    if best.hardware.node.gpu.is_cpu:
+        return f"Also needs {render_bytes(disk.bytes)} of disk."
     of = f" of {render_bytes(host.capacity_bytes)}" if host.capacity_bytes else ""
     needs = f"Also needs {render_bytes(host.peak_bytes)}{of} host RAM per node"
     return f"{needs} and {render_bytes(disk.bytes)} of disk."

@@ -20,11 +20,18 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.faults import describe_faults, describe_value, dotted
 from tightfit.core.strategy import MAX_SEQ_LEN, Method, Strategy
+from tightfit.core.training import (
+    DEFAULT_LEARNING_RATES,
+    DataSource,
+    Name,
+    Schedule,
+    Training,
+    TrainOn,
+)
 from tightfit.core.yaml_text import Place, YamlDocument, read_yaml
 
 MAX_COUNT = 10**9
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
-Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class RecipeMethod(str, Enum):
@@ -41,23 +48,16 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class DataSource(_Part):
-    """One file or folder of rows."""
-
-    path: Name
-    weight: float = Field(default=1.0, gt=0, le=10**6)
-    """How often its rows are drawn, relative to the other sources'."""
-    split: Literal["train", "eval"] = "train"
-
-
 class LoraChoice(_Part):
     """The adapter. What is left out, the planner or the trainer chooses."""
 
     rank: int | None = Field(default=None, gt=0, le=65_536)
     alpha: float | None = Field(default=None, gt=0, le=10**6)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: float | None = Field(default=None, ge=0, lt=1)
     targets: tuple[Name, ...] | None = None
     """Module name suffixes, or the single word `all-linear`."""
+    rslora: bool | None = None
+    dora: bool | None = None
 
 
 TOP_LEVEL_HOMES = {
@@ -66,6 +66,8 @@ TOP_LEVEL_HOMES = {
     "packing": "packing",
     "lora_rank": "lora.rank",
     "lora_targets": "lora.targets",
+    "lora_dropout": "lora.dropout",
+    "dora": "lora.dora",
 }
 """Strategy fields that a recipe writes elsewhere, and where."""
 
@@ -106,14 +108,28 @@ class Recipe(_Part):
     effective_batch: int | None = Field(default=None, gt=0, le=10**7)
     """Sequences per optimizer step over all GPUs."""
     learning_rate: float | None = Field(default=None, gt=0, le=10)
-    seed: int = Field(default=0, ge=0, lt=2**32)
-    eval_fraction: float = Field(default=0.0, ge=0, le=0.5)
+    schedule: Schedule | None = None
+    warmup_fraction: float | None = Field(default=None, ge=0, le=1)
+    weight_decay: float | None = Field(default=None, ge=0, le=1)
+    max_grad_norm: float | None = Field(default=None, gt=0, le=10**6)
+    seed: int | None = Field(default=None, ge=0, lt=2**32)
+    shuffle: bool | None = None
+    template: Name | None = None
+    """A named template or a Jinja file, in place of the tokenizer's own."""
+    train_on: TrainOn | None = None
+    eval_fraction: float | None = Field(default=None, ge=0, le=0.5)
     """Share of the training rows held back for evaluation."""
+    eval_every: Count | None = None
+    save_every: Count | None = None
+    keep_checkpoints: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    log_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
     packing: bool | None = None
     """`auto` in YAML is the same as leaving it out."""
     lora: LoraChoice = LoraChoice()
     strategy: StrategyOverrides = StrategyOverrides()
     """Fixes any other choice of the planner; see `core/strategy.py`."""
+    random_weights: bool | None = None
+    """Draw the base weights instead of reading them: for measuring a shape on a card."""
     output: Name | None = None
     """Folder for the run."""
 
@@ -151,8 +167,42 @@ class Recipe(_Part):
             "packing": self.packing,
             "lora_rank": self.lora.rank,
             "lora_targets": self.lora.targets,
+            "lora_dropout": self.lora.dropout,
+            "dora": self.lora.dora,
         }
         return fixed | {name: value for name, value in stated.items() if value is not None}
+
+
+_SAME_IN_TRAINING = (
+    "data",
+    "eval_fraction",
+    "template",
+    "train_on",
+    "schedule",
+    "warmup_fraction",
+    "weight_decay",
+    "max_grad_norm",
+    "max_steps",
+    "shuffle",
+    "seed",
+    "save_every",
+    "keep_checkpoints",
+    "eval_every",
+    "log_to",
+    "random_weights",
+)
+"""Fields that Recipe and Training call alike; Training holds their defaults."""
+
+
+def make_training(recipe: Recipe, *, method: Method, model_path: Path | str) -> Training:
+    """The recipe's learning side, with defaults where it says nothing."""
+    stated = {name: getattr(recipe, name) for name in _SAME_IN_TRAINING}
+    stated |= {"lora_alpha": recipe.lora.alpha, "rslora": recipe.lora.rslora}
+    return Training(
+        model_path=str(model_path),
+        learning_rate=recipe.learning_rate or DEFAULT_LEARNING_RATES[method],
+        **{name: value for name, value in stated.items() if value is not None},
+    )
 
 
 def read_recipe(path: Path | str) -> Recipe:

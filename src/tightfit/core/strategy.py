@@ -140,6 +140,8 @@ class Strategy(BaseModel):
     """Suffixes of module names, or the single word `all-linear`."""
     lora_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Each adapter then keeps a dropped copy of its input, and the mask."""
+    dora: bool = False
+    """Train each target's column norms apart from its direction (arXiv:2402.09353)."""
     train_embeddings: bool = False
     """LoRA with fully trained embeddings and lm_head, for added tokens."""
     optimizer: Optimizer = Optimizer.ADAMW
@@ -151,6 +153,8 @@ class Strategy(BaseModel):
     packing: bool = False
     checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations."""
+    recomputed_layers: PositiveInt | None = Field(default=None, le=65_536)
+    """How many, counted from the first; the others keep theirs. None: all, with checkpointing."""
     attention: Attention = Attention.SDPA
     repeat_keys: bool = False
     """Expand grouped keys and values before SDPA, which has no fused kernel for grouped heads
@@ -205,3 +209,9 @@ class Strategy(BaseModel):
     @property
     def is_trained(self) -> bool:
         return self.method is not Method.LOAD
+
+    def count_recomputed(self, num_layers: int) -> int:
+        """Layers of a model of `num_layers` whose activations are computed again."""
+        if not self.checkpointing:
+            return 0
+        return min(num_layers, self.recomputed_layers or num_layers)

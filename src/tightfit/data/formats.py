@@ -35,6 +35,12 @@ _ROLES = {
 }
 
 
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+SUMMARY_REQUEST = "Summarize this:"
+"""Said before a dialogue or article: alone, it does not tell a model what is wanted of it."""
+
+
 class Message(NamedTuple):
     """One turn. `role` is `system`, `user`, `assistant` or `tool`."""
 
@@ -128,6 +134,8 @@ def to_messages(row: Row, row_format: RowFormat) -> list[Message]:
     if row_format.name == "alpaca":
         extra = _optional(row, "input") or _optional(row, "context")
         prompt = f"{prompt}\n\n{extra}" if extra else prompt
+    if row_format.name == "dialogue-summary":
+        prompt = f"{SUMMARY_REQUEST}\n\n{prompt}"
     return [*opening, Message(USER, prompt), *_as_answer(row, groups[-1])]
 
 
@@ -185,12 +193,20 @@ def _message(row: Row, item: Any, number: int) -> Message:
     content = item.get("content", item.get("value"))
     if isinstance(content, list):
         content = _parts(row, content, number)
+    if known == ASSISTANT and isinstance(thought := _thought(item), str) and thought.strip():
+        content = f"<think>\n{thought.strip()}\n</think>\n\n{content or ''}"
     calls = item.get("tool_calls")
     if calls:
         content = (content or "") + json.dumps(calls, default=str)
     if content is None and not any(key in item for key in ("content", "value", "tool_calls")):
         raise _bad(row, f"message {number} has no `content`")
     return Message(known, _text(row, f"message {number}", "" if content is None else content))
+
+
+def _thought(item: Mapping[str, Any]) -> Any:
+    """Reasoning kept apart from the answer. Reasoning models write it before, between tags
+    (Qwen3's and DeepSeek-R1's chat templates), and their templates know it in the text."""
+    return next((item[key] for key in _THOUGHT_KEYS if item.get(key) is not None), None)
 
 
 def _parts(row: Row, parts: list[Any], number: int) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tightfit.core.errors import InvalidInputError
+from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.suggest import did_you_mean
 from tightfit.data.row import Row, not_an_object, place
 from tightfit.data.streams import (
@@ -26,30 +26,41 @@ _SPACES = re.compile(r"[ \t\r\n]*")
 _BOM = "\ufeff"
 
 
-def read_json_lines(stream: IO[bytes], path: Path) -> Iterator[Row]:
-    """One object per line; blank lines are passed over."""
+def read_json_lines(
+    stream: IO[bytes], path: Path, on_fault: Callable[[UserError], None] | None = None
+) -> Iterator[Row]:
+    """One object per line; blank lines are passed over, and broken ones where faults are told."""
     for number, raw in enumerate(iter_lines(stream, path), start=1):
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901
         if raw and not raw.isspace():
-            value = _parse_line(raw, path, number)
-            if not isinstance(value, dict):
-                raise not_an_object(place(path, number), value)
-            yield Row(value, path, number, "line")
+            try:
+                value = _parse_line(raw, path, number)
+            except InvalidInputError as fault:
+                if on_fault is None:
+                    raise
+                on_fault(fault)
+            else:
+                yield Row(value, path, number, "line")
 
 
-def _parse_line(raw: bytes, path: Path, number: int) -> Any:
+def _parse_line(raw: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        return json.loads(raw.decode("utf-8"))
+        value = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as fault:
         raise wrong_encoding(path, number, fault) from fault
     except json.JSONDecodeError as fault:
         raise _not_json(path, number, fault.msg, f"column {fault.colno}") from fault
     except (ValueError, RecursionError) as fault:
         raise _not_json(path, number, _why(fault), "") from fault
+    if not isinstance(value, dict):
+        raise not_an_object(place(path, number), value)
+    return value
 
 
-def read_json(stream: IO[bytes], path: Path) -> Iterator[Row]:
+def read_json(
+    stream: IO[bytes], path: Path, on_fault: Callable[[UserError], None] | None = None
+) -> Iterator[Row]:
     """A list of objects, an object that holds such a list, or objects one after another.
 
     Lists and runs of objects are streamed; only an object around a list is held whole.
@@ -59,7 +70,7 @@ def read_json(stream: IO[bytes], path: Path) -> Iterator[Row]:
     if first == "":
         raise InvalidInputError(f"{path} holds no rows.", remedy="name a file that holds rows")
     if first == "[":
-        yield from _read_list(text, path)
+        yield from _read_list(text, path, on_fault)
         return
     line, value = text.value()
     if text.peek() == "":
@@ -74,15 +85,20 @@ def read_json(stream: IO[bytes], path: Path) -> Iterator[Row]:
         line, value = text.value()
 
 
-def _read_list(text: _Text, path: Path) -> Iterator[Row]:
+def _read_list(
+    text: _Text, path: Path, on_fault: Callable[[UserError], None] | None
+) -> Iterator[Row]:
     text.take()
     if text.peek() == "]":
         return
     while True:
         line, value = text.value()
-        if not isinstance(value, dict):
+        if isinstance(value, dict):
+            yield Row(value, path, line, "line")
+        elif on_fault is None:
             raise not_an_object(place(path, line), value)
-        yield Row(value, path, line, "line")
+        else:
+            on_fault(not_an_object(place(path, line), value))
         mark = text.peek()
         if mark not in ("]", ","):
             reason = "the list is cut off" if mark == "" else f"expected `,` or `]`, not `{mark}`"

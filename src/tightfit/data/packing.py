@@ -1,9 +1,9 @@
-"""Best-fit-decreasing packing: how many sequences of one length hold all rows."""
+"""Best-fit-decreasing packing: which rows share a sequence, and how many sequences that makes."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 def count_packed_rows(rows_by_length: Mapping[int, int], seq_len: int) -> int:
@@ -79,3 +79,37 @@ class _Bins:
         else:
             del self._num_by_room[room]
             del self._rooms[bisect_left(self._rooms, room)]
+
+
+def pack_best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Row indices per packed sequence, by best-fit-decreasing; the same input packs the same.
+
+    As many sequences as `count_packed_rows` says. A row is never split; a row
+    longer than `seq_len` is the caller's mistake.
+    """
+    sizes = [int(length) for length in lengths]
+    if sizes and not (min(sizes) > 0 and max(sizes) <= seq_len):
+        raise ValueError(f"row lengths {min(sizes)}..{max(sizes)} are outside 1..{seq_len}")
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    packs_by_room: dict[int, list[int]] = {}
+    for row in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        size = sizes[row]
+        at = bisect_left(rooms, size)
+        if at < len(rooms):
+            room = rooms[at]
+            waiting = packs_by_room[room]
+            number = waiting.pop()
+            if not waiting:
+                del rooms[at]
+            packs[number].append(row)
+        else:
+            room, number = seq_len, len(packs)
+            packs.append([row])
+        left = room - size
+        if left:
+            waiting = packs_by_room.setdefault(left, [])
+            if not waiting:
+                insort(rooms, left)
+            waiting.append(number)
+    return packs

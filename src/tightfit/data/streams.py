@@ -38,7 +38,7 @@ _FOREIGN = {
     b"PK\x03\x04": "a zip archive (or a spreadsheet); unpack it or save it as CSV",
     b"%PDF": "a PDF; extract its text first",
     b"GGUF": "a GGUF model, not a dataset",
-    b"ARROW1": "an Arrow file; save it as Parquet",
+    b"ARROW1": "an Arrow file; name it .arrow",
     b"\xff\xfe": "UTF-16 text; convert it with: iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "UTF-16 text; convert it with: iconv -f UTF-16 -t UTF-8",
 }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UserError
 from tightfit.data.meter import Meter
 from tightfit.data.row import Row, place
 from tightfit.data.streams import (
@@ -22,7 +22,9 @@ _DELIMITERS = ",;\t|"
 _PARQUET_BATCH = 1024
 
 
-def read_csv(stream: IO[bytes], path: Path) -> Iterator[Row]:
+def read_csv(
+    stream: IO[bytes], path: Path, on_fault: Callable[[UserError], None] | None = None
+) -> Iterator[Row]:
     """A header line, then one row per record; the delimiter is the header's most frequent one."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
     lines = _decoded_lines(stream, path)
@@ -33,8 +35,10 @@ def read_csv(stream: IO[bytes], path: Path) -> Iterator[Row]:
         header = _header(next(reader, []), path)
         for cells in reader:
             if len(cells) != len(header):
-                if cells:
+                if cells and on_fault is None:
                     raise _ragged(path, reader.line_num, len(cells), header)
+                if cells and on_fault is not None:
+                    on_fault(_ragged(path, reader.line_num, len(cells), header))
                 continue
             yield Row(dict(zip(header, cells, strict=True)), path, reader.line_num, "line")
     except csv.Error as fault:
@@ -44,7 +48,9 @@ def read_csv(stream: IO[bytes], path: Path) -> Iterator[Row]:
         ) from fault
 
 
-def read_text(stream: IO[bytes], path: Path) -> Iterator[Row]:
+def read_text(
+    stream: IO[bytes], path: Path, _on_fault: Callable[[UserError], None] | None = None
+) -> Iterator[Row]:
     """Each line that is not blank is one row with the key `text`."""
     for number, line in enumerate(_decoded_lines(stream, path), start=1):
         text = line.strip()

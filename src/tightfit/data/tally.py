@@ -32,15 +32,15 @@ class Totals:
     num_truncated: int = 0
     num_lost_tokens: int = 0
 
-    def add(self, length: int, num_trained: int) -> None:
+    def add(self, length: int, num_trained: int, copies: int = 1) -> None:
         """One row. Truncation keeps its head, so the answer at its end is lost first."""
         lost = max(length - self.seq_len, 0)
-        self.rows_by_length[length - lost] += 1
-        self.num_rows += 1
-        self.num_tokens += length - lost
-        self.num_trained_tokens += max(num_trained - lost, 0)
-        self.num_truncated += lost > 0
-        self.num_lost_tokens += lost
+        self.rows_by_length[length - lost] += copies
+        self.num_rows += copies
+        self.num_tokens += (length - lost) * copies
+        self.num_trained_tokens += max(num_trained - lost, 0) * copies
+        self.num_truncated += copies if lost > 0 else 0
+        self.num_lost_tokens += lost * copies
 
 
 class _Sampled(NamedTuple):
@@ -48,6 +48,7 @@ class _Sampled(NamedTuple):
     """Drawn at random; a row stays while its mark is under the threshold."""
     length: int
     num_trained: int
+    copies: int
 
 
 class Tally:
@@ -65,21 +66,22 @@ class Tally:
         self._limit = limit
         self._threshold = 1.0
         self._sample: list[_Sampled] = []
-        self._pending: list[tuple[float, Turns]] = []
+        self._pending: list[tuple[float, int, Turns]] = []
         self._pending_chars = 0
         self._longest_chars = 0
         self._longest_turns: Turns | None = None
         self._random = random.Random(_SEED)
 
-    def add(self, turns: Turns) -> None:
-        self.num_rows += 1
+    def add(self, turns: Turns, copies: int = 1) -> None:
+        """One row, seen `copies` times in an epoch."""
+        self.num_rows += copies
         num_chars = len(turns.prompt) + len(turns.answer)
         mark = 0.0 if self._limit is None else self._random.random()
         if mark >= self._threshold:
             if num_chars > self._longest_chars:
                 self._longest_chars, self._longest_turns = num_chars, turns
             return
-        self._pending.append((mark, turns))
+        self._pending.append((mark, copies, turns))
         self._pending_chars += num_chars
         if len(self._pending) >= _BATCH_ROWS or self._pending_chars > _BATCH_CHARS:
             self._count_pending()
@@ -91,17 +93,17 @@ class Tally:
             [(length, _)] = self._count([self._longest_turns])
             self.longest = max(self.longest, length)
         for item in self._sample:
-            self.totals.add(item.length, item.num_trained)
+            self.totals.add(item.length, item.num_trained, item.copies)
         self._sample.clear()
 
     def _count_pending(self) -> None:
-        counts = self._count([turns for _, turns in self._pending])
-        for (mark, _), (length, num_trained) in zip(self._pending, counts, strict=True):
+        counts = self._count([turns for _, _, turns in self._pending])
+        for (mark, copies, _), (length, num_trained) in zip(self._pending, counts, strict=True):
             self.longest = max(self.longest, length)
             if self._limit is None:
-                self.totals.add(length, num_trained)
+                self.totals.add(length, num_trained, copies)
             else:
-                self._sample.append(_Sampled(mark, length, num_trained))
+                self._sample.append(_Sampled(mark, length, num_trained, copies))
         self._pending.clear()
         self._pending_chars = 0
         while self._limit is not None and len(self._sample) > self._limit:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
-from tightfit.estimate.weights import is_target
+from tightfit.estimate.weights import is_dora, is_target
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 EAGER_ONLY = frozenset({"bloom", "codegen", "mpt"})
@@ -51,9 +51,10 @@ class _Numerics:
     is_full: bool
     adapter: int
     """Width in which adapters read their input."""
+    is_cpu: bool = False
 
 
-def _numerics(spec: ModelSpec, strategy: Strategy) -> _Numerics:
+def _numerics(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> _Numerics:
     # A quantized matrix returns the dtype it was given: fp32, where norms are, and where
     # autocast runs LayerNorm in fp32. Source: bitsandbytes Linear4bit; torch autocast's fp32 ops.
     is_wide_norm = strategy.upcast_unquantized or (strategy.is_autocast and not spec.is_rms_norm)
@@ -66,23 +67,27 @@ def _numerics(spec: ModelSpec, strategy: Strategy) -> _Numerics:
         is_full=strategy.method is Method.FULL,
         # Autocast casts an adapter's input to the compute dtype, whatever the adapter is in.
         adapter=(strategy.compute if strategy.is_autocast else strategy.adapter_dtype).value_bytes,
+        is_cpu=is_cpu,
     )
 
 
-def estimate_layer_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> LayerBytes:
+def estimate_layer_bytes(
+    spec: ModelSpec, block: Block, strategy: Strategy, *, is_cpu: bool = False
+) -> LayerBytes:
     """Activations of one layer of `block`, per token.
 
     Scope: decoder and encoder layers of the families in `models/families`,
     dense or with experts, eager or fused attention. Leaves out dropout masks
     and padding masks.
     """
-    numerics = _numerics(spec, strategy)
+    numerics = _numerics(spec, strategy, is_cpu=is_cpu)
     norms = _norm_bytes(spec, block, strategy, numerics)
     attention = _attention_bytes(spec, block, strategy, numerics)
     mlp = _mlp_bytes(spec, block, strategy, numerics)
     inputs = _context_bytes(spec, block, strategy, numerics)
     held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
     saved = norms + attention + mlp + held + _quantized_input_bytes(spec, block, strategy)
+    saved += _dora_bytes(block, strategy, numerics)
     mlp_peak = saved + _mlp_working(spec, block, numerics)
     attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
     return LayerBytes(
@@ -120,6 +125,22 @@ def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
         part.copies * part.in_features * part.out_features
         for part in block.linears
         if not part.is_module and is_target(part, strategy.lora_targets)
+    )
+
+
+def _dora_bytes(block: Block, strategy: Strategy, numerics: _Numerics) -> int:
+    """What DoRA keeps of each target's output: the base's and the adapter's, for the magnitude.
+
+    With dropout the base's result is computed again from the dropped input, which the adapter
+    keeps already. Source: peft `DoraLinearLayer.forward`, counted by saved-tensor hooks.
+    """
+    if not is_dora(strategy):
+        return 0
+    wide = max(numerics.value, numerics.adapter)
+    return sum(
+        (numerics.value + wide) * part.out_features
+        for part in block.linears
+        if part.is_module and is_target(part, strategy.lora_targets)
     )
 
 
@@ -262,12 +283,15 @@ BIASED_SCORE_BYTES = 8
 Source: h200_steps.json, t5-large."""
 
 
-def _uses_math_kernel(spec: ModelSpec, strategy: Strategy) -> bool:
+def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> bool:
     """Whether SDPA falls back to the kernel that holds the scores.
 
     FlashAttention has no fp32 and, as Falcon calls it, a mask; the
-    memory-efficient kernel has no grouped heads.
+    memory-efficient kernel has no grouped heads. A CPU's kernel takes them all.
+    Source: torch 2.13, `_scaled_dot_product_flash_attention_for_cpu` as the gradient's name.
     """
+    if numerics.is_cpu and spec.model_type not in POSITION_BIAS:
+        return False
     is_grouped = spec.num_kv_heads < spec.num_heads and not strategy.repeat_keys
     has_no_flash = strategy.compute is Dtype.FP32 or spec.model_type == "falcon"
     return strategy.attention is Attention.SDPA and (
@@ -286,7 +310,7 @@ def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> in
     if not _is_eager(spec, strategy):
         per_score = BIASED_SCORE_BYTES if spec.model_type in POSITION_BIAS else MATH_SCORE_BYTES
         scores = per_score * spec.num_heads * strategy.seq_len
-        kept = scores if _uses_math_kernel(spec, strategy) else 4 * spec.num_heads
+        kept = scores if _uses_math_kernel(spec, strategy, numerics) else 4 * spec.num_heads
         return numerics.value * (query + 2 * key) + projection + kept
     # softmax in fp32, kept; then the copy in the compute dtype that meets the values, kept too
     probability = 4 if numerics.value == 4 else 4 + numerics.value
@@ -344,6 +368,6 @@ def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: _Numerics)
     """Gradients of queries, keys and values; eager adds those of the scores, in fp32."""
     query = spec.num_heads * spec.head_dim
     fused = 4 * numerics.value * query + 2 * numerics.residual * spec.hidden_size
-    if not _is_eager(spec, strategy) and not _uses_math_kernel(spec, strategy):
+    if not _is_eager(spec, strategy) and not _uses_math_kernel(spec, strategy, numerics):
         return fused
     return fused + (numerics.value + 8) * spec.num_heads * strategy.seq_len

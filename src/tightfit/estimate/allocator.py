@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from tightfit.core.units import GIB
+from tightfit.core.units import GIB, MIB
 from tightfit.estimate.result import Verdict
 
 CONTEXT_BYTES = 3 * GIB // 4
 """CUDA context, loaded kernels and cuBLAS outside torch's allocator.
 Source: benchmarks/results/h200_steps.json, the process's use of the card less torch's reserve."""
+CPU_CONTEXT_BYTES = 400 * MIB
+"""Python with torch 2.13 (CPU), transformers 5.22, peft 0.21, torch's distributed checkpoints and
+TensorBoard imported: 395 MiB resident, before any model."""
 NCCL_BYTES = GIB // 4
 """Channels and buffers of one NCCL communicator. Source: NCCL_BUFFSIZE 4 MiB x channels x peers."""
 TRANSIENT_SLACK_FRACTION = 0.02
@@ -25,6 +28,12 @@ OUTGROWN_SLACK_FRACTION = 1.0
 """Blocks of outgrown sizes where batch lengths vary and segments cannot expand.
 Source: benchmarks/results/h200_fragmentation.json, 4096 tokens."""
 
+CPU_SLACK_FRACTION = 0.6
+"""On a CPU, as a share of all tensors of the peak that come and go within a step: glibc keeps freed
+blocks below 32 MiB, and holes between kept tensors do not fit the next layer's.
+Source of this and the next: peak resident memory of SmolLM2-135M, table in docs/formulas.md."""
+CPU_HOLES_FRACTION = 0.4
+"""Likewise, of what recomputed layers made and dropped in the forward pass."""
 MODEL_ERROR_FRACTION = 0.05
 """How far the closed form itself may be off before a verdict would be a guess."""
 
@@ -52,9 +61,16 @@ def estimate_slack_bytes(
     )
 
 
-def estimate_context_bytes(world_size: int) -> int:
+def estimate_context_bytes(world_size: int, *, is_cpu: bool = False) -> int:
     """What the process holds outside torch's allocator."""
+    if is_cpu:
+        return CPU_CONTEXT_BYTES
     return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0)
+
+
+def estimate_cpu_slack_bytes(*, transient_bytes: int, dropped_bytes: int) -> int:
+    """Resident memory over live tensors at the peak of a step on a CPU, under glibc's malloc."""
+    return int(CPU_SLACK_FRACTION * transient_bytes + CPU_HOLES_FRACTION * dropped_bytes)
 
 
 def judge_fit(*, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int) -> Verdict:

@@ -9,6 +9,8 @@ from tightfit.core.strategy import Method, Sharding, Strategy
 from tightfit.estimate.state import mixes_frozen
 from tightfit.estimate.weights import (
     estimate_weight_bytes,
+    is_dora,
+    is_target,
     largest_layer,
     largest_matrix,
     layer_adapter_params,
@@ -42,6 +44,8 @@ class BufferBytes:
     casts_backward: int
     dequantized: int
     """One unpacked matrix at a time."""
+    weight_norms: int
+    """DoRA's norm of one adapted matrix."""
 
 
 def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
@@ -67,6 +71,31 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
         casts_forward=casts_forward,
         casts_backward=casts_backward,
         dequantized=dequantized,
+        weight_norms=_weight_norm_bytes(spec, strategy),
+    )
+
+
+def _weight_norm_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """What DoRA makes of one matrix to find its norms, at the worst target.
+
+    An identity as wide as the input, through the adapter: the adapter's product. That product
+    in the compute dtype where it differs, scaled, and added to the base: three of the matrix's
+    size. The unpacked base is counted as `dequantized`.
+    Source: peft `DoraLinearLayer.get_lora_weight`, `get_weight_norm`.
+    """
+    if not is_dora(strategy):
+        return 0
+    adapter, value = strategy.adapter_dtype.value_bytes, strategy.compute.value_bytes
+    num_copies = 2 if strategy.adapter_dtype is strategy.compute else 3
+    return max(
+        (
+            adapter * part.in_features * (part.in_features + part.out_features)
+            + num_copies * value * part.in_features * part.out_features
+            for block in spec.blocks
+            for part in block.linears
+            if part.is_module and is_target(part, strategy.lora_targets)
+        ),
+        default=0,
     )
 
 
@@ -79,7 +108,8 @@ def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
     if not strategy.casts_weights:
         return 0, 0
     copies = 2 * (sum(block.num_params for block in spec.blocks) + spec.embedding_params)
-    kept = 0 if strategy.checkpointing else copies
+    kept_share = 1 - strategy.count_recomputed(spec.num_layers) / spec.num_layers
+    kept = int(kept_share * copies)
     return (copies if strategy.method is Method.FULL else kept), kept
 
 

@@ -11,6 +11,7 @@ from math import sqrt
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Strategy
 from tightfit.estimate.flops import Adapters, Workload
+from tightfit.estimate.weights import is_dora, is_target
 from tightfit.hardware.types import Gpu
 from tightfit.models.spec import ModelSpec
 
@@ -37,6 +38,15 @@ AMD_SUSTAINED_FRACTION = 0.51
 FP32_SUSTAINED_FRACTION = 0.80
 """fp32 without tensor cores: 14 of 15.7 on V100 (mli/transformers-benchmarks), 50 of 67 on H200
 (benchmarks/results/h200_rates.json)."""
+
+CPU_SUSTAINED_FRACTION = {"fp32": 0.72, "bf16": 0.09}
+"""Matmuls of a small model on a CPU, of cores x clock x vector units.
+
+fp32: 86 to 106e9 of 134e9 for 576 to 1536 wide weights on one core with AVX-512; bf16: 330 to 500e9
+of 2150e9 with tiles (torch 2.13, oneDNN), about half of it in a whole step of SmolLM2-135M.
+"""
+CPU_CALL_SECONDS = 10e-6
+"""One small operation from Python: 5 to 6e-6 s by itself, more with the views around it."""
 
 FLOPS_PER_WATT: dict[Capability, float] = {
     (7, 0): 0.33e12,
@@ -68,6 +78,8 @@ arXiv:2407.08608, figure 5). 8.0: about 190 of 312 (FlashAttention-2,
 arXiv:2307.08691, figure 4). 10.0: assumed as Hopper's.
 """
 OTHER_FLASH_FRACTION = 0.50
+CPU_FLASH_FRACTION = 0.65
+"""Of the CPU's peak, likewise: a step of 1 x 1024 tokens took 4% longer than one of 4 x 256."""
 PRE_AMPERE_FLASH_FRACTION = 0.30
 """Volta and Turing run SDPA's memory-efficient kernel; FlashAttention-2 needs 8.0."""
 FLASH_HALF_SPEED_LENGTH = 320.0
@@ -139,6 +151,9 @@ def find_rates(gpu: Gpu, strategy: Strategy, *, head_dim: int) -> Rates:
 def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
     """The best a long matmul reaches: a fraction of the peak, or what the power limit allows."""
     peak = gpu.flops(dtype)
+    if gpu.is_cpu:
+        kind = dtype.value if dtype.value in gpu.peak_flops else "fp32"
+        return CPU_SUSTAINED_FRACTION[kind] * peak
     if dtype is Dtype.FP32 or dtype.value not in gpu.peak_flops:
         return FP32_SUSTAINED_FRACTION * peak
     if gpu.compute_capability is None:
@@ -153,6 +168,8 @@ def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
 
 def _flash_fraction(gpu: Gpu, attention: Attention, head_dim: int) -> float:
     capability = gpu.compute_capability
+    if gpu.is_cpu:
+        return CPU_FLASH_FRACTION
     if capability == (9, 0) and attention is Attention.SDPA:
         return HOPPER_SDPA_FRACTION * min(1.0, sqrt(head_dim / 128))
     if capability is not None and capability < (8, 0):
@@ -241,6 +258,29 @@ def elementwise_bytes_per_token(work: Workload, strategy: Strategy, *, spec: Mod
     )
 
 
+DORA_OUTPUT_VALUES = 8
+"""DoRA per output value and pass: base and adapter each read, scaled and written, then added twice.
+Counted in peft `DoraLinearLayer.forward`."""
+DORA_WEIGHT_VALUES = 8
+"""DoRA per adapted weight and forward pass: the adapter's product written, scaled, added to the
+base and normed, each read again. Counted in `get_weight_norm`; beside it an identity as wide as the
+input."""
+
+
+def dora_bytes(spec: ModelSpec, strategy: Strategy) -> float:
+    """Traffic of the weight norms in one forward pass, whatever the batch."""
+    if not is_dora(strategy):
+        return 0.0
+    return strategy.compute.value_bytes * sum(
+        block.num_layers
+        * part.in_features
+        * (DORA_WEIGHT_VALUES * part.out_features + 2 * part.in_features)
+        for block in spec.blocks
+        for part in block.linears
+        if part.is_module and is_target(part, strategy.lora_targets)
+    )
+
+
 def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward: bool) -> float:
     """Traffic of LoRA beside the base matmuls, for one token.
 
@@ -258,6 +298,8 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
         inputs, outputs = (20, 22) if backward else (10, 28)
     else:
         inputs, outputs = (20, 10) if backward else (14, 12)
+    if strategy.dora:
+        outputs += DORA_OUTPUT_VALUES * strategy.compute.value_bytes
     if strategy.compile:
         outputs //= 2
     return float(inputs * adapters.inputs_used + outputs * adapters.outputs_used)

@@ -287,7 +287,8 @@ def estimate_step_flops(
         head_passes = 3.0 if strategy.train_embeddings else 2.0
         model = 2.0 * forward.linear + 3.0 * forward.attention + 3.0 * adapter
         model += head_passes * forward.head
-    repeated = forward.linear + forward.attention + adapter if strategy.checkpointing else 0.0
+    share = strategy.count_recomputed(spec.num_layers) / spec.num_layers
+    repeated = share * (forward.linear + forward.attention + adapter)
     return StepFlops(model=model, recomputed=repeated)
 
 

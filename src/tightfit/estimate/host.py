@@ -1,12 +1,12 @@
-"""Host memory of one node and disk space of one job."""
+"""Host memory of one node."""
 
 from __future__ import annotations
 
-from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Strategy
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.state import estimate_state_bytes, optimizer_bytes_per_value
-from tightfit.estimate.weights import adapter_params, num_trainable
+from tightfit.estimate.disk import stored_value_bytes
+from tightfit.estimate.state import estimate_state_bytes
+from tightfit.estimate.weights import num_trainable
 from tightfit.models.spec import ModelSpec
 
 PROCESS_BYTES = int(2.5 * GIB)
@@ -15,8 +15,6 @@ FILE_SHARD_BYTES = 5 * GIB
 """Checkpoint files come in shards of at most this size. Source: transformers `save_pretrained`."""
 PINNED_FACTOR = 1.5
 """Head-room of DeepSpeed's pinned staging buffers. Source: as in `zero_table.py`."""
-CHECKPOINTS_KEPT = 2
-"""The newest complete checkpoint, and the one being written."""
 
 
 def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
@@ -37,7 +35,7 @@ def _host_parts(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
     """Each part at its largest, whether or not it meets the others."""
     ranks = strategy.gpus_per_node
     state = estimate_state_bytes(spec, strategy)
-    stored = spec.num_params * _stored_value_bytes(spec, strategy)
+    stored = spec.num_params * stored_value_bytes(spec, strategy)
     factor = PINNED_FACTOR if strategy.sharding.is_zero else 1.0
     return {
         "processes": ranks * PROCESS_BYTES,
@@ -67,27 +65,3 @@ def estimate_phase_host_bytes(spec: ModelSpec, strategy: Strategy) -> dict[str, 
         "quantize": whole,
         "inference": PROCESS_BYTES + min(2 * spec.num_params, FILE_SHARD_BYTES),
     }
-
-
-def estimate_disk_components(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
-    """Disk for the base model, checkpoints that can be resumed, and the result."""
-    base = spec.file_bytes or spec.num_params * _stored_value_bytes(spec, strategy)
-    if not strategy.is_trained:
-        return {"base_model": base}
-    value = 4 if strategy.method is Method.LORA or strategy.weights is Dtype.FP32 else 2
-    trained = num_trainable(spec, strategy)
-    checkpoint = int(trained * (value + optimizer_bytes_per_value(strategy, value)))
-    result = 4 * adapter_params(spec, strategy)
-    if strategy.method is Method.FULL:
-        result = 2 * spec.num_params
-    return {
-        "base_model": base,
-        "checkpoints": CHECKPOINTS_KEPT * checkpoint,
-        "result": result,
-    }
-
-
-def _stored_value_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    if spec.stored_dtype is not None and not spec.stored_dtype.is_quantized:
-        return spec.stored_dtype.value_bytes
-    return 4 if strategy.weights is Dtype.FP32 else 2

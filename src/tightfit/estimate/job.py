@@ -8,8 +8,8 @@ from tightfit.core.units import GIB, render_bytes
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.allocator import estimate_context_bytes, judge_fit
 from tightfit.estimate.communication import describe_network
+from tightfit.estimate.disk import DEFAULT_CHECKPOINTS, estimate_disk_components
 from tightfit.estimate.host import (
-    estimate_disk_components,
     estimate_host_components,
     estimate_phase_host_bytes,
 )
@@ -40,11 +40,15 @@ def estimate_job(
     node: Node,
     network_bytes_per_second: float | None = None,
     profile: DataProfile | None = None,
+    num_checkpoints: int = DEFAULT_CHECKPOINTS,
 ) -> Estimate:
-    """Everything predicted for `strategy` on nodes like `node`. Legality is judged elsewhere."""
+    """Everything predicted for `strategy` on nodes like `node`. Legality is judged elsewhere.
+
+    `num_checkpoints` are kept on disk beside the one being written.
+    """
     gpu, phases = _gpu_memory(spec, strategy, node)
-    host = _host_memory(spec, strategy, node)
-    disk = estimate_disk_components(spec, strategy)
+    host = _host_memory(spec, strategy, node, gpu)
+    disk = estimate_disk_components(spec, strategy, num_checkpoints=num_checkpoints)
     trainable = num_trainable(spec, strategy) if strategy.is_trained else 0
     verdict, reason = _verdict(gpu, host, node)
     return Estimate(
@@ -72,31 +76,34 @@ def estimate_job(
 def _gpu_memory(
     spec: ModelSpec, strategy: Strategy, node: Node
 ) -> tuple[GpuMemory, tuple[Phase, ...]]:
-    moments = estimate_moments(spec, strategy) if strategy.is_trained else []
-    around = estimate_phases(spec, strategy)
+    is_cpu = node.gpu.is_cpu
+    moments = estimate_moments(spec, strategy, is_cpu=is_cpu) if strategy.is_trained else []
+    around = estimate_phases(spec, strategy, is_cpu=is_cpu)
     peak = peak_moment(moments or [m for m in around if m.name in ("load", "inference")][:1])
-    components = hold(peak, moments, strategy)
+    components = hold(peak, moments, strategy, is_cpu=is_cpu)
     gpu = GpuMemory(
         peak_phase=peak.name,
         peak_allocated_bytes=peak.allocated_bytes,
         peak_reserved_bytes=sum(components.values()),
-        context_bytes=estimate_context_bytes(strategy.world_size),
+        context_bytes=estimate_context_bytes(strategy.world_size, is_cpu=is_cpu),
         capacity_bytes=node.free_gpu_memory_bytes or node.gpu.memory_bytes,
         components=components,
     )
     host = estimate_phase_host_bytes(spec, strategy)
 
     def phase(moment: Moment, held: dict[str, int]) -> Phase:
+        total = sum(held.values())
+        on_host = strategy.gpus_per_node * total if is_cpu else None
         return Phase(
             name=moment.name,
             peak_allocated_bytes=moment.allocated_bytes,
-            peak_reserved_bytes=sum(held.values()),
+            peak_reserved_bytes=total,
             components=held,
-            host_peak_bytes=host.get(moment.name, host["step"]),
+            host_peak_bytes=on_host or host.get(moment.name, host["step"]),
         )
 
-    steps = (phase(m, _within(gpu, hold(m, moments, strategy))) for m in moments)
-    load, *later = (phase(m, hold(m, [], strategy)) for m in around)
+    steps = (phase(m, _within(gpu, hold(m, moments, strategy, is_cpu=is_cpu))) for m in moments)
+    load, *later = (phase(m, hold(m, [], strategy, is_cpu=is_cpu)) for m in around)
     return gpu, (load, *steps, *later)
 
 
@@ -106,8 +113,10 @@ def _within(gpu: GpuMemory, held: dict[str, int]) -> dict[str, int]:
     return held | {"allocator_slack": max(0, held["allocator_slack"] - over)}
 
 
-def _host_memory(spec: ModelSpec, strategy: Strategy, node: Node) -> HostMemory:
+def _host_memory(spec: ModelSpec, strategy: Strategy, node: Node, gpu: GpuMemory) -> HostMemory:
     components = estimate_host_components(spec, strategy)
+    if node.gpu.is_cpu:  # the processes are all there is
+        components = {"processes": strategy.gpus_per_node * gpu.peak_reserved_bytes}
     return HostMemory(
         peak_bytes=sum(components.values()),
         capacity_bytes=node.host_memory_bytes,
@@ -123,7 +132,8 @@ def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str
     )
     needs = render_bytes(gpu.peak_reserved_bytes)
     has = f"{node.gpu.name} has {render_bytes(gpu.capacity_bytes)}"
-    host_limit = host.capacity_bytes
+    per = "per process" if node.gpu.is_cpu else "per GPU"
+    host_limit = None if node.gpu.is_cpu else host.capacity_bytes
     if host_limit is not None and host.peak_bytes > HOST_SHARE_FRACTION * host_limit:
         return (
             Verdict.DOES_NOT_FIT,
@@ -132,18 +142,19 @@ def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str
         )
     if verdict is Verdict.FITS:
         spare = render_bytes(gpu.capacity_bytes - gpu.peak_reserved_bytes)
-        return verdict, f"needs {needs} per GPU; {has} ({spare} to spare)"
+        return verdict, f"needs {needs} {per}; {has} ({spare} to spare)"
     if verdict is Verdict.TIGHT:
         tensors = gpu.peak_allocated_bytes + gpu.context_bytes
+        outside = "the process" if node.gpu.is_cpu else "CUDA"
         outlook = "it may run, with retries, or run out of memory"
         if tensors > gpu.capacity_bytes:
             outlook = "too little by less than this estimate can be off"
         return verdict, (
-            f"needs {render_bytes(tensors)} for tensors and CUDA, {needs} with the allocator's "
-            f"slack, per GPU; {has}: {outlook}"
+            f"needs {render_bytes(tensors)} for tensors and {outside}, {needs} with the "
+            f"allocator's slack, {per}; {has}: {outlook}"
         )
     short = render_bytes(gpu.peak_allocated_bytes + gpu.context_bytes - gpu.capacity_bytes)
-    return verdict, f"needs {needs} per GPU; {has} ({short} short)"
+    return verdict, f"needs {needs} {per}; {has} ({short} short)"
 
 
 def _assumptions(
@@ -162,5 +173,6 @@ def _assumptions(
             "and transformers keeps experts as bare parameters"
         )
     if node.gpu.memory_bytes < GIB:
-        found.append("the GPU has less than 1 GiB of memory")
+        device = "CPU" if node.gpu.is_cpu else "GPU"
+        found.append(f"the {device} has less than 1 GiB of memory")
     return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.core.strategy import Method, Strategy
 from tightfit.estimate.activations import (
@@ -12,7 +12,11 @@ from tightfit.estimate.activations import (
     estimate_layer_bytes,
     fuses_pointwise,
 )
-from tightfit.estimate.allocator import estimate_context_bytes, estimate_slack_bytes
+from tightfit.estimate.allocator import (
+    estimate_context_bytes,
+    estimate_cpu_slack_bytes,
+    estimate_slack_bytes,
+)
 from tightfit.estimate.buffers import estimate_buffer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
 from tightfit.estimate.state import StateBytes, estimate_state_bytes
@@ -30,6 +34,8 @@ class Moment:
 
     name: str
     components: dict[str, int]
+    dropped_bytes: int = 0
+    """Activations that were made and freed on the way here, because they are recomputed."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -48,32 +54,53 @@ class ActivationBytes:
     """Everything alive at the end of the forward pass."""
     first_layer: int
     """What is left of it at the end of the backward pass: the first layer's own."""
+    recomputed: int
+    """With some layers recomputed and some not: all that is alive in the backward pass of the
+    last recomputed one, when the others' activations are gone. 0 otherwise."""
+    of_recomputed: int
+    """The inputs of the recomputed layers among it."""
+    dropped: int
+    """What recomputed layers made and freed in the forward pass."""
     working: int
     """Gradients of activations inside the worst layer, recomputed tensors included."""
     cache: int
     """Keys and values of all layers, until the model's output is dropped."""
 
 
-def estimate_activation_bytes(spec: ModelSpec, strategy: Strategy) -> ActivationBytes:
+def estimate_activation_bytes(
+    spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
+) -> ActivationBytes:
     """Sum over layers of what checkpointing keeps of each, and of the final norm."""
     tokens = strategy.tokens_per_micro_batch
-    layers = [(b.num_layers, estimate_layer_bytes(spec, b, strategy)) for b in spec.blocks]
+    layers = [
+        (b.num_layers, estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu)) for b in spec.blocks
+    ]
     worst = max((layer for _, layer in layers), key=lambda layer: layer.saved + layer.working)
     final = _final_norm_bytes(spec, strategy, worst)
 
-    def kept(layer: LayerBytes) -> int:
-        if strategy.checkpointing:
-            return tokens * layer.checkpoint
+    def whole(layer: LayerBytes) -> int:
         return tokens * layer.saved + layer.adapted_weights
 
-    recomputed = 0
-    if strategy.checkpointing:
-        recomputed = tokens * worst.saved + worst.adapted_weights
-    of_layers = sum(count * kept(layer) for count, layer in layers)
+    left = strategy.count_recomputed(spec.num_layers)
+    is_selective = 0 < left < spec.num_layers
+    of_recomputed = of_others = dropped = 0
+    for count, layer in layers:
+        num_recomputed = min(count, left)
+        left -= num_recomputed
+        of_recomputed += num_recomputed * tokens * layer.checkpoint
+        of_others += (count - num_recomputed) * whole(layer)
+        dropped += num_recomputed * tokens * max(0, layer.saved - layer.checkpoint)
+    again = whole(worst) if strategy.checkpointing else 0
+    of_layers = of_recomputed + of_others
+    first = tokens * worst.checkpoint if strategy.checkpointing else whole(worst)
     return ActivationBytes(
         kept=of_layers + tokens * final,
-        first_layer=2 * of_layers if _pins_layer_inputs(strategy) else kept(worst),
-        working=recomputed + tokens * worst.working,
+        first_layer=2 * of_layers if _pins_layer_inputs(strategy) else first,
+        recomputed=of_recomputed + again + tokens * worst.working if is_selective else 0,
+        of_recomputed=of_recomputed,
+        dropped=dropped,
+        # Where the last layers are not recomputed, the backward pass begins without.
+        working=(0 if is_selective else again) + tokens * worst.working,
         cache=tokens * sum(b.num_layers * cache_bytes(spec, b, strategy) for b in spec.blocks),
     )
 
@@ -102,7 +129,7 @@ def _final_norm_bytes(spec: ModelSpec, strategy: Strategy, layer: LayerBytes) ->
     return kept * spec.hidden_size + layer.checkpoint
 
 
-def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
+def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> list[Moment]:
     """Each moment of a steady training step that can be its peak, on the fullest GPU.
 
     Scope: one micro-batch of full-length rows after the first optimizer step.
@@ -111,17 +138,32 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
     """
     state = estimate_state_bytes(spec, strategy)
     buffers = estimate_buffer_bytes(spec, strategy)
-    activations = estimate_activation_bytes(spec, strategy)
+    activations = estimate_activation_bytes(spec, strategy, is_cpu=is_cpu)
     loss = estimate_loss_bytes(spec, strategy)
     accumulated = state.accumulated if strategy.grad_accum > 1 else 0
     head = _head_gradient_bytes(spec, strategy, state)
 
     def moment(name: str, **parts: int) -> Moment:
         return Moment(
-            name=name, components=_persistent(state) | {k: v for k, v in parts.items() if v}
+            name=name,
+            components=_persistent(state) | {k: v for k, v in parts.items() if v},
+            dropped_bytes=activations.dropped,
         )
 
+    if is_cpu:
+        state = _at_home(state)
+    # The weight norms of one adapted matrix, where layers are computed.
+    norms_again = buffers.weight_norms if strategy.checkpointing else 0
     tied = _tied_gradient_bytes(spec, strategy)
+    share = 1 - strategy.count_recomputed(spec.num_layers) / spec.num_layers
+    recompute = moment(
+        "recompute",
+        gradients=max(accumulated, head + int(share * (state.gradients - head))),
+        activations=activations.recomputed,
+        communication=buffers.backward,
+        dequantized=buffers.dequantized,
+        weight_norms=norms_again,
+    )
     embedding = moment(
         "embedding", gradients=state.gradients + tied, communication=buffers.backward_end
     )
@@ -135,6 +177,7 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             communication=buffers.loss,
             autocast_copies=buffers.casts_forward,
             dequantized=buffers.dequantized,
+            weight_norms=buffers.weight_norms,
         ),
         moment(
             "loss",
@@ -151,13 +194,16 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             communication=buffers.backward,
             autocast_copies=buffers.casts_backward,
             dequantized=buffers.dequantized,
+            weight_norms=0 if activations.recomputed else norms_again,
         ),
+        *([recompute] if activations.recomputed else []),
         moment(
             "backward_end",
             gradients=max(accumulated, state.gradients),
-            activations=activations.first_layer + activations.working,
+            activations=activations.first_layer + _last_working(activations),
             communication=buffers.backward_end,
             dequantized=buffers.dequantized,
+            weight_norms=norms_again,
         ),
         *([embedding] if tied else []),
         moment(
@@ -167,6 +213,22 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
             optimizer_temporary=state.optimizer_temporary,
         ),
     ]
+
+
+def _at_home(state: StateBytes) -> StateBytes:
+    """Offloaded state counted where it is: on a CPU, the host's memory is the device's."""
+    return replace(
+        state,
+        weights=state.weights + state.host_weights,
+        optimizer=state.optimizer + state.host_optimizer,
+    )
+
+
+def _last_working(activations: ActivationBytes) -> int:
+    """What the first layer's own backward pass needs on top of its input."""
+    if not activations.recomputed:
+        return activations.working
+    return activations.recomputed - activations.of_recomputed
 
 
 def _persistent(state: StateBytes) -> dict[str, int]:
@@ -202,8 +264,17 @@ def peak_moment(moments: list[Moment]) -> Moment:
     return max(moments, key=lambda moment: moment.allocated_bytes)
 
 
-def hold(moment: Moment, moments: Sequence[Moment], strategy: Strategy) -> dict[str, int]:
+def hold(
+    moment: Moment, moments: Sequence[Moment], strategy: Strategy, *, is_cpu: bool = False
+) -> dict[str, int]:
     """Components of what the process holds on the card: tensors, slack and context."""
+    if is_cpu:
+        return moment.components | {
+            "allocator_slack": estimate_cpu_slack_bytes(
+                transient_bytes=moment.transient_bytes, dropped_bytes=moment.dropped_bytes
+            ),
+            "process": estimate_context_bytes(strategy.world_size, is_cpu=True),
+        }
     return moment.components | {
         "allocator_slack": estimate_slack_bytes(
             transient_bytes=moment.transient_bytes,
@@ -227,7 +298,7 @@ def _missing_bytes(moment: Moment, other: Moment) -> int:
     )
 
 
-def estimate_step_peak_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+def estimate_step_peak_bytes(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> int:
     """What the process holds at the worst moment of the step: the planner's quick question."""
-    moments = estimate_moments(spec, strategy)
-    return sum(hold(peak_moment(moments), moments, strategy).values())
+    moments = estimate_moments(spec, strategy, is_cpu=is_cpu)
+    return sum(hold(peak_moment(moments), moments, strategy, is_cpu=is_cpu).values())

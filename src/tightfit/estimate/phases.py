@@ -22,12 +22,12 @@ CALIBRATION_LENGTH = 2048
 """GPTQ's usual calibration set. Source: arXiv:2210.17323 section 4."""
 
 
-def estimate_phases(spec: ModelSpec, strategy: Strategy) -> list[Moment]:
+def estimate_phases(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> list[Moment]:
     """Peaks of everything a job does beside the step, on the fullest GPU."""
     state = estimate_state_bytes(spec, strategy)
     phases = [_load(spec, strategy, state)]
     if strategy.is_trained:
-        phases += [_eval(spec, strategy, state), _save(spec, strategy, state)]
+        phases += [_eval(spec, strategy, state, is_cpu=is_cpu), _save(spec, strategy, state)]
         if strategy.method is Method.LORA:
             phases.append(_merge(spec))
     return [*phases, _quantize(spec), _inference(spec, strategy)]
@@ -51,10 +51,10 @@ def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
     )
 
 
-def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
+def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes, *, is_cpu: bool) -> Moment:
     """One batch of the training size without gradients: one layer's tensors and the loss."""
     tokens = strategy.tokens_per_micro_batch
-    layers = [estimate_layer_bytes(spec, block, strategy) for block in spec.blocks]
+    layers = [estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu) for b in spec.blocks]
     buffers = estimate_buffer_bytes(spec, strategy)
     return _moment(
         "eval",
@@ -66,6 +66,7 @@ def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
         logits=estimate_loss_bytes(spec, strategy).forward,
         communication=buffers.forward,
         dequantized=buffers.dequantized,
+        weight_norms=buffers.weight_norms,
     )
 
 

@@ -77,7 +77,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     weight_bytes, quantization_bytes = weights.packed + weights.plain, weights.quantization_state
     if sharding.is_zero and not strategy.weights.is_quantized:
         weight_bytes = spec.num_params * 2 if strategy.compute.value_bytes == 2 else weight_bytes
-    trained = _trained_values(spec, strategy)
+    trained = list_trained_values(spec, strategy)
     trained_bytes = sum(count * width for count, width in trained)
 
     shards = strategy.num_shards
@@ -114,7 +114,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     )
 
 
-def _trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, int]]:
+def list_trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, int]]:
     """(how many, bytes of one) for each kind of trained value.
 
     Embeddings retrained beside adapters are copies in the base's own dtype.

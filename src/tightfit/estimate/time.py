@@ -58,9 +58,16 @@ class _Job:
     context_len: float
     """Mean length over which attention runs: less than a packed row."""
 
+    is_cpu: bool = False
+
     @property
     def tokens(self) -> float:
         return self.strategy.micro_batch * self.seq_len
+
+    @property
+    def recomputed_fraction(self) -> float:
+        """Layers that are computed again, of all."""
+        return self.strategy.count_recomputed(self.spec.num_layers) / self.spec.num_layers
 
 
 def estimate_step_time(
@@ -138,6 +145,7 @@ def _describe_job(
         rates=eff.find_rates(node.gpu, strategy, head_dim=spec.head_dim),
         seq_len=seq_len,
         context_len=context,
+        is_cpu=node.gpu.is_cpu,
     )
 
 
@@ -169,13 +177,10 @@ def _compute_parts(job: _Job) -> dict[str, float]:
     strategy = job.strategy
     blocks, head = _blocks_forward(job), _head_forward(job)
     if strategy.is_trained:
-        backward, repeated = (
-            _backward(job, blocks, head),
-            blocks if strategy.checkpointing else _Pass(),
-        )
+        backward, repeated = _backward(job, blocks, head), job.recomputed_fraction * blocks.total
     else:
-        backward, repeated = _Pass(), _Pass()
-    forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated.total
+        backward, repeated = _Pass(), 0.0
+    forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated
     launch = _launch_seconds(job, forward=forward_seconds, backward=backward_seconds)
     passes = (blocks, head, backward)
     times = strategy.grad_accum
@@ -183,7 +188,7 @@ def _compute_parts(job: _Job) -> dict[str, float]:
         "matmul": times * sum(p.matmul for p in passes),
         "attention": times * sum(p.attention for p in passes),
         "memory_bound": times * sum(p.memory_bound for p in passes),
-        "recompute": times * repeated.total,
+        "recompute": times * repeated,
         "dequantize": times * sum(p.dequantize for p in passes),
         "launch": times * launch,
         "forward": forward_seconds,
@@ -228,6 +233,8 @@ def _moved_bytes(job: _Job, *, backward: bool) -> float:
     adapters = eff.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
     times = eff.ELEMENTWISE_BACKWARD if backward else 1.0
     moved = times * (job.tokens * between + _weight_cast_bytes(job)) + job.tokens * adapters
+    if not backward:
+        moved += eff.dora_bytes(job.spec, strategy)
     if strategy.weights is not Dtype.GPTQ4:  # only GPTQ packs experts, and runs them one by one
         moved += eff.EXPERT_LAYOUT_BYTES * job.work.expert_weights_held
     return moved
@@ -321,17 +328,20 @@ def _launch_seconds(job: _Job, *, forward: float, backward: float) -> float:
         work, job.adapters, strategy, is_rms_norm=job.spec.is_rms_norm
     )
     calls = kernels + eff.HOST_ADAPTER_KERNELS * job.adapters.num_used
+    if job.is_cpu:  # nothing runs beside the program that calls it
+        passes = 1 + (2 + job.recomputed_fraction) * strategy.is_trained
+        return passes * calls * eff.CPU_CALL_SECONDS
     launched = calls * eff.HOST_FORWARD_SECONDS
     waited = max(kernels * eff.KERNEL_GAP_SECONDS, launched - forward)
     if strategy.is_trained:
         host, gaps = 2 * calls * eff.HOST_BACKWARD_SECONDS, 2 * kernels
-        if strategy.checkpointing:
-            host += launched + work.num_layers * eff.HOST_CHECKPOINT_SECONDS
-            gaps += kernels
+        again = job.recomputed_fraction
+        host += again * (launched + work.num_layers * eff.HOST_CHECKPOINT_SECONDS)
+        gaps += again * kernels
         waited += max(gaps * eff.KERNEL_GAP_SECONDS, host - backward)
     if strategy.sharding is Sharding.ZERO3:
         modules = work.num_linears_held + work.num_norms + 4 * work.num_layers
-        passes = 1 + (1 + strategy.checkpointing) * strategy.is_trained
+        passes = 1 + (1 + job.recomputed_fraction) * strategy.is_trained
         waited += modules * passes * eff.ZERO3_HOOK_SECONDS
     return waited
 

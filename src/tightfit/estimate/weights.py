@@ -89,13 +89,19 @@ def is_target(part: Linear, targets: tuple[str, ...]) -> bool:
     return part.is_module and part.name in targets
 
 
+def is_dora(strategy: Strategy) -> bool:
+    """Whether adapters have magnitudes apart from their direction."""
+    return strategy.dora and strategy.method is Method.LORA
+
+
 def layer_adapter_params(block: Block, strategy: Strategy) -> int:
-    """LoRA values of one layer: `rank * (in + out)` for each targeted matrix."""
+    """LoRA values of one layer: `rank * (in + out)` for each targeted matrix, DoRA's `out` more."""
+    targets = [part for part in block.linears if is_target(part, strategy.lora_targets)]
+    magnitudes = sum(part.copies * part.out_features for part in targets)
     return strategy.lora_rank * sum(
         part.lora_rank_factor * part.copies * (part.in_features + part.out_features)
-        for part in block.linears
-        if is_target(part, strategy.lora_targets)
-    )
+        for part in targets
+    ) + (magnitudes if is_dora(strategy) else 0)
 
 
 def adapter_params(spec: ModelSpec, strategy: Strategy) -> int:

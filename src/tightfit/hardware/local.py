@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.units import GIB, render_bytes
 from tightfit.hardware.catalogue import list_gpus
+from tightfit.hardware.cpu import CpuReading, probe_cpu, read_cpu
 from tightfit.hardware.gpu_hints import guess_gpu
 from tightfit.hardware.machine import Machine, model_cache, read_free_disk, read_machine
 from tightfit.hardware.nvml import DriverReading, GpuReading, read_driver
@@ -31,11 +31,12 @@ def probe_here(
     *,
     read_gpus: Callable[[], DriverReading] = read_driver,
     read_host: Callable[[], Machine] = read_machine,
+    read_chip: Callable[[], CpuReading] = read_cpu,
 ) -> Cluster:
-    """The GPUs of this machine, one group per kind."""
+    """The GPUs of this machine, one group per kind; its CPU where it has none."""
     reading = read_gpus()
     if not reading.gpus:
-        raise _no_gpu(reading)
+        return probe_cpu(read_host=read_host, read_chip=read_chip, warnings=(_no_gpu(reading),))
     machine = read_host()
     warnings: list[str] = []
     if reading.hidden:
@@ -155,12 +156,8 @@ def _as_number(capability: tuple[int, int]) -> float:
     return capability[0] + capability[1] / 10
 
 
-def _no_gpu(reading: DriverReading) -> EnvironmentFaultError:
+def _no_gpu(reading: DriverReading) -> str:
     if reading.hidden:
-        why = f"CUDA_VISIBLE_DEVICES hides all {reading.hidden} GPUs of this machine"
-        return EnvironmentFaultError(f"{why}.", remedy="unset CUDA_VISIBLE_DEVICES")
+        return f"CUDA_VISIBLE_DEVICES hides all {reading.hidden} GPUs: the CPU is used."
     why = f" ({reading.fault})" if reading.fault else ""
-    return EnvironmentFaultError(
-        f"No NVIDIA GPU is to be seen on this machine{why}.",
-        remedy="say the hardware in words, like --on 1xT4, or see what is wrong: tightfit doctor",
-    )
+    return f"No NVIDIA GPU is to be seen on this machine{why}: its CPU is used (tightfit doctor)."

@@ -1,10 +1,11 @@
-"""Hardware as a user says it: `here`, `slurm[:PARTITION]`, `k8s`, a cluster YAML, or words."""
+"""Hardware as a user says it: `here`, `cpu`, `slurm[:NAME]`, `k8s`, a cluster YAML, or words."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tightfit.core.errors import UsageError
+from tightfit.hardware.cpu import probe_cpu, read_cpu_words
 from tightfit.hardware.types import Cluster
 from tightfit.hardware.words import EXAMPLES, parse_words
 
@@ -17,6 +18,9 @@ def resolve_hardware(text: str) -> Cluster:
         from tightfit.hardware.local import probe_here
 
         return probe_here()
+    num_processes = read_cpu_words(said)
+    if num_processes is not None:
+        return probe_cpu(num_processes)
     if word.casefold() == "slurm":
         from tightfit.hardware.slurm import probe_slurm
 
@@ -33,6 +37,7 @@ def resolve_hardware(text: str) -> Cluster:
         return read_cluster_file(Path(said).expanduser())
     if not said:
         raise UsageError(
-            "No hardware was named.", remedy=f"--on here, --on slurm, --on k8s, or {EXAMPLES}"
+            "No hardware was named.",
+            remedy=f"--on here, --on cpu, --on slurm, --on k8s, or {EXAMPLES}",
         )
     return parse_words(said)

@@ -33,7 +33,7 @@ class Gpu(_Frozen):
     memory_bytes: PositiveInt
     """What torch can see: the smallest total that was reported for this card."""
     compute_capability: tuple[int, int] | None
-    """None for cards that are not NVIDIA's."""
+    """None for cards that are not NVIDIA's, and for CPUs."""
     peak_flops: dict[str, float]
     """By `fp32`, `tf32`, `fp16`, `bf16`, `fp8`; a missing key means the card has no such units."""
     memory_bytes_per_second: PositiveFloat
@@ -44,6 +44,8 @@ class Gpu(_Frozen):
     pcie_bytes_per_second: PositiveFloat
     """One direction, on paper."""
     supports_bf16: bool
+    is_cpu: bool = False
+    """Not a card but one process's share of a machine's cores and free RAM."""
     achievable_bf16_flops: PositiveFloat | None = None
     """The best matrix multiplication that was measured, where someone did."""
     tdp_watts: PositiveFloat | None = None
@@ -53,6 +55,8 @@ class Gpu(_Frozen):
 
     @property
     def vendor(self) -> str:
+        if self.is_cpu:
+            return "cpu"
         return "nvidia" if self.compute_capability is not None else "amd"
 
     @property

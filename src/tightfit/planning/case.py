@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from tightfit.core.strategy import Strategy
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Loss, Method, Strategy
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.spec import ModelSpec
 
@@ -24,6 +25,10 @@ class Case:
     @property
     def gpu(self) -> Gpu:
         return self.node.gpu
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.node.gpu.is_cpu
 
     @property
     def capability(self) -> str:
@@ -62,3 +67,16 @@ class Violation:
     rule: str
     reason: str
     source: str
+
+
+def is_halved(case: Case) -> bool:
+    """Whether anything is stored or computed in bf16."""
+    s = case.strategy
+    stored = (s.weights, s.compute, s.adapter_dtype if s.method is Method.LORA else s.compute)
+    return Dtype.BF16 in stored
+
+
+def wants_triton(case: Case) -> bool:
+    """Whether kernels are written or compiled for the card."""
+    s = case.strategy
+    return s.fused_kernels or s.loss is Loss.FUSED or s.compile

@@ -15,6 +15,7 @@ STAGES = {
     "forward": "forward",
     "loss": "forward",
     "backward": "backward",
+    "recompute": "backward",
     "backward_end": "backward",
     "optimizer": "optimizer",
     "eval": "eval",
@@ -73,7 +74,7 @@ def explain(result: SearchResult) -> Explanation:
 
 def is_memory(exclusion: Exclusion) -> bool:
     """Left out for want of memory, not because it could never work."""
-    return exclusion.rule in ("memory", "host-memory")
+    return exclusion.rule in ("memory", "host-memory", "ran-out-before")
 
 
 def list_stages(estimate: Estimate) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from tightfit.core.strategy import Strategy
+from tightfit.core.training import Training
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.result import Estimate
 from tightfit.hardware.types import Node
@@ -50,6 +51,8 @@ class Plan(_Frozen):
     """Sequences per optimizer step over all ranks."""
     estimate: Estimate
     cost: Cost | None
+    training: Training | None = None
+    """None for a plan that was only asked for, not prepared to run."""
     why: tuple[str, ...]
     """The levers pulled and what each brings, in plain words."""
     warnings: tuple[str, ...] = ()

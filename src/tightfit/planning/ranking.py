@@ -65,7 +65,7 @@ def handicap_of(strategy: Strategy) -> float:
     A compiled model takes minutes to warm up, and ran at 0.97x of fused kernels
     where both were measured (7B LoRA on one H200: 16,557 against 17,130 tokens/s);
     offload ties up pinned host memory and the bus; 8-bit state costs some quality;
-    DeepSpeed and flash-attn are one more package.
+    DeepSpeed is one more package, and attention over packed rows one more kernel.
     """
     s = strategy
     handicap = 1.0

@@ -12,7 +12,9 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.suggest import did_you_mean
+from tightfit.core.training import Training
 from tightfit.core.workload import DataProfile
+from tightfit.estimate.disk import DEFAULT_CHECKPOINTS
 from tightfit.estimate.result import Estimate
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.rules import check_lora_targets
@@ -36,6 +38,9 @@ class JobRequest:
     max_steps: int | None = None
     """Optimizer steps, in place of epochs; how many epochs they are depends on the plan."""
     profile: DataProfile | None = None
+    training: Mapping[Method, Training] = field(default_factory=lambda: MappingProxyType({}))
+    """The learning side for each method that a plan may have; none for a plan that is only asked
+    for. `core.recipe.make_training` makes one: the default learning rate goes by the method."""
     fixed: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Strategy fields the user has decided, by name."""
 
@@ -61,6 +66,11 @@ class JobRequest:
         targets = self.fixed.get("lora_targets")
         if isinstance(targets, tuple):
             check_lora_targets(self.spec, targets)
+
+    def count_checkpoints(self, method: Method) -> int:
+        """Checkpoints that the run keeps."""
+        training = self.training.get(method)
+        return DEFAULT_CHECKPOINTS if training is None else training.keep_checkpoints
 
     def count_epochs(self, estimate: Estimate) -> float:
         """Epochs of the run: as stated, or those that `max_steps` come to under this plan."""
@@ -108,6 +118,14 @@ def name_method(strategy: Strategy) -> str:
     return "qlora" if strategy.weights is Dtype.NF4 else f"lora-{strategy.weights.value}"
 
 
+def describe_recomputing(strategy: Strategy) -> str:
+    """`checkpointing`, `checkpointing of 8 layers` or `no checkpointing`."""
+    if not strategy.checkpointing:
+        return "no checkpointing"
+    some = strategy.recomputed_layers
+    return "checkpointing" if some is None else f"checkpointing of {some} layers"
+
+
 def describe_strategy(strategy: Strategy) -> str:
     """One line: `lora fp16, ddp on 1 x 4 GPUs, micro-batch 2 x 4, checkpointing, fused loss`."""
     s = strategy
@@ -120,7 +138,7 @@ def describe_strategy(strategy: Strategy) -> str:
     ]
     if s.offload.value != "none":
         parts.append(f"offload {s.offload.value}")
-    parts.append("checkpointing" if s.checkpointing else "no checkpointing")
+    parts.append(describe_recomputing(s))
     if s.optimizer is not Strategy.model_fields["optimizer"].default:
         parts.append(s.optimizer.value)
     parts.append(f"{s.attention.value} attention")
@@ -128,6 +146,7 @@ def describe_strategy(strategy: Strategy) -> str:
     parts += [
         name
         for name, on in (
+            ("DoRA", s.dora),
             ("fused kernels", s.fused_kernels),
             ("compiled", s.compile),
             ("packed", s.packing),

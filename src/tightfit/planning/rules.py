@@ -9,21 +9,19 @@ from tightfit.core.strategy import (
     Attention,
     Loss,
     Method,
-    Offload,
     Optimizer,
-    Sharding,
 )
 from tightfit.core.suggest import did_you_mean
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.case import Case, Rule, Violation
+from tightfit.planning.case import Case, Rule, Violation, is_halved, wants_triton
+from tightfit.planning.rules_adapters import ADAPTER_RULES
+from tightfit.planning.rules_cpu import CPU_RULES
+from tightfit.planning.rules_sharding import SHARDING_RULES
 
 _BNB = "https://huggingface.co/docs/bitsandbytes/main/en/installation"
-_DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
 _FLASH = "https://github.com/Dao-AILab/flash-attention#nvidia-cuda-support"
-_FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+_VARLEN = "torch.nn.attention.varlen of torch 2.10 on, else the flash-attn package; " + _FLASH
 _LIGER = "https://github.com/linkedin/Liger-Kernel (monkey_patch.py, 0.8)"
-_PEFT_FSDP = "https://huggingface.co/docs/peft/accelerate/fsdp"
-_PEFT_ZERO = "https://huggingface.co/docs/peft/accelerate/deepspeed"
 _SCALER = "https://huggingface.co/docs/peft/developer_guides/troubleshooting"
 _WHEELS = "https://github.com/pytorch/pytorch/issues/190385"
 
@@ -71,18 +69,7 @@ def _describe(rule: Rule, case: Case) -> Violation:
     return Violation(rule=rule.name, reason=reason, source=rule.source)
 
 
-def _is_halved(case: Case) -> bool:
-    s = case.strategy
-    stored = (s.weights, s.compute, s.adapter_dtype if s.method is Method.LORA else s.compute)
-    return Dtype.BF16 in stored
-
-
-def _wants_triton(case: Case) -> bool:
-    s = case.strategy
-    return s.fused_kernels or s.loss is Loss.FUSED or s.compile
-
-
-RULES: tuple[Rule, ...] = (
+_RULES: tuple[Rule, ...] = (
     # The job itself: first, because these forbid every strategy alike
     Rule(
         name="torch-wheels",
@@ -131,7 +118,7 @@ RULES: tuple[Rule, ...] = (
         name="bf16-capability",
         reason="bf16 needs compute capability 8.0; {c.gpu.name} is {c.capability}",
         source="torch.cuda.is_bf16_supported(including_emulation=False), torch 2.13",
-        violated=lambda c: not c.gpu.supports_bf16 and _is_halved(c),
+        violated=lambda c: not c.gpu.supports_bf16 and not c.is_cpu and is_halved(c),
     ),
     Rule(
         name="int8-capability",
@@ -156,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         reason="fused kernels and torch.compile need compute capability 7.0 (Triton); "
         "{c.gpu.name} is {c.capability}",
         source="torch/_inductor/scheduler.py and torch/utils/_triton.py, torch 2.13",
-        violated=lambda c: _wants_triton(c) and c.is_below(7),
+        violated=lambda c: wants_triton(c) and c.is_below(7),
     ),
     # Number formats
     Rule(
@@ -234,22 +221,23 @@ RULES: tuple[Rule, ...] = (
     # Attention, kernels, lengths
     Rule(
         name="flash-capability",
-        reason="flash attention 2 needs compute capability 8.0; {c.gpu.name} is {c.capability}",
-        source=_FLASH,
+        reason="flash attention over packed rows needs compute capability 8.0; {c.gpu.name} is "
+        "{c.capability}",
+        source=_VARLEN,
         violated=lambda c: c.strategy.attention is Attention.FLASH and c.is_below(8),
     ),
     Rule(
         name="flash-dtype",
         reason="flash attention computes in fp16 or bf16, not {s.compute.value}",
-        source=_FLASH,
+        source=_VARLEN,
         violated=lambda c: (
             c.strategy.attention is Attention.FLASH and c.strategy.compute is Dtype.FP32
         ),
     ),
     Rule(
         name="flash-head-dim",
-        reason="flash attention 2 takes heads up to 256 wide; {m.name} has {m.head_dim}",
-        source=_FLASH,
+        reason="flash attention takes heads up to 256 wide; {m.name} has {m.head_dim}",
+        source=_VARLEN,
         violated=lambda c: c.strategy.attention is Attention.FLASH and c.spec.head_dim > 256,
     ),
     Rule(
@@ -261,6 +249,14 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="flash-softcap",
+        reason="torch's own flash attention cannot cap attention logits as {m.name} does: the "
+        "flash-attn package is needed",
+        source="torch.nn.attention.varlen, torch 2.13",
+        violated=lambda c: c.strategy.attention is Attention.FLASH and c.spec.has_attention_softcap,
+        severity="warning",
+    ),
+    Rule(
         name="flash-sinks",
         reason="{m.model_type} has attention sinks, which flash attention knows from compute "
         "capability 9.0 on; {c.gpu.name} is {c.capability}",
@@ -269,6 +265,14 @@ RULES: tuple[Rule, ...] = (
             c.strategy.attention is Attention.FLASH
             and c.spec.model_type == "gpt_oss"
             and c.is_below(9)
+        ),
+    ),
+    Rule(
+        name="recomputed-layers",
+        reason="recomputing {s.recomputed_layers} layers needs checkpointing, which is off",
+        source="tightfit's training step",
+        violated=lambda c: (
+            c.strategy.recomputed_layers is not None and not c.strategy.checkpointing
         ),
     ),
     Rule(
@@ -340,127 +344,13 @@ RULES: tuple[Rule, ...] = (
         reason="packing without flash attention builds a block mask of {s.seq_len} x {s.seq_len}",
         source="torch.nn.attention.varlen needs compute capability 8.0",
         violated=lambda c: (
-            c.strategy.packing and (c.strategy.attention is Attention.EAGER or c.is_below(8))
+            c.strategy.packing
+            and (c.strategy.attention is Attention.EAGER or c.is_below(8) or c.is_cpu)
         ),
         severity="warning",
-    ),
-    # Sharding and offload
-    Rule(
-        name="single-many",
-        reason="sharding `single` runs on one GPU; {s.world_size} were asked for",
-        source="tightfit's launcher",
-        violated=lambda c: c.strategy.sharding is Sharding.SINGLE and c.strategy.world_size > 1,
-    ),
-    Rule(
-        name="needless-sharding",
-        reason="{s.sharding.value} on one GPU shards nothing; use single",
-        source="https://arxiv.org/abs/1910.02054",
-        violated=lambda c: (
-            c.strategy.world_size == 1
-            and c.strategy.sharding is not Sharding.SINGLE
-            and c.strategy.offload is Offload.NONE
-        ),
-        severity="warning",
-    ),
-    Rule(
-        name="hybrid-one-node",
-        reason="fsdp-hybrid replicates between nodes; there is one node: use fsdp",
-        source=_FSDP2,
-        violated=lambda c: c.strategy.sharding is Sharding.FSDP_HYBRID and c.strategy.num_nodes < 2,
-    ),
-    Rule(
-        name="offload-unsharded",
-        reason="{s.sharding.value} keeps all state on the GPU; offload needs fsdp or zero "
-        "(or a paged optimizer)",
-        source=_DEEPSPEED,
-        violated=lambda c: (
-            c.strategy.offload is not Offload.NONE and not c.strategy.sharding.shards_optimizer
-        ),
-    ),
-    Rule(
-        name="fsdp-partial-offload",
-        reason="FSDP offloads weights, gradients and optimizer together; `{s.offload.value}` alone "
-        "is not possible: use all",
-        source=_FSDP2,
-        violated=lambda c: (
-            c.strategy.sharding.is_fsdp
-            and c.strategy.offload in (Offload.OPTIMIZER, Offload.PARAMS)
-        ),
-    ),
-    Rule(
-        name="zero-param-offload",
-        reason="weights are offloaded with zero3 only, not with {s.sharding.value}",
-        source=_DEEPSPEED,
-        violated=lambda c: (
-            c.strategy.sharding in (Sharding.ZERO1, Sharding.ZERO2)
-            and c.strategy.offload.moves_params
-        ),
-    ),
-    Rule(
-        name="int8-sharded",
-        reason="int8 weights cannot be sharded: only 4-bit weights can be stored as floats for "
-        "{s.sharding.value}",
-        source=_PEFT_FSDP,
-        violated=lambda c: c.strategy.weights is Dtype.INT8 and c.strategy.sharding.shards_weights,
-    ),
-    Rule(
-        name="gptq-sharded",
-        reason="GPTQ weights are packed integers, which {s.sharding.value} cannot shard",
-        source=_PEFT_FSDP,
-        violated=lambda c: c.strategy.weights is Dtype.GPTQ4 and c.strategy.sharding.shards_weights,
-    ),
-    Rule(
-        name="nf4-zero3-offload",
-        reason="nf4 weights with zero3 work without offload; offload them with fsdp",
-        source=_PEFT_ZERO,
-        violated=lambda c: (
-            c.strategy.weights is Dtype.NF4
-            and c.strategy.sharding is Sharding.ZERO3
-            and c.strategy.offload.moves_params
-        ),
-    ),
-    # The optimizer
-    Rule(
-        name="8bit-optimizer-fsdp",
-        reason="8-bit optimizers fail on FSDP's sharded tensors (illegal memory access)",
-        source="https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",
-        violated=lambda c: c.strategy.optimizer in _8BIT and c.strategy.sharding.is_fsdp,
-    ),
-    Rule(
-        name="8bit-optimizer-offload",
-        reason="an offloaded optimizer steps on the CPU; {s.optimizer.value} steps on the GPU",
-        source=_DEEPSPEED,
-        violated=lambda c: c.strategy.optimizer in _8BIT and c.strategy.offload.moves_optimizer,
-    ),
-    Rule(
-        name="adafactor-flattened",
-        reason="{s.sharding.value} flattens weights, which leaves Adafactor no rows and columns",
-        source="deepspeed/runtime/zero/stage_1_and_2.py, 0.19",
-        violated=lambda c: (
-            c.strategy.optimizer is Optimizer.ADAFACTOR and c.strategy.sharding.is_zero
-        ),
-    ),
-    Rule(
-        name="in-backward-accumulation",
-        reason="an optimizer inside the backward pass frees gradients at once, so {s.grad_accum} "
-        "micro-batches cannot be summed",
-        source="https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html",
-        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.grad_accum > 1,
-    ),
-    Rule(
-        name="in-backward-scaler",
-        reason="fp16's gradient scaler must see all gradients before a step; an optimizer inside "
-        "the backward pass does not wait",
-        source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html",
-        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.compute is Dtype.FP16,
-    ),
-    Rule(
-        name="in-backward-sharded",
-        reason="DeepSpeed owns the optimizer step; it cannot move inside the backward pass",
-        source=_DEEPSPEED,
-        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.sharding.is_zero,
     ),
 )
 
+RULES = (*_RULES, *SHARDING_RULES, *ADAPTER_RULES, *CPU_RULES)
 _ILLEGAL = tuple(rule for rule in RULES if rule.severity == "illegal")
 _WARNINGS = tuple(rule for rule in RULES if rule.severity == "warning")

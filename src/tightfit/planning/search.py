@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightfit import __version__
@@ -10,6 +11,7 @@ from tightfit.hardware.types import Cluster
 from tightfit.planning.assume import assume_host, describe_assumption
 from tightfit.planning.case import Case
 from tightfit.planning.cost import estimate_cost
+from tightfit.planning.known import KnownOutcome, find_limit
 from tightfit.planning.plan import Exclusion, Plan, PlanHardware
 from tightfit.planning.ranking import Candidate, rank
 from tightfit.planning.request import JobRequest, name_method
@@ -54,14 +56,24 @@ def search(
     *,
     num_plans: int = NUM_PLANS,
     is_coarse: bool = False,
+    known: Sequence[KnownOutcome] = (),
 ) -> SearchResult:
     """Plan the request on every group of the cluster; one job runs inside one group.
 
     Order: `fits` before `tight`, then by time under the handicaps of `ranking.py`.
     The plans are different ideas (method, sharding, offload, nodes), at least one
     of each method that fits. A coarse search has fewer levers and tells no reasons.
+    What is `known` to have run out of memory here is left out, and all that needs as much.
     """
-    sieve = Sieve(request=request, network_bytes_per_second=cluster.network_bytes_per_second)
+    sieve = Sieve(
+        request=request,
+        network_bytes_per_second=cluster.network_bytes_per_second,
+        limits={
+            group.name: limit
+            for group in cluster.groups
+            if (limit := find_limit(known, request.spec, group.node)) is not None
+        },
+    )
     for order, layout in enumerate(_list_all_layouts(request, cluster, is_coarse=is_coarse)):
         sieve.sift(layout, is_coarse=is_coarse or order >= _NUM_FULL_LAYOUTS)
     best = _best_of_families(sieve.candidates)
@@ -161,6 +173,7 @@ def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[
             estimate=candidate.estimate,
             num_epochs=request.count_epochs(candidate.estimate),
         ),
+        training=request.training.get(strategy.method),
         why=why,
         warnings=tuple(warning.reason for warning in find_warnings(case)),
     )

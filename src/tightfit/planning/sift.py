@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from tightfit.estimate.memory import estimate_step_peak_bytes
 from tightfit.estimate.result import Estimate, Verdict
 from tightfit.hardware.types import Node, NodeGroup
 from tightfit.planning.case import Case, Violation
+from tightfit.planning.known import KnownLimit
 from tightfit.planning.plan import Exclusion
 from tightfit.planning.ranking import Candidate
 from tightfit.planning.request import JobRequest, describe_strategy, name_method
@@ -75,7 +77,8 @@ class _Miss:
         return _Tally(
             rule="memory",
             reason=f"{name_method(self.example)} in these ways needs "
-            f"{render_bytes(self.need_bytes)} or more per GPU; {gpu} has {render_bytes(capacity)}",
+            f"{render_bytes(self.need_bytes)} or more {name_share(self.group.node)}; {gpu} has "
+            f"{render_bytes(capacity)}",
             link="",
             example=self.example,
             num_strategies=self.num_strategies,
@@ -95,6 +98,8 @@ class Sieve:
 
     request: JobRequest
     network_bytes_per_second: float | None = None
+    limits: Mapping[str, KnownLimit] = field(default_factory=dict)
+    """By group: what is known to have been too much there."""
     candidates: list[Candidate] = field(default_factory=list)
     num_considered: int = 0
     nearest: Shortfall | None = None
@@ -136,6 +141,7 @@ class Sieve:
             node=layout.group.node,
             network_bytes_per_second=self.network_bytes_per_second,
             profile=self.request.profile,
+            num_checkpoints=self.request.count_checkpoints(strategy.method),
         )
 
     def list_exclusions(self) -> tuple[Exclusion, ...]:
@@ -164,12 +170,17 @@ class Sieve:
         Where none fits with room to spare, the smallest may still be a tight fit.
         """
         capacity = capacity_of(layout.group.node)
+        is_cpu = layout.group.node.gpu.is_cpu
         low, high, probe = 0, len(sizes), 0  # the smallest first: most misses end here
         smallest = 0
+        limit = self.limits.get(layout.group.name)
+        failed = capacity * 2 if limit is None else limit.need_bytes
         while low < high:
-            peak = estimate_step_peak_bytes(self.request.spec, resize(strategy, sizes[probe]))
+            peak = estimate_step_peak_bytes(
+                self.request.spec, resize(strategy, sizes[probe]), is_cpu=is_cpu
+            )
             smallest = smallest or peak
-            if peak * (1 + MODEL_ERROR_FRACTION) <= capacity:
+            if peak * (1 + MODEL_ERROR_FRACTION) <= capacity and peak < failed:
                 low = probe + 1
             else:
                 high = probe
@@ -177,6 +188,10 @@ class Sieve:
             probe = high - 1 if low == 1 and high == len(sizes) else (low + high) // 2
         if low == 0 and smallest * (1 - MODEL_ERROR_FRACTION) > capacity:
             self._tally_memory(layout, resize(strategy, sizes[0]), smallest)
+            return None
+        if low == 0 and limit is not None and smallest >= limit.need_bytes:
+            reason = limit.explain(layout.group.node.gpu.name)
+            self._tally("ran-out-before", reason, resize(strategy, sizes[0]))
             return None
         return _Fit(is_roomy=low > 0, size=sizes[max(low, 1) - 1])
 
@@ -228,6 +243,7 @@ class Sieve:
                 need_bytes=peak,
                 capacity_bytes=capacity_of(group.node),
                 owner=group.node.gpu.name,
+                what=name_share(group.node),
             )
 
     def _tally_estimate(self, layout: Layout, strategy: Strategy, estimate: Estimate) -> None:
@@ -248,6 +264,11 @@ class Sieve:
 def capacity_of(node: Node) -> int:
     """Bytes one process can hold on a card: what a probe saw free, else all of it."""
     return node.free_gpu_memory_bytes or node.gpu.memory_bytes
+
+
+def name_share(node: Node) -> str:
+    """Whose memory a plan is measured by."""
+    return "per process" if node.gpu.is_cpu else "per GPU"
 
 
 def _is_beaten(strategy: Strategy, fit: _Fit, fitting: dict[Strategy, _Fit]) -> bool:

@@ -103,9 +103,14 @@ def enumerate_strategies(
         "num_nodes": layout.num_nodes,
         "gpus_per_node": layout.gpus_per_node,
     }
+    is_cpu = layout.group.node.gpu.is_cpu
     axes = (
         list_precisions(request, layout.group.node.gpu, is_coarse=is_coarse),
-        _list_shardings(layout, is_coarse=is_coarse),
+        [
+            pair
+            for pair in _list_shardings(layout, is_coarse=is_coarse)
+            if pair["offload"] is Offload.NONE or not is_cpu
+        ],
         _list_kernels(request, layout.group.node, is_coarse=is_coarse),
         _list_attention(request, layout.group.node, is_coarse=is_coarse),
         [{"checkpointing": False}, {"checkpointing": True}],
@@ -115,7 +120,7 @@ def enumerate_strategies(
         merged: _Fields = base | {key: value for part in parts for key, value in part.items()}
         if not _is_sensible(merged):
             continue
-        for optimizer in _list_optimizers(merged, is_coarse=is_coarse):
+        for optimizer in _list_optimizers(merged, is_coarse=is_coarse or is_cpu):
             strategy = Strategy(**(merged | {"optimizer": optimizer} | dict(request.fixed)))
             if strategy not in seen:
                 seen.add(strategy)
@@ -151,7 +156,8 @@ def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -
     absence can be shown.
     """
     half = choose_half(request.spec, gpu)
-    halves = [half] if is_coarse or half is Dtype.BF16 else [half, Dtype.BF16]
+    is_alone = is_coarse or half is Dtype.BF16 or gpu.is_cpu
+    halves = [half] if is_alone else [half, Dtype.BF16]
     stated = request.fixed.get("compute")
     if isinstance(stated, Dtype):
         halves = [stated]
@@ -169,9 +175,11 @@ def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -
             continue  # a packed checkpoint has no other weights to offer
         if request.method in ("auto", "lora"):
             found.append({**lora, "weights": compute})
-        if request.method in ("auto", "qlora"):
+        # bitsandbytes runs on CPUs, but so slowly that it must be asked for.
+        is_proposed = request.method == "auto" and not gpu.is_cpu
+        if is_proposed or request.method == "qlora":
             found.append({**lora, "weights": Dtype.NF4})
-        if request.method == "auto":
+        if is_proposed:
             found.append({**lora, "weights": Dtype.INT8})
         if request.method in ("auto", "full"):
             full: _Fields = {"method": Method.FULL, "compute": compute, "adapter_dtype": adapter}
@@ -183,9 +191,14 @@ def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -
 
 
 def choose_half(spec: ModelSpec, gpu: Gpu) -> Dtype:
-    """The arithmetic a card is made for: bf16, else fp16, else (or where fp16 overflows) fp32."""
+    """The arithmetic a card is made for: bf16, else fp16, else (or where fp16 overflows) fp32.
+
+    A CPU without units for bf16 computes in fp32.
+    """
     if gpu.supports_bf16:
         return Dtype.BF16
+    if gpu.is_cpu:
+        return Dtype.FP32
     trial = Strategy(
         method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP16, attention=Attention.EAGER
     )
@@ -223,6 +236,8 @@ def _list_shardings(layout: Layout, *, is_coarse: bool) -> list[_Fields]:
 
 
 def _list_kernels(request: JobRequest, node: Node, *, is_coarse: bool) -> list[_Fields]:
+    if node.gpu.is_cpu:  # compiling takes minutes and gains a few percent
+        return [kernels for kernels in _KERNELS if not kernels["compile"]][1:]
     if not is_coarse:
         return list(_KERNELS)
     trial = Strategy(method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP32, **_KERNELS[0])
@@ -244,7 +259,8 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
         {"attention": best, "packing": False, "seq_len": request.longest_batch_len}
     ]
     if request.profile is not None and not request.spec.is_encoder_decoder:
-        kinds = (best,) if is_coarse else tuple(dict.fromkeys((best, Attention.FLASH)))
+        is_plain = is_coarse or node.gpu.is_cpu
+        kinds = (best,) if is_plain else tuple(dict.fromkeys((best, Attention.FLASH)))
         found += [{"attention": kind, "packing": True} for kind in kinds]
     stated = request.fixed.get("packing")
     wanted = [fields for fields in found if stated in (None, fields["packing"])] or found

@@ -13,7 +13,7 @@ from tightfit.estimate.result import Estimate, Verdict
 from tightfit.planning.case import Case
 from tightfit.planning.ranking import Candidate, measure_seconds
 from tightfit.planning.rules import find_first_violation
-from tightfit.planning.sift import Sieve
+from tightfit.planning.sift import Sieve, name_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class LeverEffect:
     added_bytes: int
     """Peak per GPU with the lever less the peak without it; negative saves memory."""
     verdict_without: Verdict
+    share: str = "per GPU"
+    """Whose memory `added_bytes` are."""
 
     @property
     def sentence(self) -> str:
@@ -47,7 +49,7 @@ class LeverEffect:
             parts.append(f"{1 / self.speedup:.2f}x slower")
         if abs(self.added_bytes) >= 2**26:
             sign = "+" if self.added_bytes > 0 else "-"
-            parts.append(f"{sign}{render_bytes(abs(self.added_bytes))} per GPU")
+            parts.append(f"{sign}{render_bytes(abs(self.added_bytes))} {self.share}")
         if self.verdict_without is Verdict.DOES_NOT_FIT:
             parts.append("without it the job does not fit")
         elif self.verdict_without is Verdict.TIGHT:
@@ -66,7 +68,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         name="recomputing activations",
         is_pulled=lambda s: s.checkpointing,
-        turned_back={"checkpointing": False},
+        turned_back={"checkpointing": False, "recomputed_layers": None},
     ),
     Lever(
         name="fused kernels",
@@ -132,6 +134,7 @@ def measure_levers(sieve: Sieve, candidate: Candidate) -> Iterator[LeverEffect]:
         )
         if find_first_violation(case) is None:
             effect = _compare(lever.name, candidate.estimate, sieve.estimate(layout, without))
+            effect = replace(effect, share=name_share(layout.group.node))
             if lever.is_for_memory:
                 effect = replace(effect, speedup=min(effect.speedup, 1.0))
             yield effect

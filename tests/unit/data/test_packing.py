@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tightfit.data.lengths import buckets, estimate_padding_waste, percentiles, scaled
-from tightfit.data.packing import count_packed_rows
+from tightfit.data.packing import count_packed_rows, pack_best_fit
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=40)
 
@@ -157,3 +157,31 @@ def test_scaling_sums_exactly_and_keeps_shares(lengths: list[int], factor: int, 
     assert sum(result.values()) == num_rows
     for length, rows in Counter(lengths).items():
         assert abs(result.get(length, 0) - rows * num_rows / len(lengths)) <= 1
+
+
+@given(LENGTHS)
+def test_packs_hold_every_row_once_and_are_as_few_as_counted(lengths: list[int]) -> None:
+    packs = pack_best_fit(lengths, 20)
+
+    assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
+    assert max(sum(lengths[row] for row in pack) for pack in packs) <= 20
+    assert len(packs) == count_packed_rows(Counter(lengths), 20)
+    assert len(packs) == len(pack_one_by_one(lengths, 20))
+    assert packs == pack_best_fit(lengths, 20)
+
+
+def test_packing_refuses_rows_that_cannot_fit() -> None:
+    with pytest.raises(ValueError, match=r"outside 1\.\.20"):
+        pack_best_fit([3, 21], 20)
+    assert pack_best_fit([], 20) == []
+
+
+def test_packing_many_rows_takes_seconds() -> None:
+    draw = random.Random(0)
+    lengths = [min(int(draw.lognormvariate(5.5, 0.8)) + 1, 4096) for _ in range(200_000)]
+    start = time.process_time()
+
+    packs = pack_best_fit(lengths, 4096)
+
+    assert time.process_time() - start < 5
+    assert sum(lengths) / (len(packs) * 4096) > 0.99

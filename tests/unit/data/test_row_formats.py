@@ -71,7 +71,11 @@ CASES: list[tuple[dict[str, Any], str, Turns]] = [
         "prompt-completion",
         Turns("a", "b", 2),
     ),
-    ({"id": 1, "dialogue": "a", "summary": "b"}, "dialogue-summary", Turns("a", "b", 2)),
+    (
+        {"id": 1, "dialogue": "a", "summary": "b"},
+        "dialogue-summary",
+        Turns("Summarize this:\n\na", "b", 2),
+    ),
     (
         {"db_id": "x", "question": "q", "context": "c", "answer": "a"},
         "question-context-answer",
@@ -161,3 +165,14 @@ def test_broken_rows_name_their_place(name: str, values: dict[str, Any], words: 
 
     assert "train.jsonl line 7" in caught.value.problem
     assert [word for word in words if word not in caught.value.problem] == []
+
+
+def test_reasoning_stands_before_the_answer_it_led_to(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2 "}
+    asked = {"role": "user", "content": "2 + 2?", "thinking": "ignored"}
+    row = Row({"messages": [asked, answer]}, tmp_path, 1, "line")
+
+    messages = to_messages(row, recognise_format(row))
+
+    assert messages[0].content == "2 + 2?"
+    assert messages[1].content == "<think>\n2 and 2\n</think>\n\n4"

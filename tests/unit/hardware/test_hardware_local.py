@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from fake_nvml import H100, MIB, T4, V100, Card, FakeNvml
 
-from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.units import GIB
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.local import gpu_from_reading, probe_here
@@ -192,16 +191,21 @@ def test_hidden_cards_are_left_out(setting: str, left: int) -> None:
 
 
 @pytest.mark.parametrize("setting", ["", "-1", "none"])
-def test_all_cards_hidden_is_a_fault(setting: str) -> None:
-    with pytest.raises(EnvironmentFaultError, match="CUDA_VISIBLE_DEVICES"):
-        _probe(T4, visible=setting)
+def test_where_all_cards_are_hidden_the_cpu_is_used(setting: str) -> None:
+    cluster = _probe(T4, visible=setting)
+    assert cluster.groups[0].node.gpu.is_cpu
+    assert "CUDA_VISIBLE_DEVICES hides all 1" in cluster.warnings[0]
 
 
-def test_no_driver_is_a_fault_that_offers_words() -> None:
-    with pytest.raises(EnvironmentFaultError) as caught:
-        probe_here(read_gpus=lambda: read_driver(FakeNvml(is_missing=True), environ={}))
-    assert "NVML Shared Library Not Found" in caught.value.problem
-    assert "1xT4" in caught.value.remedy
+def test_without_a_driver_the_cpu_is_used_with_a_warning() -> None:
+    cluster = probe_here(
+        read_gpus=lambda: read_driver(FakeNvml(is_missing=True), environ={}),
+        read_host=lambda: MACHINE,
+    )
+    [group] = cluster.groups
+    assert group.node.gpu.is_cpu
+    assert group.node.gpu.memory_bytes == 200 * GIB
+    assert "NVML Shared Library Not Found" in cluster.warnings[0]
 
 
 def test_nvml_is_closed_again() -> None:

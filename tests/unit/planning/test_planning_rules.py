@@ -223,6 +223,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_ZERO3 | {"optimizer": "adafactor"}),
         lambda: _case({"optimizer": "adafactor"}),
     ),
+    "adafactor-fsdp": (
+        lambda: _case(_FSDP4 | {"optimizer": "adafactor"}),
+        lambda: _case({"optimizer": "adafactor"}),
+    ),
     "in-backward-accumulation": (
         lambda: _case({"optimizer_in_backward": True, "grad_accum": 2}),
         lambda: _case({"optimizer_in_backward": True}),
@@ -235,7 +239,69 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_ZERO3 | {"optimizer_in_backward": True}),
         lambda: _case(_FSDP4 | {"optimizer_in_backward": True}),
     ),
+    "recomputed-layers": (
+        lambda: _case({"checkpointing": False, "recomputed_layers": 4}),
+        lambda: _case({"checkpointing": True, "recomputed_layers": 4}),
+    ),
+    "flash-softcap": (
+        lambda: _case(_BF16 | {"attention": "flash"}, model="gemma-2-9b"),
+        lambda: _case(_BF16 | {"attention": "flash"}),
+    ),
+    "dora-method": (
+        lambda: _case({"dora": True}),
+        lambda: _case({"dora": True, "method": "lora"}),
+    ),
+    "dora-experts": (
+        lambda: _case({"dora": True, "method": "lora"}, model="mixtral-8x7b"),
+        lambda: _case(
+            {"dora": True, "method": "lora", "lora_targets": ("q_proj",)}, model="mixtral-8x7b"
+        ),
+    ),
+    "dora-zero3": (
+        lambda: _case(_ZERO3 | {"dora": True, "method": "lora"}),
+        lambda: _case(_FSDP4 | {"dora": True, "method": "lora"}),
+    ),
+    "dora-sharded-quantized": (
+        lambda: _case(_FSDP4 | _NF4 | {"dora": True}),
+        lambda: _case(_NF4 | {"dora": True}),
+    ),
+    "cpu-kernels": (
+        lambda: _on_cpu(_case({"loss": "fused"})),
+        lambda: _on_cpu(_case({"loss": "chunked"})),
+    ),
+    "cpu-flash": (
+        lambda: _on_cpu(_case(_BF16 | {"attention": "flash"})),
+        lambda: _on_cpu(_case({"attention": "sdpa"})),
+    ),
+    "cpu-fp16": (lambda: _on_cpu(_case(_FP16)), lambda: _on_cpu(_case({}))),
+    "cpu-bf16": (
+        lambda: _on_cpu(_case(_BF16), supports_bf16=False),
+        lambda: _on_cpu(_case(_BF16), supports_bf16=True),
+    ),
+    "cpu-paged": (
+        lambda: _on_cpu(_case({"optimizer": "adamw-paged-8bit"})),
+        lambda: _on_cpu(_case({"optimizer": "adamw-8bit"})),
+    ),
+    "cpu-offload": (
+        lambda: _on_cpu(_case(_FSDP4 | {"offload": "all"})),
+        lambda: _case(_FSDP4 | {"offload": "all"}),
+    ),
+    "cpu-compile": (
+        lambda: _on_cpu(_case({"compile": True})),
+        lambda: _case({"compile": True}),
+    ),
+    "cpu-quantized": (
+        lambda: _on_cpu(_case({"method": "lora", "weights": "nf4"})),
+        lambda: _on_cpu(_case({})),
+    ),
 }
+
+
+def _on_cpu(case: Case, *, supports_bf16: bool = True) -> Case:
+    update = {"is_cpu": True, "compute_capability": None, "supports_bf16": supports_bf16}
+    gpu = case.gpu.model_copy(update=update)
+    node = case.node.model_copy(update={"gpu": gpu})
+    return Case(spec=case.spec, strategy=case.strategy, node=node, num_nodes=case.num_nodes)
 
 
 def _wide_heads(case: Case) -> Case:

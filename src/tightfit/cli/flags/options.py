@@ -91,7 +91,8 @@ On = Annotated[
     typer.Option(
         "--on",
         metavar="HARDWARE",
-        help="4xV100-32GB, '2n x 4xA100-40GB', here, slurm, slurm:PARTITION, k8s or a YAML file.",
+        help="4xV100-32GB, '2n x 4xA100-40GB', here, cpu, slurm, slurm:PARTITION, k8s or a YAML "
+        "file.",
         autocompletion=complete_hardware,
         callback=refuse_empty("--on", "4xV100-32GB"),
         show_default=False,

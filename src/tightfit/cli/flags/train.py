@@ -1,0 +1,193 @@
+"""What `tightfit train` accepts. None: not given, so a recipe or the planner says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tightfit.cli import choices
+from tightfit.cli.completion import complete_job
+from tightfit.cli.flags.options import (
+    MAX_EFFECTIVE_BATCH,
+    MAX_EPOCHS,
+    MAX_SEQ_LEN,
+    MAX_TOP,
+    MAX_WORLD_SIZE,
+    Json,
+    Network,
+    On,
+    Settings,
+    count_option,
+    number_option,
+    path_option,
+    refuse_empty,
+    text_option,
+    word_option,
+)
+
+MAX_STEPS = 10**9
+MAX_LEARNING_RATE = 10.0
+EXAMPLES = """\b
+Examples:
+  tightfit train recipe.yaml
+  tightfit train recipe.yaml                 the same again: goes on where it stopped
+  tightfit train ./SmolLM2-135M --data train.jsonl --on here --eval 0.05
+  tightfit train recipe.yaml --method qlora --seq-len 4096 --dry-run
+  tightfit train plan.json --data train.jsonl --output runs/mine
+  tightfit train runs/mine                   goes on with a run by its folder
+  tightfit train recipe.yaml --nodes 2 --rendezvous node1:29500     (on both nodes)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainFlags:
+    """Plan, show the plan, tune, and report.
+
+    Data is encoded and checked before any process starts. Out of memory, the run goes on with
+    the next smaller plan. Ctrl-C and SIGTERM save first; the same command resumes.
+    """
+
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE.YAML|MODEL|PLAN.JSON|RUN",
+            help="A recipe; a folder with weights, cached hub id or GGUF file; a saved plan; or "
+            "the folder of a run, to go on with it.",
+            autocompletion=complete_job,
+            callback=refuse_empty("MODEL", "./my-model"),
+            show_default=False,
+        ),
+    ]
+    data: Annotated[
+        Path | None, path_option("--data", "Rows to train on.", example="train.jsonl")
+    ] = None
+    eval: Annotated[
+        str | None,
+        text_option(
+            "--eval",
+            "FILE|FRACTION",
+            "Rows to evaluate on: a file, or the share held back, like 0.05.",
+            example="0.05",
+        ),
+    ] = None
+    on: On = None
+    network: Network = None
+    method: Annotated[
+        str | None,
+        word_option("--method", choices.PLAN_METHODS, "What is trained. [default: auto]"),
+    ] = None
+    seq_len: Annotated[
+        int | None,
+        count_option(
+            "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
+        ),
+    ] = None
+    epochs: Annotated[
+        float | None,
+        number_option("--epochs", "Passes over the data. [default: 1]", most=MAX_EPOCHS, example=3),
+    ] = None
+    max_steps: Annotated[
+        int | None,
+        count_option(
+            "--max-steps", "Optimizer steps, in place of epochs.", most=MAX_STEPS, example=100
+        ),
+    ] = None
+    lr: Annotated[
+        float | None,
+        number_option(
+            "--lr",
+            "Peak learning rate. [default: 2e-4, full 2e-5]",
+            most=MAX_LEARNING_RATE,
+            example=2e-4,
+        ),
+    ] = None
+    effective_batch: Annotated[
+        int | None,
+        count_option(
+            "--effective-batch",
+            "Sequences per optimizer step, over all GPUs. [default: 16]",
+            most=MAX_EFFECTIVE_BATCH,
+            example=16,
+        ),
+    ] = None
+    template: Annotated[
+        str | None,
+        text_option(
+            "--template",
+            "NAME|FILE",
+            "Chat template in place of the tokenizer's own.",
+            example="chatml",
+        ),
+    ] = None
+    seed: Annotated[
+        str | None, text_option("--seed", "N", "Order and dropout. [default: 0]", example="17")
+    ] = None
+    settings: Settings = None
+    plan: Annotated[
+        int,
+        count_option(
+            "--plan", "Take the Nth plan of the list. [default: 1]", most=MAX_TOP, example=2
+        ),
+    ] = 1
+    output: Annotated[
+        Path | None,
+        path_option(
+            "--output", "Folder of the run. [default: runs/MODEL-METHOD-N]", example="runs/mine"
+        ),
+    ] = None
+    memory_limit: Annotated[
+        str | None,
+        text_option(
+            "--memory-limit", "SIZE", "Use no more than this per GPU, like 20GiB.", example="20GiB"
+        ),
+    ] = None
+    log_to: Annotated[
+        str | None,
+        text_option(
+            "--log-to",
+            "A,B",
+            "tensorboard, wandb, mlflow, or none. [default: tensorboard]",
+            example="tensorboard",
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would happen; start nothing.")
+    ] = False
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; what the folder holds is moved aside.")
+    ] = False
+    again: Annotated[
+        bool, typer.Option("--again", help="Train once more although this run is finished.")
+    ] = False
+    nodes: Annotated[
+        int,
+        count_option(
+            "--nodes", "Nodes that run this same command. [default: 1]", most=MAX_WORLD_SIZE,
+            example=2,
+        ),
+    ] = 1  # fmt: skip
+    rendezvous: Annotated[
+        str | None,
+        text_option(
+            "--rendezvous", "HOST:PORT", "Where several nodes meet.", example="node1:29500"
+        ),
+    ] = None
+    node_rank: Annotated[
+        str | None,
+        text_option("--node-rank", "N", "This node's number, where hosts share a name.",
+                    example="0"),
+    ] = None  # fmt: skip
+    local_addr: Annotated[
+        str | None,
+        text_option(
+            "--local-addr", "ADDRESS", "How other nodes reach this one.", example="10.0.0.2"
+        ),
+    ] = None
+    interface: Annotated[
+        str | None,
+        text_option("--interface", "NAME", "Network device between nodes.", example="ib0"),
+    ] = None
+    as_json: Json = False

@@ -1,0 +1,1 @@
+"""Scores of a model on data: loss, exact match, ROUGE, execution accuracy of SQL."""

@@ -1,0 +1,221 @@
+"""Score a model on a data file, beside the base model that it was tuned from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tightfit import __version__
+from tightfit.core.errors import InvalidInputError
+from tightfit.core.strategy import MAX_SEQ_LEN
+from tightfit.core.training import DataSource
+from tightfit.data.encode import EncodeRequest, encode_dataset
+from tightfit.data.token_store import TokenStore
+from tightfit.data.tokenizer import load_tokenizer
+from tightfit.evaluate.compare import ColumnResult, compare_columns, list_answers
+from tightfit.evaluate.generate import GenerateRequest, Watch, generate_answers
+from tightfit.evaluate.load import Contestants, gather_contestants
+from tightfit.evaluate.loss import measure_loss
+from tightfit.evaluate.metrics import Metric, Scorer, choose_metrics
+from tightfit.evaluate.questions import Asker, Question, read_questions
+from tightfit.evaluate.scores import Scores, ready_folder, write_scores
+from tightfit.evaluate.target import Target, find_target
+
+DEFAULT_BATCH = 16
+MAX_DEFAULT_NEW_TOKENS = 512
+SPARE_TOKENS = 32
+"""Beyond the longest gold answer, where the user does not say how much may be generated."""
+
+Report = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and of how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateRequest:
+    """What to score, on what, and how."""
+
+    target: str
+    """A run folder, an adapter folder, or a model."""
+    data: str
+    metrics: tuple[Metric, ...] = ()
+    """Empty: what suits the data."""
+    databases: Path | None = None
+    limit: int | None = None
+    batch: int = DEFAULT_BATCH
+    max_new_tokens: int | None = None
+    with_base: bool = True
+    template: str | None = None
+    """None: the run's own, else the tokenizer's."""
+    save_to: Path | None = None
+    """None: the run's `eval` folder; nothing is written for a model that is no run."""
+    report: Report | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """Everything known before weights are loaded."""
+
+    target: Target
+    metrics: tuple[Metric, ...]
+    store: TokenStore
+    format: str
+    questions: list[Question]
+    asker: Asker
+    scorer: Scorer
+    generation: GenerateRequest | None
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that leave room for an answer among the model's positions."""
+        most, asked = self.target.max_positions, self.generation
+        return MAX_SEQ_LEN if most is None or asked is None else max(most - asked.max_new_tokens, 1)
+
+    @property
+    def notes(self) -> list[str]:
+        """What does not show in the numbers."""
+        described, told = self.store.description, []
+        if described.num_truncated:
+            told.append(
+                f"loss: {described.num_truncated:,} rows are cut to {described.seq_len:,} tokens"
+            )
+        num_long = sum(len(item.prompt_ids) > self.longest_prompt for item in self.questions)
+        if num_long:
+            told.append(
+                f"answers: {num_long:,} prompts are too long for the model and lose their beginning"
+            )
+        return told + self.scorer.notes
+
+
+def evaluate_model(request: EvaluateRequest) -> Scores:
+    """Score it. All that can be wrong with files and data is found before weights are loaded."""
+    started = time.monotonic()
+    job = _prepare(request)
+    run = job.target.run
+    folder = request.save_to or (None if run is None else run.path / "eval")
+    if folder is not None:
+        ready_folder(folder)
+    contestants = gather_contestants(job.target, with_base=request.with_base)
+    columns = {
+        column: _measure(job, model, _told(request.report, column))
+        for column, model in contestants.models()
+    }
+    scores = _summarize(request, job, columns, contestants)
+    scores = scores.model_copy(update={"seconds": round(time.monotonic() - started, 3)})
+    if folder is None:
+        return scores
+    answers = list_answers(job.questions, columns)
+    return write_scores(scores, answers, folder, _name_of(request.data))
+
+
+def _prepare(request: EvaluateRequest) -> _Job:
+    target = find_target(request.target)
+    if request.template is not None:
+        target = replace(target, template=request.template)
+    source = DataSource(path=request.data, take=str(request.limit) if request.limit else None)
+    encoded = encode_dataset(
+        EncodeRequest(
+            sources=[source],
+            model_folder=target.tokenizer,
+            template=target.template,
+            train_on=target.train_on,
+            seq_len=target.seq_len,
+        )
+    )
+    asker = Asker(load_tokenizer(target.tokenizer), target.template)
+    data_format, questions = read_questions(source, asker)
+    metrics = request.metrics or choose_metrics(data_format, questions)
+    if not questions and set(metrics) != {Metric.LOSS}:
+        raise InvalidInputError(
+            f"{request.data} is plain text and asks for no answers.", remedy="--metric loss"
+        )
+    databases = request.databases or _databases_beside(Path(request.data).expanduser())
+    scorer = Scorer(metrics, questions, databases=databases)
+    return _Job(
+        target=target,
+        metrics=metrics,
+        store=encoded.train,
+        format=data_format,
+        questions=questions,
+        asker=asker,
+        scorer=scorer,
+        generation=_generation(request, metrics, questions, encoded.train),
+    )
+
+
+def _generation(
+    request: EvaluateRequest,
+    metrics: Sequence[Metric],
+    questions: Sequence[Question],
+    store: TokenStore,
+) -> GenerateRequest | None:
+    if set(metrics) == {Metric.LOSS}:
+        return None
+    longest = max(item.num_gold_tokens for item in questions)
+    room = min(longest + SPARE_TOKENS, max(MAX_DEFAULT_NEW_TOKENS, longest))
+    return GenerateRequest(
+        max_new_tokens=request.max_new_tokens or room,
+        stop_ids=store.description.stop_token_ids,
+        pad_id=store.description.pad_token_id,
+        batch=request.batch,
+    )
+
+
+def _measure(job: _Job, model: Any, watch: Callable[[str], Watch | None]) -> ColumnResult:
+    losses = None
+    if Metric.LOSS in job.metrics:
+        losses = measure_loss(model, job.store, watch("loss"))
+    if job.generation is None:
+        return ColumnResult(losses=losses, texts=(), scores=())
+    prompts = [item.prompt_ids[-job.longest_prompt :] for item in job.questions]
+    tokens = generate_answers(model, prompts, job.generation, watch("answers"))
+    texts = tuple(job.asker.decode(answer) for answer in tokens)
+    scores = tuple(job.scorer.score(place, text) for place, text in enumerate(texts))
+    return ColumnResult(losses=losses, texts=texts, scores=scores)
+
+
+def _summarize(
+    request: EvaluateRequest,
+    job: _Job,
+    columns: dict[str, ColumnResult],
+    contestants: Contestants,
+) -> Scores:
+    return Scores(
+        tightfit_version=__version__,
+        model=job.target.name,
+        base_model=str(job.target.base),
+        data=request.data,
+        format=job.format,
+        num_rows=len(job.questions) or len(job.store),
+        columns=tuple(columns),
+        metrics=compare_columns(columns, job.scorer.kinds),
+        template=job.store.description.template,
+        device=contestants.device_name,
+        dtype=contestants.dtype_name,
+        batch=request.batch,
+        max_new_tokens=job.generation.max_new_tokens if job.generation else 0,
+        seconds=0,
+        notes=tuple(job.notes),
+    )
+
+
+def _databases_beside(data: Path) -> Path | None:
+    """A folder `databases` beside the data file, as the demo data has it."""
+    folder = data.parent / "databases"
+    return folder if folder.is_dir() else None
+
+
+def _told(report: Report | None, column: str) -> Callable[[str], Watch | None]:
+    def of_stage(what: str) -> Watch | None:
+        if report is None:
+            return None
+        return lambda done, of: report(f"{column}: {what}", done, of)
+
+    return of_stage
+
+
+def _name_of(data: str) -> str:
+    """`test` for `data/test.jsonl.gz`."""
+    return Path(data).name.partition(".")[0] or "data"

@@ -1,0 +1,180 @@
+"""Which metrics there are, which of them suit which data, and the score of each answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.evaluate.questions import Question
+from tightfit.evaluate.sql import SqlTask, database_of, judge_answer, make_task
+from tightfit.evaluate.sql_sandbox import QueryFaultError, QueryLimits
+from tightfit.evaluate.sql_text import extract_query, find_tables
+from tightfit.evaluate.text_metrics import make_rouge, match_exactly, match_loosely
+
+_SQL_SHARE = 0.9
+_NUM_LOOKED_AT = 100
+
+
+class Metric(str, Enum):
+    """What can be measured."""
+
+    LOSS = "loss"
+    """Mean negative log-likelihood of the answers' tokens, and perplexity."""
+    EXACT = "exact"
+    """Share of answers equal to the gold text: strictly, and but for white space."""
+    ROUGE = "rouge"
+    EXECUTION = "execution"
+    """Share of SQL answers that find what the gold query finds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreKind:
+    """One number of a metric, as tables and files call it."""
+
+    name: str
+    title: str
+    is_percent: bool = True
+    is_lower_better: bool = False
+
+
+LOSS = ScoreKind(name="loss", title="loss, nats a token", is_percent=False, is_lower_better=True)
+PERPLEXITY = ScoreKind(
+    name="perplexity", title="perplexity", is_percent=False, is_lower_better=True
+)
+KINDS = {
+    Metric.EXECUTION: (ScoreKind(name="execution", title="execution accuracy"),),
+    Metric.ROUGE: (
+        ScoreKind(name="rouge1", title="ROUGE-1 F1"),
+        ScoreKind(name="rouge2", title="ROUGE-2 F1"),
+        ScoreKind(name="rougeL", title="ROUGE-L F1"),
+    ),
+    Metric.EXACT: (
+        ScoreKind(name="exact", title="exact match"),
+        ScoreKind(name="exact_words", title="exact, spaces aside"),
+    ),
+}
+"""By metric: the numbers it gives, the telling ones first."""
+
+
+def choose_metrics(data_format: str, questions: Sequence[Question]) -> tuple[Metric, ...]:
+    """What suits the data: loss always, and what its answers can be held against."""
+    if not questions:
+        return (Metric.LOSS,)
+    if data_format == "dialogue-summary":
+        return (Metric.LOSS, Metric.ROUGE)
+    if _asks_for_sql(questions):
+        return (Metric.LOSS, Metric.EXECUTION, Metric.EXACT)
+    return (Metric.LOSS, Metric.EXACT)
+
+
+def _asks_for_sql(questions: Sequence[Question]) -> bool:
+    looked_at = questions[:_NUM_LOOKED_AT]
+    num_sql = sum(
+        extract_query(item.gold) is not None
+        and (database_of(item.values) is not None or bool(find_tables(item.prompt)))
+        for item in looked_at
+    )
+    return num_sql >= _SQL_SHARE * len(looked_at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerScore:
+    """Everything measured of one answer. A score that this row cannot have is left out."""
+
+    values: dict[str, float]
+    query: str | None = None
+    problem: str | None = None
+
+
+class Scorer:
+    """Scores answers to a fixed list of questions; gold queries are run once, at the start."""
+
+    def __init__(
+        self,
+        metrics: Sequence[Metric],
+        questions: Sequence[Question],
+        *,
+        databases: Path | None,
+        limits: QueryLimits | None = None,
+    ) -> None:
+        self.notes: list[str] = []
+        self._metrics = metrics
+        self._questions = questions
+        self._limits = limits or QueryLimits()
+        self._rouge: Callable[[str, str], dict[str, float]] | None = (
+            make_rouge() if Metric.ROUGE in metrics else None
+        )
+        self._tasks: list[SqlTask | None] = []
+        if Metric.EXECUTION in metrics:
+            self._tasks = self._run_gold(databases)
+
+    @property
+    def kinds(self) -> list[ScoreKind]:
+        return [
+            kind for metric, kinds in KINDS.items() if metric in self._metrics for kind in kinds
+        ]
+
+    def score(self, place: int, answer: str) -> AnswerScore:
+        """All scores of the answer to the question at `place`."""
+        gold = self._questions[place].gold
+        values: dict[str, float] = {}
+        query = problem = None
+        if Metric.EXACT in self._metrics:
+            values["exact"] = float(match_exactly(answer, gold))
+            values["exact_words"] = float(match_loosely(answer, gold))
+        if self._rouge is not None:
+            values |= self._rouge(answer, gold)
+        task = self._tasks[place] if self._tasks else None
+        if task is not None:
+            verdict = judge_answer(task, answer, self._limits)
+            values["execution"] = float(verdict.is_right)
+            query, problem = verdict.query, verdict.problem
+        return AnswerScore(values=values, query=query, problem=problem)
+
+    def _run_gold(self, databases: Path | None) -> list[SqlTask | None]:
+        tasks: list[SqlTask | None] = []
+        faults: list[str] = []
+        for item in self._questions:
+            try:
+                task = make_task(
+                    item.values,
+                    prompt=item.prompt,
+                    gold_answer=item.gold,
+                    folder=databases,
+                    limits=self._limits,
+                )
+            except QueryFaultError as fault:
+                faults.append(f"{item.place}: {fault}")
+                tasks.append(None)
+            else:
+                tasks.append(task)
+        self._tell_of_gold([task for task in tasks if task is not None], faults)
+        return tasks
+
+    def _tell_of_gold(self, tasks: Sequence[SqlTask], faults: Sequence[str]) -> None:
+        if not tasks:
+            raise InvalidInputError(
+                f"None of the {len(faults):,} gold answers can be run as a query; "
+                f"the first, {faults[0]}.",
+                remedy="--metric exact, or name the folder of the databases with --databases",
+            )
+        if faults:
+            self.notes.append(
+                f"execution: {len(faults):,} rows are left out, their gold query cannot be run; "
+                f"the first, {faults[0]}"
+            )
+        num_synthetic = sum(task.is_synthetic for task in tasks)
+        if num_synthetic:
+            self.notes.append(
+                f"execution: {num_synthetic:,} rows name no database that is here; their queries "
+                "ran on synthetic rows, made from the CREATE TABLE statements"
+            )
+        num_empty = sum(task.finds_nothing for task in tasks)
+        if num_empty:
+            self.notes.append(
+                f"execution: in {num_empty:,} rows the gold query finds nothing, so that any "
+                "query that finds nothing counts as right"
+            )

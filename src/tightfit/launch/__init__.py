@@ -1,0 +1,1 @@
+"""Starting workers from a plan, watching them, and starting them again."""

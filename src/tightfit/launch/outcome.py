@@ -1,0 +1,214 @@
+"""How a run ended: what its workers wrote, or what their death tells where they could not."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+from collections import deque
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from tightfit.core.errors import EnvironmentFaultError, UserError
+from tightfit.launch.exits import EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE
+from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+
+_RANK_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
+_LAST_WORDS = re.compile(r"^(\w+(?:\.\w+)*(?:Error|Exception|Interrupt))(?:: (.*))?$")
+_MISSING = re.compile(r"No module named '?([\w.]+)")
+_OURS = "tightfit"
+NUM_LAST_LINES = 80
+_USER_CODES = range(UserError.exit_code, EnvironmentFaultError.exit_code + 1)
+_NO_SPACE_BYTES = 1 << 16
+"""Below this not even the state fits."""
+_OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
+"""Both count the kernel's out-of-memory kills and are readable by everyone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """What was so before the workers started, to tell their own words from older ones."""
+
+    state_mark: tuple[int, int] | None
+    log_size: int
+    num_oom_kills: int
+
+
+def look_before(run: RunFolder) -> Before:
+    size = run.log_path.stat().st_size if run.log_path.is_file() else 0
+    return Before(state_mark=_mark(run.state_path), log_size=size, num_oom_kills=count_oom_kills())
+
+
+def read_told(run: RunFolder, before: Before) -> RunState | None:
+    """The outcome that the workers wrote since; None where they said nothing final."""
+    if _mark(run.state_path) == before.state_mark:
+        return None
+    state = read_state(run)
+    is_open = state is None or state.status in (RunStatus.PREPARED, RunStatus.RUNNING)
+    return None if is_open else state
+
+
+def read_state(run: RunFolder) -> RunState | None:
+    """The run's own word; None where there is none that can be read."""
+    try:
+        return run.read_state()
+    except UserError:
+        return None
+
+
+def conclude(
+    run: RunFolder, before: Before, *, exit_code: int, asked: signal.Signals | None
+) -> RunState:
+    """What the end means where the workers left no word."""
+    last = read_lines(run.log_path, start=before.log_size)
+    code = _code_of_rank(last, exit_code)
+    if asked is not None and code in (0, -asked, 128 + asked, EXIT_REQUEUE):
+        # Before the worker listened: nothing was done that could have been saved.
+        return conclude_as(run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE)
+    if code == EXIT_OUT_OF_MEMORY:
+        return conclude_as(run, RunStatus.OUT_OF_MEMORY, exit_code=EXIT_OUT_OF_MEMORY)
+    if code < 0 or 128 < code < 160:
+        return _killed(run, before, signum=-code if code < 0 else code - 128)
+    if code in _USER_CODES:
+        return _unwritten(run, last, code=code)
+    return _died(run, last, code=code)
+
+
+def _unwritten(run: RunFolder, last: list[str], *, code: int) -> RunState:
+    """A fault of the user's that the worker could not write down, as on a disk that is full."""
+    if shutil.disk_usage(run.path).free < _NO_SPACE_BYTES:
+        return conclude_as(
+            run,
+            RunStatus.FAILED,
+            exit_code=EnvironmentFaultError.exit_code,
+            problem=f"No space left on device: the disk of {run.path} is full. "
+            "The last checkpoint is intact.",
+            remedy=f"make room (df -h {shlex.quote(str(run.path))}), then start the same command "
+            "again",
+        )
+    said = [line.split("]:")[-1].strip() for line in last]
+    problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+    remedies = [line.removeprefix("try: ") for line in said if line.startswith("try: ")]
+    if not problems or not remedies:
+        return _died(run, last, code=code)
+    return conclude_as(
+        run, RunStatus.FAILED, exit_code=code, problem=problems[-1], remedy=remedies[-1]
+    )
+
+
+def conclude_as(
+    run: RunFolder,
+    status: RunStatus,
+    *,
+    exit_code: int,
+    problem: str | None = None,
+    remedy: str | None = None,
+) -> RunState:
+    """The last known state with another ending."""
+    held = read_state(run)
+    return RunState(
+        status=status,
+        step=held.step if held else 0,
+        num_steps=held.num_steps if held else 0,
+        problem=problem,
+        remedy=remedy,
+        exit_code=exit_code,
+        updated_at=datetime.now(timezone.utc).isoformat(),
+    )
+
+
+def _killed(run: RunFolder, before: Before, *, signum: int) -> RunState:
+    held = read_state(run)
+    at = f" at step {held.step} of {held.num_steps}" if held and held.num_steps else ""
+    name = signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
+    again = "start the same command again    (it goes on from the last checkpoint)"
+    if signum != signal.SIGKILL:
+        problem = f"A worker died of {name}{at}; {run.log_path} has its last words."
+        return conclude_as(run, RunStatus.FAILED, exit_code=EXIT_BUG, problem=problem, remedy=again)
+    if count_oom_kills() > before.num_oom_kills:
+        return _out_of_host_memory(run, at)
+    return conclude_as(
+        run,
+        RunStatus.FAILED,
+        exit_code=UserError.exit_code,
+        problem=f"A worker was killed (SIGKILL){at}: by hand, by the batch system, or by the "
+        "kernel for want of host memory (sudo dmesg | grep -i oom tells).",
+        remedy=again,
+    )
+
+
+def _out_of_host_memory(run: RunFolder, at: str) -> RunState:
+    """On a CPU a smaller plan helps; beside a GPU it is another memory that ran out."""
+    if run.read_plan().hardware.node.gpu.is_cpu:
+        return conclude_as(run, RunStatus.OUT_OF_MEMORY, exit_code=EXIT_OUT_OF_MEMORY)
+    return conclude_as(
+        run,
+        RunStatus.FAILED,
+        exit_code=EnvironmentFaultError.exit_code,
+        problem=f"The kernel ended a worker{at}: the machine ran out of host memory.",
+        remedy="free host memory, or plan without offload: --set offload=none",
+    )
+
+
+def _died(run: RunFolder, last: list[str], *, code: int) -> RunState:
+    """An exit without a word: an import that failed, or a bug."""
+    words = [found for line in last if (found := _LAST_WORDS.match(line.split("]: ")[-1].strip()))]
+    kind, said = (words[-1].group(1), words[-1].group(2) or "") if words else ("", "")
+    missing = _MISSING.search(said)
+    if missing is not None and missing.group(1).split(".")[0] != _OURS:
+        return conclude_as(
+            run,
+            RunStatus.FAILED,
+            exit_code=EnvironmentFaultError.exit_code,
+            problem=f"Training needs the package {missing.group(1)}, which is not installed.",
+            remedy="pip install 'tightfit[train]'",
+        )
+    why = f"{kind}: {said[:300]}" if kind else f"exit code {code}, without a message"
+    return conclude_as(
+        run,
+        RunStatus.FAILED,
+        exit_code=EXIT_BUG,
+        problem=f"The worker failed: {why}.",
+        remedy=f"less {shlex.quote(str(run.log_path))}    (has the whole story)",
+    )
+
+
+def _code_of_rank(last: list[str], exit_code: int) -> int:
+    """torchrun says 1 whatever happened; its summary names the first rank that failed."""
+    if exit_code != 1:
+        return exit_code
+    found = [int(match.group(1)) for line in last if (match := _RANK_EXIT.search(line))]
+    return found[-1] if found else exit_code
+
+
+def read_lines(path: Path, *, start: int) -> list[str]:
+    """The last lines that were written after `start`."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(start)
+            lines = deque(stream, maxlen=NUM_LAST_LINES)
+    except OSError:
+        return []
+    return [line.decode(errors="replace").rstrip() for line in lines]
+
+
+def count_oom_kills() -> int:
+    """Kills by the kernel for want of memory, in this container and on this machine."""
+    total = 0
+    for path in _OOM_COUNTERS:
+        try:
+            text = path.read_text()
+        except OSError:
+            continue
+        total += sum(int(found) for found in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE))
+    return total
+
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_mtime_ns

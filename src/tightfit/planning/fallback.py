@@ -1,0 +1,152 @@
+"""After an out-of-memory: the same training in less memory, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tightfit import __version__
+from tightfit.core.strategy import Loss, Offload, Sharding, Strategy
+from tightfit.core.units import render_bytes
+from tightfit.estimate.disk import DEFAULT_CHECKPOINTS
+from tightfit.estimate.job import HOST_SHARE_FRACTION, estimate_job
+from tightfit.estimate.result import Estimate
+from tightfit.planning.assume import assume_host
+from tightfit.planning.case import Case
+from tightfit.planning.cost import estimate_cost
+from tightfit.planning.plan import Plan
+from tightfit.planning.request import describe_recomputing
+from tightfit.planning.rules import find_first_violation, find_warnings
+from tightfit.planning.sift import name_share
+
+_CHEAPER_LOSSES = {
+    Loss.PLAIN: (Loss.CHUNKED, Loss.FUSED),
+    Loss.KERNEL: (Loss.CHUNKED, Loss.FUSED),
+    Loss.CHUNKED: (Loss.FUSED,),
+}
+_TORCH_LADDER = (
+    (Sharding.FSDP, Offload.NONE),
+    (Sharding.FSDP, Offload.ALL),
+)
+_ZERO_LADDER = (
+    (Sharding.ZERO2, Offload.NONE),
+    (Sharding.ZERO3, Offload.NONE),
+    (Sharding.ZERO2, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.ALL),
+)
+
+
+def list_fallbacks(plan: Plan) -> list[Plan]:
+    """Plans for the same training that need less and less memory; what costs least time first.
+
+    Smaller micro-batches with more accumulation, then recomputing, first of half the layers,
+    then a loss that holds less of the logits, then sharding and offload by the same engine,
+    whose checkpoints the run goes on from. Each keeps the step before it, is legal, and is
+    predicted to need less; the sequences of a step, the method and the number formats stay.
+    """
+    found: list[Plan] = []
+    strategy, estimate = plan.strategy, _estimate(plan, plan.strategy)
+    for kind in (_list_smaller_batches, _list_recomputing, _list_losses, _list_shardings):
+        for fields in kind(plan, strategy):
+            smaller = strategy.model_copy(update=fields)
+            if not _is_legal(plan, smaller):
+                continue
+            less = _estimate(plan, smaller)
+            saved = estimate.gpu.peak_reserved_bytes - less.gpu.peak_reserved_bytes
+            if saved <= 0 or not _fits_host(less):
+                continue
+            change = f"{_describe(smaller, fields)}: -{render_bytes(saved)}"
+            share = name_share(plan.hardware.node)
+            found.append(_replan(plan, smaller, less, f"after out of memory, {change} {share}"))
+            strategy, estimate = smaller, less
+    return found
+
+
+def _list_smaller_batches(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    """Halved, or as near to it as divides the batch evenly."""
+    size, sequences = strategy.micro_batch, strategy.micro_batch * strategy.grad_accum
+    while size > 1:
+        size = next(part for part in range(size // 2, 0, -1) if sequences % part == 0)
+        yield {"micro_batch": size, "grad_accum": sequences // size}
+
+
+def _list_recomputing(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    num_layers = plan.model.num_layers
+    half = -(-num_layers // 2)
+    if strategy.count_recomputed(num_layers) < half < num_layers:
+        yield {"checkpointing": True, "recomputed_layers": half}
+    yield {"checkpointing": True, "recomputed_layers": None}
+
+
+def _list_losses(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    for loss in _CHEAPER_LOSSES.get(strategy.loss, ()):
+        yield {"loss": loss}
+
+
+def _list_shardings(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    ladder = _ZERO_LADDER if strategy.sharding.is_zero else _TORCH_LADDER
+    for sharding, offload in ladder:
+        is_moved = offload is not Offload.NONE
+        if is_moved and plan.hardware.node.gpu.is_cpu:
+            continue
+        if is_moved or strategy.world_size > 1:
+            yield {"sharding": sharding, "offload": offload}
+
+
+def _describe(strategy: Strategy, fields: dict[str, Any]) -> str:
+    if "micro_batch" in fields:
+        return f"micro-batch {strategy.micro_batch} x {strategy.grad_accum}"
+    if "checkpointing" in fields:
+        return describe_recomputing(strategy)
+    if "loss" in fields:
+        return f"{strategy.loss.value} loss"
+    moved = f", offload {strategy.offload.value}" if strategy.offload is not Offload.NONE else ""
+    return f"{strategy.sharding.value}{moved}"
+
+
+def _is_legal(plan: Plan, strategy: Strategy) -> bool:
+    hardware = plan.hardware
+    case = Case(
+        spec=plan.model, strategy=strategy, node=hardware.node, num_nodes=hardware.num_nodes
+    )
+    return find_first_violation(case) is None
+
+
+def _fits_host(estimate: Estimate) -> bool:
+    capacity = estimate.host.capacity_bytes
+    return capacity is None or estimate.host.peak_bytes <= HOST_SHARE_FRACTION * capacity
+
+
+def _estimate(plan: Plan, strategy: Strategy) -> Estimate:
+    training = plan.training
+    return estimate_job(
+        spec=plan.model,
+        strategy=strategy,
+        node=assume_host(plan.hardware.node),
+        network_bytes_per_second=plan.hardware.network_bytes_per_second,
+        profile=plan.data,
+        num_checkpoints=DEFAULT_CHECKPOINTS if training is None else training.keep_checkpoints,
+    )
+
+
+def _replan(plan: Plan, strategy: Strategy, estimate: Estimate, why: str) -> Plan:
+    hardware = plan.hardware
+    case = Case(
+        spec=plan.model, strategy=strategy, node=hardware.node, num_nodes=hardware.num_nodes
+    )
+    return plan.model_copy(
+        update={
+            "tightfit_version": __version__,
+            "strategy": strategy,
+            "estimate": estimate,
+            "cost": estimate_cost(
+                gpu=hardware.node.gpu,
+                num_gpus=strategy.world_size,
+                estimate=estimate,
+                num_epochs=plan.num_epochs,
+            ),
+            "why": (why,),
+            "warnings": tuple(warning.reason for warning in find_warnings(case)),
+        }
+    )

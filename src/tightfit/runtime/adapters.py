@@ -1,0 +1,188 @@
+"""Adapters: attach LoRA to a base model as the plan says, or read trained ones back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError, UsageError
+from tightfit.core.strategy import ALL_LINEAR, Strategy
+from tightfit.core.suggest import did_you_mean
+from tightfit.core.training import Training
+from tightfit.runtime.devices import torch_dtype
+from tightfit.runtime.quiet import silence_libraries
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training) -> PeftModel:
+    """The model with fresh adapters as its only trained values, in `strategy.adapter_dtype`.
+
+    B starts at zero, so the model's answers are the base model's until the first step.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    silence_libraries()
+    targets = strategy.lora_targets
+    if targets != (ALL_LINEAR,):
+        _check_targets(model, targets)
+    is_seq2seq = bool(model.config.is_encoder_decoder)
+    tying = _tie_copies(model) if strategy.train_embeddings else {}
+    make_config: Any = LoraConfig  # its annotations lag behind: alpha may be a fraction
+    config = make_config(
+        task_type=TaskType.SEQ_2_SEQ_LM if is_seq2seq else TaskType.CAUSAL_LM,
+        r=strategy.lora_rank,
+        lora_alpha=training.scale_alpha(strategy.lora_rank),
+        lora_dropout=strategy.lora_dropout,
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
+        use_rslora=training.rslora,
+        use_dora=strategy.dora,
+        modules_to_save=embedding_names(model) if strategy.train_embeddings else None,
+        bias="none",
+        fan_in_fan_out=_has_transposed(model),
+        **tying,
+    )
+    # peft would raise 16-bit adapters to fp32 by itself; the plan has counted their bytes.
+    adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=False)
+    _cast_trained(adapted, strategy)
+    return adapted
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, *, is_trainable: bool = False) -> PeftModel:
+    """The model with the adapter that lies in `folder`, in the dtype it was saved in."""
+    from peft import PeftModel
+
+    silence_libraries()
+    _check_adapter_files(folder)
+    try:
+        adapted: PeftModel = PeftModel.from_pretrained(
+            model,
+            str(folder),
+            is_trainable=is_trainable,
+            autocast_adapter_dtype=False,
+            local_files_only=True,
+        )
+    except (RuntimeError, ValueError, KeyError, TypeError) as fault:
+        raise InvalidInputError(
+            f"The adapter in {folder} does not fit this model: {str(fault).splitlines()[0]}",
+            remedy="load it on the base model it was trained on: see its adapter_config.json",
+        ) from fault
+    return adapted
+
+
+def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = None) -> None:
+    """Write peft's files. `state` stands in for values that live in shards.
+
+    The embedding layers are written when they were trained and not otherwise; left to
+    itself, peft asks the hub whether the vocabulary has grown.
+    """
+    config: Any = model.peft_config["default"]
+    model.save_pretrained(
+        str(folder),
+        state_dict=state,
+        save_embedding_layers=bool(config.modules_to_save),
+        safe_serialization=True,
+    )
+
+
+def embedding_names(model: PreTrainedModel) -> list[str]:
+    """Last names of the modules that hold the vocabulary: embeddings, and the head unless tied."""
+    kept = [model.get_input_embeddings()]
+    head = _head(model)
+    if head is not None and not _is_tied(model):
+        kept.append(head)
+    wanted = {id(module) for module in kept}
+    names = [name for name, module in model.named_modules() if id(module) in wanted]
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def num_trained(model: nn.Module) -> int:
+    """Values that receive a gradient."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings()
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    head = _head(model)
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _has_transposed(model: nn.Module) -> bool:
+    """GPT-2's layers store their matrix the other way round, unless it has been packed."""
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+def _tie_copies(model: PreTrainedModel) -> dict[str, Any]:
+    """One trained copy for embeddings and head where the model has one matrix for both."""
+    from peft import LoraConfig
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
+
+    is_known = set(embedding_names(model)) <= set(EMBEDDING_LAYER_NAMES)
+    if model.config.is_encoder_decoder or (_is_tied(model) and not is_known):
+        raise UsageError(
+            f"{model.config.model_type} uses one matrix in several places, and peft would train "
+            "a copy of one of them alone.",
+            remedy="--set train_embeddings=false, or --method full",
+        )
+    if not _is_tied(model):
+        return {}
+    if "ensure_weight_tying" not in LoraConfig.__dataclass_fields__:
+        raise EnvironmentFaultError(
+            "The model has one matrix for embeddings and head, and this peft would train two.",
+            remedy="pip install -U peft",
+        )
+    return {"ensure_weight_tying": True}
+
+
+def _cast_trained(model: nn.Module, strategy: Strategy) -> None:
+    """Adapters in the plan's dtype. Trained embeddings stay as the base has them, save in fp16,
+    whose gradients the scaler does not take."""
+    adapter = torch_dtype(strategy.adapter_dtype)
+    embedding = torch_dtype(Dtype.FP32) if strategy.compute is Dtype.FP16 else None
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            dtype = adapter if "lora_" in name else embedding
+            parameter.data = parameter.data.to(dtype or parameter.dtype)
+
+
+def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+    """Every target must name a module; peft is content when one of them does."""
+    names = [name for name, _ in model.named_modules() if name]
+    known = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()})
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise UsageError(
+                f"The model has no module `{target}`.{did_you_mean(target, known)}",
+                remedy=f"--set lora_targets={ALL_LINEAR}",
+            )
+
+
+def _check_adapter_files(folder: Path) -> None:
+    from tightfit.runtime.weight_files import find_safetensors_fault
+
+    settings = folder / "adapter_config.json"
+    if not settings.is_file():
+        raise NotFoundError(
+            f"{folder} holds no adapter: it has no adapter_config.json.",
+            remedy="name a folder that a run has left: RUN/adapter",
+        )
+    try:
+        json.loads(settings.read_bytes())
+    except ValueError as fault:
+        raise InvalidInputError(
+            f"{settings} is not JSON: {fault}.", remedy="copy the adapter again"
+        ) from fault
+    weights = folder / "adapter_model.safetensors"
+    problem = find_safetensors_fault(weights)
+    if problem is not None:
+        raise InvalidInputError(f"{weights} {problem}.", remedy="copy the adapter again")

@@ -1,0 +1,1 @@
+"""The training loop, its one step, and everything that keeps a run alive."""

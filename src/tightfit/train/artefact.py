@@ -1,0 +1,127 @@
+"""The result of a run: an adapter in peft's format, or a model in transformers'."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.files import write_atomic
+from tightfit.core.strategy import Method
+from tightfit.ledger.run_folder import RunFolder
+from tightfit.planning.plan import Plan
+from tightfit.runtime.adapters import save_adapter
+from tightfit.runtime.devices import torch_dtype
+from tightfit.train.checkpoint import PARTIAL
+from tightfit.train.companions import write_companions
+from tightfit.train.place import Place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def write_artefact(run: RunFolder, engine: Any, plan: Plan, place: Place) -> Path:
+    """Write `adapter/` or `model/`, whole or not at all; all ranks together, rank 0 writes."""
+    is_adapter = plan.strategy.method is Method.LORA
+    folder = run.adapter_path if is_adapter else run.model_path
+    state: dict[str, Tensor] = engine.trained_state()
+    if place.is_first:
+        try:
+            _write_whole(run, folder, engine.model, state, plan)
+        except OSError as fault:
+            raise EnvironmentFaultError(
+                f"Cannot write {str(folder)!r}: {fault.strerror or fault}.",
+                remedy="make room, then start the same command again: the last checkpoint holds "
+                "what was learnt",
+            ) from fault
+    place.barrier()
+    return folder
+
+
+def choose_saved_dtype(plan: Plan) -> Dtype:
+    """The dtype of a saved model: as trained, but fp32 master weights go back to the base's own."""
+    weights = plan.strategy.weights
+    if weights is not Dtype.FP32:
+        return weights
+    stored = plan.model.stored_dtype
+    return Dtype.BF16 if stored is None or stored.is_quantized else stored
+
+
+def _write_whole(
+    run: RunFolder, folder: Path, model: Any, state: dict[str, Tensor], plan: Plan
+) -> None:
+    assert plan.training is not None
+    base = Path(plan.training.model_path)
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if plan.strategy.method is Method.LORA:
+        _write_adapter(partial, model, state, base)
+    else:
+        _write_model(partial, model, state, choose_saved_dtype(plan))
+        _settle_config(partial, base, choose_saved_dtype(plan))
+    write_companions(run, base, partial)
+    for path in (*partial.iterdir(), partial):
+        _sync(path)
+    if folder.exists():
+        old = folder.with_name(folder.name + ".old" + PARTIAL)
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(folder)
+    _sync(folder.parent)
+
+
+def _write_adapter(folder: Path, model: Any, state: dict[str, Tensor], base: Path) -> None:
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    save_adapter(model, folder, state)
+    # peft's card is a form to fill in, and says nothing that the run's report does not.
+    (folder / "README.md").unlink(missing_ok=True)
+
+
+def _write_model(folder: Path, model: Any, state: dict[str, Tensor], dtype: Dtype) -> None:
+    import transformers
+
+    make_settings: Any = transformers.GenerationConfig
+    wanted = torch_dtype(dtype)
+    cast = {name: value.to(wanted) for name, value in state.items()}
+    state.clear()
+    for name, buffer in model.state_dict().items():
+        # What is kept but not trained: the few families with persistent buffers.
+        if name not in cast and name in _buffer_names(model):
+            cast[name] = buffer.detach().cpu()
+    # Some models carry settings that transformers refuses to write; the base's file is copied.
+    kept, model.generation_config = model.generation_config, make_settings()
+    try:
+        model.save_pretrained(str(folder), state_dict=cast, max_shard_size="5GB")
+    finally:
+        model.generation_config = kept
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def _buffer_names(model: Any) -> set[str]:
+    return {name for name, _ in model.named_buffers()}
+
+
+def _settle_config(folder: Path, base: Path, dtype: Dtype) -> None:
+    """Undo what training changed: the cache was off, and the live model may be fp32."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(torch_dtype(dtype)).removeprefix("torch.")
+    config["use_cache"] = json.loads((base / "config.json").read_text()).get("use_cache", True)
+    write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,208 @@
+"""Checkpoints: folders that are whole or not there, `step-000040` for the state after step 40."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.files import write_atomic
+from tightfit.core.strategy import Sharding
+from tightfit.ledger.run_folder import RunFolder
+from tightfit.train.place import Place
+
+PARTIAL = ".partial"
+_WHOLE_NAME = re.compile(r"step-(\d{6,})")
+_PROGRESS = "progress.json"
+_STREAM_FAULT = "inline_container"
+"""torch's zip writer, which tells of a short write without saying why."""
+_DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
+
+
+class Progress(BaseModel):
+    """How far the run had come; the last file written into a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: NonNegativeInt
+    """Optimizer steps done."""
+    num_steps: NonNegativeInt = 0
+    world_size: PositiveInt
+    sharding: Sharding
+    files: dict[str, int] = {}
+    """Bytes of every other file: one that was cut short later is noticed."""
+
+
+def write_checkpoint(
+    run: RunFolder,
+    engine: Any,
+    progress: Progress,
+    place: Place,
+    keep: int,
+    *,
+    alone: bool = False,
+) -> Path:
+    """Save the engine's state as the newest checkpoint, then drop all but the `keep` newest.
+
+    All ranks together, unless `alone`: then this rank by itself, while the others
+    may hang or be dead. Killed at any moment, it leaves the checkpoint before it.
+    """
+    folder = run.checkpoints_path / f"step-{progress.step:06d}"
+    partial = folder.with_name(folder.name + (f".rank{place.rank}" if alone else "") + PARTIAL)
+    writes = alone or place.is_first
+    is_needed = writes and _open_partial(folder, partial)
+    if not alone:
+        is_needed = _told_by_first(is_needed)
+    if not is_needed:
+        return folder
+    try:
+        engine.save_state(partial, alone=True) if alone else engine.save_state(partial)
+        if writes:
+            _seal(partial, progress)
+            _publish(partial, folder)
+    except BaseException as fault:
+        _give_up(partial, fault, writes=writes)
+        raise
+    if writes:
+        prune_checkpoints(run, keep=keep)
+    if not alone:
+        place.barrier()
+    return folder
+
+
+def find_checkpoint(run: RunFolder) -> Path | None:
+    """The newest whole checkpoint."""
+    return next((folder for folder in _list_newest_first(run) if _is_whole(folder)), None)
+
+
+def read_progress(folder: Path) -> Progress:
+    path = folder / _PROGRESS
+    try:
+        return Progress.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as fault:
+        raise InvalidInputError(
+            f"{path} cannot be read: {str(fault).splitlines()[0]}.",
+            remedy=f"remove {folder}; the checkpoint before it is used then",
+        ) from fault
+
+
+def prune_checkpoints(run: RunFolder, *, keep: int) -> None:
+    """Remove all but the newest whole ones, and what was left half written or half removed."""
+    kept = [folder for folder in _list_newest_first(run) if _is_whole(folder)][:keep]
+    for folder in run.checkpoints_path.iterdir():
+        if folder in kept:
+            continue
+        if folder.name.endswith(PARTIAL):
+            shutil.rmtree(folder, ignore_errors=True)
+        elif _WHOLE_NAME.fullmatch(folder.name):
+            doomed = folder.with_name(folder.name + ".old" + PARTIAL)
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _list_newest_first(run: RunFolder) -> list[Path]:
+    try:
+        names = [path.name for path in run.checkpoints_path.iterdir()]
+    except FileNotFoundError:
+        return []
+    steps = {int(match[1]): name for name in names if (match := _WHOLE_NAME.fullmatch(name))}
+    return [run.checkpoints_path / steps[step] for step in sorted(steps, reverse=True)]
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        progress = read_progress(folder)
+        return all((folder / name).stat().st_size == size for name, size in progress.files.items())
+    except (InvalidInputError, OSError):
+        return False
+
+
+def _open_partial(folder: Path, partial: Path) -> bool:
+    """An empty folder to write into; False where the checkpoint is there already."""
+    if _is_whole(folder):
+        return False
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as fault:
+        raise _cannot_save(partial, fault) from fault
+    return True
+
+
+def _told_by_first(is_needed: bool) -> bool:
+    """Rank 0's word: file systems do not show every node the same thing at the same time."""
+    if not dist.is_initialized():
+        return is_needed
+    word: list[bool] = [is_needed]
+    dist.broadcast_object_list(word, src=0)
+    return word[0]
+
+
+def _seal(partial: Path, progress: Progress) -> None:
+    """Note what is there, and have all of it on the disk."""
+    paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    for path in paths:
+        _sync(path)
+    files = {str(path.relative_to(partial)): path.stat().st_size for path in paths}
+    whole = progress.model_copy(update={"files": files})
+    write_atomic(partial / _PROGRESS, whole.model_dump_json(indent=2) + "\n")
+    for folder in {path.parent for path in paths}:
+        _sync(folder)
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    if folder.exists():
+        # Not whole, or `_open_partial` would have said so; or another rank was faster.
+        if _is_whole(folder):
+            shutil.rmtree(partial)
+            return
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _give_up(partial: Path, fault: BaseException, *, writes: bool) -> None:
+    """Free the space that a failed checkpoint holds, and name the disk where it is to blame."""
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+    cause = _find_disk_fault(fault)
+    if cause is not None:
+        raise _cannot_save(partial, cause) from fault
+
+
+def _find_disk_fault(fault: BaseException) -> OSError | None:
+    """The system's complaint inside what torch raises; it packs one fault per rank."""
+    if isinstance(fault, CheckpointException):
+        inner = [failure[0] for failure in fault.failures.values()]
+        return next((found for each in inner if (found := _find_disk_fault(each))), None)
+    if isinstance(fault, OSError):
+        return fault if fault.errno in _DISK_FAULTS else None
+    before = fault.__cause__ or fault.__context__
+    found = None if before is None else _find_disk_fault(before)
+    if found is None and isinstance(fault, RuntimeError) and _STREAM_FAULT in str(fault):
+        return OSError(errno.ENOSPC, "torch could not write all of it, as on a full disk")
+    return found
+
+
+def _cannot_save(folder: Path, fault: OSError) -> EnvironmentFaultError:
+    return EnvironmentFaultError(
+        f"Cannot write the checkpoint {str(folder)!r}: {fault.strerror or fault}. "
+        "The one before it is intact.",
+        remedy=f"make room (df -h {folder.parent.parent}), then start the same command again",
+    )

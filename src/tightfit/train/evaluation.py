@@ -1,0 +1,67 @@
+"""Loss on the held-back rows while training goes on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tightfit.data.token_store import TokenStore
+from tightfit.ledger.metrics import EvalRecord
+from tightfit.train.agreement import sum_over_ranks
+from tightfit.train.batches import Batch, Collate, count_trained, without_loss
+from tightfit.train.loader import to_device
+from tightfit.train.place import Place
+
+_MAX_LOSS = 80.0
+"""Its exponential still fits into a JSON number that people can read."""
+
+
+class Evaluation:
+    """One pass over a store, its rows dealt to all ranks in batches of like length."""
+
+    def __init__(
+        self, store: TokenStore, collate: Collate, *, micro_batch: int, place: Place
+    ) -> None:
+        self._store = store
+        self._collate = collate
+        self._micro_batch = micro_batch
+        self._place = place
+        self._is_encoder_decoder = store.description.is_encoder_decoder
+
+    def run(self, engine: Any, step: int) -> EvalRecord:
+        """Mean loss per trained token after `step` steps."""
+        start = time.perf_counter()
+        engine.module.eval()
+        loss_sum, num_trained = 0.0, 0
+        try:
+            with torch.no_grad(), engine.autocast():
+                for batch in self._batches():
+                    num_trained += count_trained(batch, is_encoder_decoder=self._is_encoder_decoder)
+                    loss_sum += float(engine.module(**to_device(batch, self._place)))
+        finally:
+            engine.module.train()
+        total, count = sum_over_ranks(loss_sum, num_trained, device=self._place.device)
+        loss = total / max(1.0, count)
+        return EvalRecord(
+            step=step,
+            loss=loss,
+            perplexity=math.exp(min(loss, _MAX_LOSS)),
+            num_trained_tokens=int(count),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _batches(self) -> Iterator[Batch]:
+        """This rank's batches; every rank has as many, the last ones perhaps without loss."""
+        order = sorted(range(len(self._store)), key=lambda row: -int(self._store.lengths[row]))
+        size = self._micro_batch
+        chunks = [order[at : at + size] for at in range(0, len(order), size)]
+        num_rounds = -(-len(chunks) // self._place.world_size)
+        for turn in range(num_rounds):
+            at = turn * self._place.world_size + self._place.rank
+            chunk = chunks[min(at, len(chunks) - 1)]
+            batch = self._collate([[self._store.row(row)] for row in chunk])
+            yield batch if at < len(chunks) else without_loss(batch)

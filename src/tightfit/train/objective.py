@@ -1,0 +1,105 @@
+"""Objective: a model and what it is trained for, as one module; a batch in, its summed loss out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tightfit.core.strategy import Loss
+from tightfit.estimate.logits import CHUNKS
+from tightfit.train.batches import IGNORED
+
+_LOGIT_CHANGES = (
+    "logit_scale",
+    "logits_scaling",
+    "mup_width_multiplier",
+    "output_multiplier_scale",
+)
+"""Config fields of families that change the head's output; their own forward does it then."""
+
+
+class Objective(nn.Module):
+    """The sum of the cross-entropies of a batch's trained tokens.
+
+    The head is applied to trained positions alone: prompts and padding cost no
+    logits. A sum, not a mean, so that micro-batches and ranks add up to the loss of
+    the whole step, each token with the same weight. DDP and FSDP wrap this module,
+    so that head and loss run inside the wrapped forward.
+    """
+
+    def __init__(self, model: Any, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
+        model = _unwrap(self.model)
+        if model.config.is_encoder_decoder:
+            decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
+            logits = self.model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits
+            return self._sum_losses(logits[labels != IGNORED], labels[labels != IGNORED])
+        wanted = labels[:, 1:] != IGNORED
+        targets = labels[:, 1:][wanted]
+        if not has_plain_head(model):
+            logits = self.model(**inputs, use_cache=False).logits[:, :-1]
+            return self._sum_losses(logits[wanted], targets)
+        backbone = getattr(model, model.base_model_prefix)
+        hidden = backbone(**inputs, use_cache=False).last_hidden_state[:, :-1][wanted]
+        return self._from_hidden(model, hidden, targets)
+
+    def _from_hidden(self, model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+        head = model.get_output_embeddings()
+        softcap = getattr(model.config, "final_logit_softcapping", None)
+        if self._loss is Loss.FUSED:
+            return _fused_loss(head, hidden, targets, softcap)
+        logits = head(hidden)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return self._sum_losses(logits, targets)
+
+    def _sum_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not len(targets):
+            # Nothing to learn here, yet every parameter must take part in the backward pass.
+            return logits.float().sum() * 0.0
+        if self._loss is Loss.KERNEL:
+            from liger_kernel.transformers import LigerCrossEntropyLoss
+
+            summed: Tensor = LigerCrossEntropyLoss(reduction="sum")(logits.float(), targets)
+            return summed
+        if self._loss is Loss.CHUNKED:
+            return _chunked_loss(logits, targets)
+        return cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def has_plain_head(model: Any) -> bool:
+    """Whether logits are the head's output on the backbone's, a soft cap apart."""
+    config = model.config
+    changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
+    backbone = getattr(model, model.base_model_prefix, None)
+    return not changed and backbone is not None and backbone is not model
+
+
+def _unwrap(model: Any) -> Any:
+    """The transformers model inside peft's."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _chunked_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The upcast to fp32 a slice at a time."""
+    pairs = zip(logits.chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
+    losses = [cross_entropy(part.float(), wanted, reduction="sum") for part, wanted in pairs]
+    return torch.stack(losses).sum()
+
+
+def _fused_loss(head: Any, hidden: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+    """Head and loss a slice at a time in one kernel; the logits never exist whole."""
+    if not len(targets):
+        return (head.weight.sum() + hidden.sum()) * 0.0
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap)
+    summed: Tensor = loss(head.weight, hidden, targets, getattr(head, "bias", None))
+    return summed

@@ -1,0 +1,54 @@
+"""The optimizer that a strategy names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
+
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.strategy import Optimizer as Kind
+from tightfit.core.training import Training
+
+MOMENTUM = 0.9
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], kind: Kind, training: Training
+) -> Optimizer:
+    """Over what is trained; norms and biases (vectors) are not decayed."""
+    trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if _is_matrix(p)], "weight_decay": training.weight_decay},
+        {"params": [p for p in trained if not _is_matrix(p)], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    rate = training.learning_rate
+    if kind is Kind.ADAMW:
+        return AdamW(groups, lr=rate, fused=True)
+    if kind is Kind.ADAMW_FOREACH:
+        return AdamW(groups, lr=rate, foreach=True)
+    if kind is Kind.SGD_MOMENTUM:
+        return SGD(groups, lr=rate, momentum=MOMENTUM)
+    if kind is Kind.ADAFACTOR:
+        return Adafactor(groups, lr=rate)
+    return _build_8bit(groups, rate, is_paged=kind is Kind.ADAMW_PAGED_8BIT)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    """A parameter that ZeRO-3 has partitioned is flat, and tells its shape apart."""
+    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+
+
+def _build_8bit(groups: list[dict[str, Any]], rate: float, *, is_paged: bool) -> Optimizer:
+    try:
+        from bitsandbytes import optim
+    except ImportError as fault:
+        raise EnvironmentFaultError(
+            "The plan's 8-bit optimizer needs bitsandbytes, which is not installed.",
+            remedy="pip install bitsandbytes, or --set optimizer=adamw",
+        ) from fault
+    made: Optimizer = (optim.PagedAdamW8bit if is_paged else optim.AdamW8bit)(groups, lr=rate)
+    return made

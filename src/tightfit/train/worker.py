@@ -1,0 +1,195 @@
+"""`python -m tightfit.train.worker RUN`: one process of a training job, alone or under torchrun."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tightfit.core.errors import UserError
+from tightfit.core.training import Training
+from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+from tightfit.planning.plan import Plan
+
+EXIT_REQUEUE = 75
+"""Saved and stopped on request; start it again (BSD's EX_TEMPFAIL)."""
+EXIT_OUT_OF_MEMORY = 76
+EXIT_BUG = 70
+_FIRST_FAULT_SECONDS = 3.0
+"""A rank that loses a neighbour waits so long for the neighbour to say why."""
+
+
+def main(argv: list[str]) -> int:
+    """Run or resume the job of a run folder; the exit code is in docs/exit-codes.md."""
+    from tightfit.runtime.quiet import silence_libraries
+    from tightfit.train.signals import StopRequest
+
+    silence_libraries()
+    asked = StopRequest()
+    asked.listen()
+    run = RunFolder(path=Path(argv[0]))
+    attempt = _Attempt(run, asked)
+    try:
+        code = attempt.go()
+    except UserError as fault:
+        return attempt.fail(fault.problem, fault.remedy, fault.exit_code)
+    except BaseException as fault:
+        from tightfit.runtime.devices import is_out_of_memory
+
+        if not is_out_of_memory(fault):
+            return attempt.fail_unforeseen(fault)
+        fault.__traceback__ = None  # its frames hold the tensors that filled the device
+    else:
+        return code
+    return attempt.run_out_of_memory()
+
+
+class _Attempt:
+    """One start of the worker: what it has built so far, and how it ends."""
+
+    def __init__(self, run: RunFolder, asked: Any) -> None:
+        self._run = run
+        self._asked = asked
+        self._loop: Any = None
+        self._state_before = self._read_state()
+
+    def go(self) -> int:
+        from tightfit.train.artefact import write_artefact
+        from tightfit.train.assemble import assemble, cap_memory
+        from tightfit.train.place import leave, take_place
+
+        plan, training = _read_plan(self._run)
+        place = take_place(on_cpu=plan.hardware.node.gpu.is_cpu)
+        cap_memory(place.device)
+        loop = self._loop = assemble(self._run, plan, training, place, self._asked)
+        is_finished = loop.go()
+        if is_finished:
+            write_artefact(self._run, loop.engine, plan, place)
+        code = 0 if is_finished else EXIT_REQUEUE
+        status = RunStatus.FINISHED if is_finished else RunStatus.STOPPED
+        loop.diary.set_state(status, loop.step, exit_code=code)
+        loop.diary.close()
+        leave()
+        return code
+
+    def run_out_of_memory(self) -> int:
+        """Keep what has been learnt where this rank holds all of it, and say what happened."""
+        if self._loop is not None:
+            self._free()
+            self._keep_progress()
+        problem = f"Out of memory after step {self._count_saved()}."
+        remedy = "tightfit train goes on with a smaller plan by itself; start it again"
+        return self.fail(problem, remedy, EXIT_OUT_OF_MEMORY, status=RunStatus.OUT_OF_MEMORY)
+
+    def _free(self) -> None:
+        import torch
+
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _keep_progress(self) -> None:
+        """Save alone, unless the state is spread over ranks or half updated."""
+        loop = self._loop
+        is_whole = not loop.plan.strategy.sharding.shards_optimizer
+        if is_whole and not loop.engine.is_updating and loop.step > loop.saved_step:
+            loop.engine.optimizer.zero_grad(set_to_none=True)
+            try:
+                loop.save_alone()
+            except Exception:
+                traceback.print_exc()
+
+    def fail_unforeseen(self, fault: BaseException) -> int:
+        traceback.print_exception(fault)
+        text = str(fault).strip().splitlines()
+        where = f"{type(fault).__name__}: {text[0] if text else 'no message'}"
+        if _is_lost_neighbour(fault):
+            time.sleep(_FIRST_FAULT_SECONDS)
+            return self.fail(
+                f"Another process of the job was lost ({where[:200]}).",
+                "start the same command again: it resumes from the last checkpoint",
+                1,
+            )
+        remedy = f"see {self._run.log_path}; it is a bug worth reporting"
+        return self.fail(f"Training failed with {where[:300]}.", remedy, EXIT_BUG)
+
+    def fail(
+        self, problem: str, remedy: str, code: int, *, status: RunStatus = RunStatus.FAILED
+    ) -> int:
+        """Write the reason, unless another rank has written the first one."""
+        from tightfit.train.diary import now
+
+        print(f"error: {problem}\n  try: {remedy}", file=sys.stderr, flush=True)
+        if self._is_told():
+            return code
+        with suppress(UserError):  # a disk that is full: the exit code has to do
+            self._run.write_state(
+                RunState(
+                    status=status,
+                    step=self._count_saved(),
+                    num_steps=self._count_steps(),
+                    problem=problem,
+                    remedy=remedy,
+                    exit_code=code,
+                    pid=os.getpid(),
+                    host=socket.gethostname(),
+                    updated_at=now(),
+                )
+            )
+        return code
+
+    def _count_saved(self) -> int:
+        """Steps in the newest checkpoint, which this attempt may not have come to load."""
+        if self._loop is not None:
+            return max(0, int(self._loop.saved_step))
+        from tightfit.train.checkpoint import find_checkpoint, read_progress
+
+        folder = find_checkpoint(self._run)
+        return 0 if folder is None else read_progress(folder).step
+
+    def _count_steps(self) -> int:
+        if self._loop is not None:
+            return int(self._loop.num_steps)
+        return 0 if self._state_before is None else self._state_before.num_steps
+
+    def _is_told(self) -> bool:
+        """By another rank of this attempt; an older one's reason is no longer the reason."""
+        state = self._read_state()
+        is_final = state and state.status in (RunStatus.FAILED, RunStatus.OUT_OF_MEMORY)
+        return bool(is_final) and state != self._state_before
+
+    def _read_state(self) -> RunState | None:
+        try:
+            return self._run.read_state()
+        except UserError:
+            return None
+
+
+def _read_plan(run: RunFolder) -> tuple[Plan, Training]:
+    plan = run.read_plan()
+    if plan.training is None:
+        raise UserError(
+            f"{run.plan_path} says what would run, but not on which data.",
+            remedy="tightfit train RECIPE.YAML",
+        )
+    return plan, plan.training
+
+
+def _is_lost_neighbour(fault: BaseException) -> bool:
+    words = ("connection closed", "connection reset", "nccl", "gloo", "broken pipe", "timed out")
+    text = str(fault).lower()
+    return isinstance(fault, RuntimeError) and any(word in text for word in words)
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Leaving normally would wait for threads and ranks that may never answer.
+    os._exit(exit_code)

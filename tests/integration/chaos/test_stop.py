@@ -1,0 +1,86 @@
+"""Asked to stop: save, leave with 75, go on with the same command, on as many processes as there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from chaos_jobs import Job, wait_for
+
+NUM_STEPS = 40
+REQUEUE = 75
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path, data: Path) -> Job:
+    job = make_job(tmp_path_factory.mktemp("undisturbed"), model, data)
+    job.finish()
+    return job
+
+
+def make_job(home: Path, model: Path, data: Path) -> Job:
+    """No checkpoint but the one of the stop."""
+    changes = {"max_steps": NUM_STEPS, "save_every": 1000}
+    return Job(home=home, model=model, data=data, changes=changes).write()
+
+
+def stop(job: Job, kind: signal.Signals, *options: str, after: int) -> None:
+    process = job.start(*options)
+    assert wait_for(lambda: job.last_step() >= after, process), job.log()
+    os.kill(process.pid, kind)
+    said, _ = process.communicate(timeout=120)
+
+    assert process.returncode == REQUEUE, said + job.log()
+    state = job.state()
+    assert state["status"] == "stopped"
+    assert state["exit_code"] == REQUEUE
+    assert after <= state["step"] < NUM_STEPS, "it was to be stopped on its way"
+    assert state["step"] == job.last_step()
+    assert job.checkpoints()[-1] == f"step-{state['step']:06d}"
+
+
+def test_one_process(tmp_path: Path, undisturbed: Job) -> None:
+    job = make_job(tmp_path, undisturbed.model, undisturbed.data)
+
+    stop(job, signal.SIGTERM, after=2)
+    stop(job, signal.SIGUSR1, after=job.last_step() + 2)
+    job.finish()
+
+    assert job.losses() == undisturbed.losses()
+    assert job.state()["status"] == "finished"
+
+
+def test_two_then_one_then_two_in_shards(tmp_path: Path, undisturbed: Job) -> None:
+    """DDP, one process, FSDP: another number of processes deals the same rows differently."""
+    job = make_job(tmp_path, undisturbed.model, undisturbed.data)
+
+    stop(job, signal.SIGUSR1, "--on", "2xcpu", after=2)
+    assert read_strategy(job)["sharding"] == "ddp"
+    stop(job, signal.SIGTERM, "--on", "2xcpu", after=job.last_step() + 2)
+    stop(job, signal.SIGTERM, "--on", "cpu", after=job.last_step() + 2)
+    assert read_strategy(job)["sharding"] == "single"
+    stop(job, signal.SIGTERM, "--on", "2xcpu", after=job.last_step() + 2)
+    assert read_strategy(job)["sharding"] == "ddp"
+    shard(job)
+    job.finish("--on", "2xcpu")
+
+    assert read_strategy(job)["sharding"] == "fsdp"
+    assert sorted(job.losses()) == list(range(1, NUM_STEPS + 1))
+    assert job.losses() == pytest.approx(undisturbed.losses(), abs=1e-4)
+    assert "DTensor" not in job.log()
+
+
+def read_strategy(job: Job) -> dict[str, object]:
+    found: dict[str, object] = json.loads((job.run / "plan.json").read_text())["strategy"]
+    return found
+
+
+def shard(job: Job) -> None:
+    """As the launcher does it when memory runs out on both ranks."""
+    path = job.run / "plan.json"
+    plan = json.loads(path.read_text())
+    plan["strategy"]["sharding"] = "fsdp"
+    path.write_text(json.dumps(plan))

@@ -1,0 +1,283 @@
+"""One process of the sharding tests, alone or under torchrun: runs its part, writes what it saw.
+
+python shard_worker.py PART FOLDER
+python -m torch.distributed.run --nproc-per-node 2 shard_worker.py PART FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from shard_cases import NUM_STEPS, Trainer, make_plan, quiet
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tightfit.core.errors import UserError
+from tightfit.core.strategy import Method, Sharding
+from tightfit.data.token_store import TokenStore
+from tightfit.ledger.run_folder import RunFolder
+from tightfit.runtime.layers import decoder_layers
+from tightfit.train.build import build_engine
+from tightfit.train.checkpoint import Progress, find_checkpoint, read_progress, write_checkpoint
+from tightfit.train.place import Place, leave, take_place
+from tightfit.train.sharding import Sharder
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "ddp": {"sharding": "ddp"},
+    "ddp-accumulated": {"sharding": "ddp", "micro_batch": 1},
+    "fsdp": {"sharding": "fsdp"},
+    "fsdp-accumulated": {"sharding": "fsdp", "micro_batch": 1, "checkpointing": True},
+    "fsdp-grad-op": {"sharding": "fsdp-grad-op", "micro_batch": 1},
+    "fsdp-hybrid": {"sharding": "fsdp-hybrid"},
+    "fsdp-offload": {"sharding": "fsdp", "offload": "all", "micro_batch": 1},
+}
+METHODS = ("full", "lora")
+FIRST_STOP, SECOND_STOP = 8, 14
+
+
+class Part:
+    """What one launch does, and the notes it leaves."""
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self.folder = folder
+        self.place = place
+        self.store = TokenStore(folder / "store" / "train")
+        self.notes: dict[str, Any] = {}
+
+    def plan(self, model: str = "model", **changes: Any) -> Any:
+        return make_plan(self.folder / model, gpus_per_node=self.place.world_size, **changes)
+
+    def trainer(self, model: str = "model", **changes: Any) -> Trainer:
+        return Trainer(self.plan(model, **changes), self.store, self.place)
+
+    def keep(self, name: str, trainer: Trainer, losses: list[float]) -> None:
+        state = trainer.engine.trained_state()
+        assert bool(state) == self.place.is_first
+        self.notes[name] = {"losses": losses}
+        if self.place.is_first:
+            save_file(state, self.folder / f"{name}.safetensors")
+
+    def run(self, name: str) -> RunFolder:
+        return RunFolder(path=self.folder / f"run-{name}")
+
+    def save(self, name: str, trainer: Trainer, step: int) -> None:
+        progress = Progress(
+            step=step,
+            num_steps=NUM_STEPS,
+            world_size=self.place.world_size,
+            sharding=trainer.plan.strategy.sharding,
+        )
+        write_checkpoint(self.run(name), trainer.engine, progress, self.place, 2)
+
+    def resume(self, name: str, trainer: Trainer) -> int:
+        folder = find_checkpoint(self.run(name))
+        assert folder is not None
+        trainer.engine.load_state(folder)
+        return read_progress(folder).step
+
+
+def single(part: Part) -> None:
+    """The reference: one process, one batch per step, and two micro-batches."""
+    for method in METHODS:
+        for name, micro_batch in (("one-batch", 4), ("single", 2)):
+            trainer = part.trainer(method=method, micro_batch=micro_batch)
+            part.keep(f"{method}-{name}", trainer, trainer.train(0, NUM_STEPS))
+
+
+def many(part: Part) -> None:
+    """Every sharding, full and LoRA; a checkpoint on the way of two of them."""
+    part.notes["memory"] = _load_large(part)
+    for method in METHODS:
+        for name, changes in SHARDED.items():
+            trainer = part.trainer(method=method, **changes)
+            wrapping = _describe_wrapping(trainer)
+            losses = trainer.train(0, FIRST_STOP)
+            if name == ("fsdp" if method == "full" else "ddp"):
+                part.save(method, trainer, FIRST_STOP)
+            losses += trainer.train(FIRST_STOP, NUM_STEPS)
+            part.keep(f"{method}-{name}", trainer, losses)
+            part.notes[f"{method}-{name}"]["wrapping"] = wrapping
+    part.notes["overflow"] = _overflow_on_one_rank(part)
+    part.notes["packed"] = _pack(part)
+
+
+def resume_alone(part: Part) -> None:
+    """From two ranks to one."""
+    for method in METHODS:
+        trainer = part.trainer(method=method)
+        assert part.resume(method, trainer) == FIRST_STOP
+        part.notes[method] = trainer.train(FIRST_STOP, SECOND_STOP)
+        part.save(method, trainer, SECOND_STOP)
+
+
+def resume_on_three(part: Part) -> None:
+    """From one rank to three, each method with the sharding that it did not start with."""
+    for method, sharding in (("full", "ddp"), ("lora", "fsdp")):
+        trainer = part.trainer(method=method, sharding=sharding)
+        assert part.resume(method, trainer) == SECOND_STOP
+        part.keep(f"{method}-resumed", trainer, trainer.train(SECOND_STOP, NUM_STEPS))
+
+
+def _describe_wrapping(trainer: Trainer) -> dict[str, Any]:
+    """What torch says of the module, not what the plan says."""
+    module: nn.Module = trainer.engine.module
+    trained = [p for p in module.parameters() if p.requires_grad]
+    layers = decoder_layers(module)
+    batches, _ = trainer.batches(0)
+    loss = module(**batches[0])
+    # After the forward pass a layer's weights are shards again, or still whole.
+    is_kept = not isinstance(next(layers[0].parameters()), DTensor)
+    loss.backward()
+    trainer.engine.optimizer.zero_grad(set_to_none=True)
+    first: Any = trained[0]
+    is_sharded = isinstance(first, DTensor)
+    group = getattr(module, "_get_fsdp_state", lambda: None)()
+    policy = None if group is None else type(group._fsdp_param_group.offload_policy).__name__
+    return {
+        "is_ddp": isinstance(module, DistributedDataParallel),
+        "num_fsdp_modules": sum(isinstance(part, FSDPModule) for part in module.modules()),
+        "all_sharded": all(isinstance(p, DTensor) for p in module.parameters()),
+        "none_sharded": not any(isinstance(p, DTensor) for p in module.parameters()),
+        "placements": str(first.placements) if is_sharded else "",
+        "mesh_shape": list(first.device_mesh.shape) if is_sharded else [],
+        "local_share": first.to_local().numel() / first.numel() if is_sharded else 1.0,
+        "keeps_gathered": is_kept,
+        "offload": policy,
+        "device": first.device.type,
+    }
+
+
+def _overflow_on_one_rank(part: Part) -> dict[str, Any]:
+    """fp16: an infinity in the last rank's shard alone; all must skip and lower their scale."""
+    trainer = part.trainer(sharding="fsdp", compute="fp16")
+    engine = trainer.engine
+    trainer.train(0, 2)
+    before = engine.scaler.get_scale()
+    kept = [_local(p).clone() for p in engine.module.parameters()]
+    batches, _ = trainer.batches(2)
+    engine.backward(engine.module(**batches[0]))
+    if part.place.rank == part.place.world_size - 1:
+        _local(next(engine.module.parameters()).grad)[0] = float("inf")
+    update = engine.update(1e-2)
+    same = [
+        torch.equal(a, _local(b)) for a, b in zip(kept, engine.module.parameters(), strict=True)
+    ]
+    return {
+        "is_skipped": update.is_skipped,
+        "scale_fraction": engine.scaler.get_scale() / before,
+        "is_unchanged": all(same),
+        "losses": trainer.train(3, 5),
+    }
+
+
+def _pack(part: Part) -> dict[str, Any]:
+    """nf4: sharded as replicated; and refused where sharding spoils the scales."""
+    packed = {"method": Method.LORA, "weights": "nf4"}
+    notes: dict[str, Any] = {}
+    for sharding in (Sharding.DDP, Sharding.FSDP):
+        trainer = part.trainer(sharding=sharding, **packed)
+        notes[sharding.value] = trainer.train(0, 5)
+        codes = [p for p in trainer.engine.module.parameters() if p.dtype is torch.uint8]
+        notes[f"{sharding.value}-codes"] = [len(codes), sum(isinstance(p, DTensor) for p in codes)]
+    shard_layer: Callable[..., None] = Sharder.shard_layer
+
+    def spoil(self: Sharder, layer: nn.Module) -> None:
+        shard_layer(self, layer)
+        states: list[Any] = [getattr(part, "quant_state", None) for part in layer.modules()]
+        for state in filter(None, states):
+            state.absmax = state.absmax.roll(1)
+
+    Sharder.shard_layer = spoil  # type: ignore[method-assign]
+    try:
+        build_engine(part.plan(sharding=Sharding.FSDP, **packed), part.place)
+        notes["refusal"] = None
+    except UserError as fault:
+        notes["refusal"] = [fault.problem, fault.remedy]
+    finally:
+        Sharder.shard_layer = shard_layer  # type: ignore[method-assign]
+    return notes
+
+
+def _load_large(part: Part) -> dict[str, Any]:
+    """Peak memory that loading a model of some size adds to this process."""
+    # Libraries that load with the first model are no part of what the second one costs.
+    build_engine(part.plan(sharding="fsdp"), part.place)
+    plan = part.plan("large", sharding="fsdp")
+    with _Peak() as peak:
+        engine = build_engine(plan, part.place)
+    whole = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    peaks: list[Any] = [None] * part.place.world_size
+    dist.all_gather_object(peaks, peak.num_bytes)
+    return {"model_bytes": whole, "peak_bytes": peaks}
+
+
+class _Peak:
+    """The most memory of its own that the process has held, beyond what it held at the start.
+
+    Pages of mapped files do not count: the system takes them back when it needs them.
+    """
+
+    def __enter__(self) -> _Peak:
+        self._start = self._most = self._read()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._most - self._start
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.002):
+            self._most = max(self._most, self._read())
+
+    def _read(self) -> int:
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+PARTS = {
+    "single": single,
+    "many": many,
+    "resume-alone": resume_alone,
+    "resume-on-three": resume_on_three,
+}
+
+
+def main(name: str, folder: Path) -> None:
+    quiet()
+    part = Part(folder, take_place(on_cpu=True))
+    PARTS[name](part)
+    path = folder / f"{name}.{part.place.rank}.json"
+    path.write_text(json.dumps(part.notes))
+    part.place.barrier()
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,174 @@
+"""What the ZeRO runs and their reference share: a tiny model, its plans, its batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Method, Offload, Sharding, Strategy
+from tightfit.core.training import Schedule, Training
+from tightfit.estimate.job import estimate_job
+from tightfit.hardware.cpu import CpuReading, describe_cpu
+from tightfit.hardware.types import Node
+from tightfit.models.config import read_config_file
+from tightfit.planning.plan import Plan, PlanHardware
+from tightfit.train.batches import IGNORED, Batch
+from tightfit.train.schedule import learning_rate_at
+from tightfit.train.step import StepPlan, mix_seed, train_step
+
+NUM_RANKS = 2
+NUM_MICRO = 2
+NUM_STEPS = 20
+SAVED_AT = 10
+VOCAB = 128
+MICRO_BATCH = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way of running the same job."""
+
+    sharding: Sharding
+    method: Method
+    offload: Offload = Offload.NONE
+    compute: Dtype = Dtype.FP32
+    checkpointing: bool = False
+    num_ranks: int = NUM_RANKS
+
+    @property
+    def name(self) -> str:
+        parts = (self.sharding.value, self.offload.value, self.method.value, self.compute.value)
+        return "-".join(parts) + ("-checkpointed" if self.checkpointing else "")
+
+
+_SHARDED = (
+    (Sharding.ZERO1, Offload.NONE),
+    (Sharding.ZERO1, Offload.OPTIMIZER),
+    (Sharding.ZERO2, Offload.NONE),
+    (Sharding.ZERO2, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.NONE),
+    (Sharding.ZERO3, Offload.OPTIMIZER),
+    (Sharding.ZERO3, Offload.ALL),
+)
+CASES = tuple(
+    Case(
+        sharding=sharding,
+        offload=offload,
+        method=method,
+        checkpointing=(method is Method.LORA) != (offload is Offload.OPTIMIZER),
+    )
+    for method in (Method.FULL, Method.LORA)
+    for sharding, offload in _SHARDED
+)
+_RESUMED = {
+    (Sharding.ZERO1, Offload.NONE, Method.LORA),
+    (Sharding.ZERO2, Offload.OPTIMIZER, Method.FULL),
+    (Sharding.ZERO3, Offload.NONE, Method.FULL),
+    (Sharding.ZERO3, Offload.ALL, Method.LORA),
+}
+RESUMED = tuple(case for case in CASES if (case.sharding, case.offload, case.method) in _RESUMED)
+
+
+def write_model(folder: Path) -> None:
+    """A tiny Llama with tied embeddings, in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    model: Any = LlamaForCausalLM
+    model(config).save_pretrained(folder)
+
+
+def make_plan(folder: Path, case: Case) -> Plan:
+    """A plan for processes on a CPU, as the planner would hand it to a worker."""
+    spec = read_config_file(folder / "config.json", name="tiny")
+    strategy = Strategy(
+        method=case.method,
+        weights=case.compute,
+        compute=case.compute,
+        adapter_dtype=case.compute,
+        lora_rank=4,
+        micro_batch=MICRO_BATCH,
+        grad_accum=NUM_MICRO * NUM_RANKS // case.num_ranks,
+        seq_len=24,
+        checkpointing=case.checkpointing,
+        sharding=case.sharding,
+        offload=case.offload,
+        gpus_per_node=case.num_ranks,
+    )
+    node = Node(gpu=_cpu(), num_gpus=case.num_ranks, host_memory_bytes=8 * 2**30)
+    return Plan(
+        tightfit_version="0",
+        model=spec,
+        strategy=strategy,
+        hardware=PlanHardware(group="cpu", node=node, num_nodes=1, source="words"),
+        data=None,
+        num_epochs=1.0,
+        effective_batch=MICRO_BATCH * NUM_MICRO * NUM_RANKS,
+        estimate=estimate_job(spec=spec, strategy=strategy, node=node),
+        cost=None,
+        training=make_training(folder),
+        why=(),
+    )
+
+
+def make_training(folder: Path) -> Training:
+    """Clipping and decay both bite, so that a fault in either shows."""
+    return Training(
+        model_path=str(folder),
+        learning_rate=3e-3,
+        schedule=Schedule.COSINE,
+        warmup_fraction=0.1,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        seed=7,
+    )
+
+
+def make_batches(step: int) -> list[Batch]:
+    """All micro-batches of a step, over all ranks, each with its own number of trained tokens."""
+    draw = torch.Generator().manual_seed(1000 + step % 4)
+    batches = []
+    for number in range(NUM_MICRO * NUM_RANKS):
+        tokens = torch.randint(0, VOCAB, (MICRO_BATCH, 16 + number), generator=draw)
+        labels = tokens.clone()
+        labels[:, : 3 + 2 * number] = IGNORED
+        mask = torch.ones_like(tokens)
+        batches.append({"input_ids": tokens, "labels": labels, "attention_mask": mask})
+    return batches
+
+
+def run_step(engine: Any, step: int, training: Training, *, rank: int, num_ranks: int) -> Any:
+    """One step on this rank's share."""
+    batches = make_batches(step)
+    mine = batches[rank::num_ranks]
+    plan = StepPlan(
+        num_trained_tokens=count_trained(batches),
+        learning_rate=learning_rate_at(step, NUM_STEPS, training),
+        seeds=tuple(mix_seed(training.seed, step, number, rank) for number in range(len(mine))),
+    )
+    return train_step(engine, mine, plan)
+
+
+def count_trained(batches: list[Batch]) -> int:
+    return sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+
+
+def _cpu() -> Any:
+    from tightfit.hardware.machine import read_machine
+
+    chip = CpuReading(model="made up", hz=2e9, flags=frozenset({"avx2"}))
+    return describe_cpu(read_machine(), chip)

@@ -1,0 +1,305 @@
+"""The whole evaluation on a tiny model: columns, files, differences, faults."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eval_models import write_llama, write_sql_rows
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from made_runs import make_plan
+from tightfit.cli.app import main
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError
+from tightfit.core.training import Training
+from tightfit.evaluate.evaluate import EvaluateRequest, evaluate_model
+from tightfit.evaluate.intervals import estimate_interval
+from tightfit.evaluate.metrics import Metric
+from tightfit.evaluate.scores import AnswerRow, Scores
+from tightfit.ledger.run_folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def sql_rows(tmp_path: Path) -> Path:
+    return write_sql_rows(tmp_path)
+
+
+@pytest.fixture
+def run(llama: Path, tmp_path: Path) -> RunFolder:
+    """A finished LoRA run whose adapter visibly changes the model."""
+    folder = RunFolder(path=tmp_path / "run")
+    folder.path.mkdir()
+    training = Training(model_path=str(llama), learning_rate=1e-3)
+    plan = make_plan()
+    strategy = plan.strategy.model_copy(update={"seq_len": 96})
+    folder.write_plan(plan.model_copy(update={"training": training, "strategy": strategy}))
+    base = AutoModelForCausalLM.from_pretrained(llama)
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "down_proj"]))
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(str(folder.adapter_path))
+    return folder
+
+
+def read_answers(scores: Scores) -> list[AnswerRow]:
+    assert scores.answers_path is not None
+    lines = Path(scores.answers_path).read_text().splitlines()
+    return [AnswerRow.model_validate_json(line) for line in lines]
+
+
+def loss_by_library(model: Any, folder: Path, rows: Path) -> float:
+    """Token-weighted loss on the answers, with the template written out by hand."""
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_file=str(folder / "tokenizer.json"))
+    total, count = 0.0, 0
+    for line in rows.read_text().splitlines():
+        row = json.loads(line)
+        asked = f"{row['question']}\n\n{row['context']}"
+        prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+        before = tokenizer(prompt).input_ids
+        answer = tokenizer(row["answer"] + "<|im_end|>").input_ids
+        labels = torch.tensor([[-100] * len(before) + answer])
+        with torch.no_grad():
+            loss = model(input_ids=torch.tensor([before + answer]), labels=labels).loss
+        total, count = total + float(loss) * len(answer), count + len(answer)
+    return total / count
+
+
+def test_a_run_is_scored_beside_its_base(run: RunFolder, llama: Path, sql_rows: Path) -> None:
+    scores = evaluate_model(EvaluateRequest(target=str(run.path), data=str(sql_rows)))
+
+    assert scores.columns == ("base", "tuned")
+    assert [metric.name for metric in scores.metrics] == [
+        "execution", "exact", "exact_words", "loss", "perplexity",
+    ]  # fmt: skip
+    auto: Any = AutoModelForCausalLM
+    base = auto.from_pretrained(llama).eval()
+    expected = loss_by_library(base, llama, sql_rows)
+    tuned = PeftModel.from_pretrained(base, run.adapter_path).eval()
+    expected_tuned = loss_by_library(tuned, llama, sql_rows)
+    loss = scores.metric("loss")
+    assert loss is not None
+    assert loss.difference is not None
+    assert loss.scores["base"].value == pytest.approx(expected, rel=1e-4)
+    assert loss.scores["tuned"].value == pytest.approx(expected_tuned, rel=1e-4)
+    assert loss.difference.value == pytest.approx(expected_tuned - expected, rel=1e-3)
+    perplexity = scores.metric("perplexity")
+    assert perplexity is not None
+    assert perplexity.scores["tuned"].value == pytest.approx(math.exp(expected_tuned), rel=1e-3)
+
+
+def test_answers_are_kept_for_people(run: RunFolder, sql_rows: Path) -> None:
+    scores = evaluate_model(EvaluateRequest(target=str(run.path), data=str(sql_rows)))
+
+    saved = Scores.model_validate_json((run.path / "eval" / "test.json").read_bytes())
+    assert saved == scores
+    rows = read_answers(scores)
+    assert len(rows) == 4
+    assert rows[1].gold == "SELECT COUNT(*) FROM pets WHERE age > 3"
+    assert rows[1].prompt.startswith("Question 1?\n\nCREATE TABLE")
+    assert any(row.answers["base"].text != row.answers["tuned"].text for row in rows)
+    execution = scores.metric("execution")
+    assert execution is not None
+    assert execution.num_rows == 3
+    assert "execution" not in rows[2].answers["base"].scores
+    assert any("1 rows are left out" in note and "line 3" in note for note in scores.notes)
+    assert any("synthetic rows" in note for note in scores.notes)
+
+
+def test_gold_answers_score_full_marks(
+    llama: Path, sql_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tightfit.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(llama)
+    gold = [json.loads(line)["answer"] for line in sql_rows.read_text().splitlines()]
+    gold[3] = "SELECT  MAX(age)\nFROM pets"
+    monkeypatch.setattr(
+        "tightfit.evaluate.evaluate.generate_answers",
+        lambda *_: [tokenizer.encode(text) for text in gold],
+    )
+
+    scores = evaluate_model(
+        EvaluateRequest(target=str(llama), data=str(sql_rows), save_to=tmp_path / "out")
+    )
+
+    assert scores.columns == ("model",)
+    values = {metric.name: metric.scores["model"].value for metric in scores.metrics}
+    assert (values["execution"], values["exact"], values["exact_words"]) == (1.0, 0.75, 1.0)
+    assert scores.metrics[0].difference is None
+    assert scores.metrics[0].scores["model"].low < 1.0, "three rows prove no certainty"
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([{"text": "abc def " * 9}] * 3, ["loss", "perplexity"]),
+        (
+            [{"dialogue": "A: hi\nB: ho", "summary": "They greet."}] * 2,
+            ["rouge1", "rouge2", "rougeL", "loss", "perplexity"],
+        ),
+        (
+            [{"instruction": "Say a.", "input": "", "output": "a"}] * 2,
+            ["exact", "exact_words", "loss", "perplexity"],
+        ),
+        (
+            [{"question": "Who?", "context": "Ann came.", "answer": "Ann"}] * 2,
+            ["exact", "exact_words", "loss", "perplexity"],
+        ),
+    ],
+)
+def test_metrics_by_format(
+    llama: Path, tmp_path: Path, rows: list[dict[str, str]], names: list[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | {"n": n}) + "\n" for n, row in enumerate(rows)))
+
+    scores = evaluate_model(EvaluateRequest(target=str(llama), data=str(path), max_new_tokens=4))
+
+    assert [metric.name for metric in scores.metrics] == names
+
+
+def test_limit_takes_the_first_rows(llama: Path, sql_rows: Path) -> None:
+    scores = evaluate_model(
+        EvaluateRequest(
+            target=str(llama),
+            data=str(sql_rows),
+            limit=2,
+            metrics=(Metric.EXACT,),
+            max_new_tokens=4,
+        )
+    )
+
+    assert scores.num_rows == 2
+    assert [metric.name for metric in scores.metrics] == ["exact", "exact_words"]
+
+
+def test_prompts_beyond_the_models_positions_are_told_of(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "x!" * 700, "completion": "y"}, {"prompt": "x", "completion": "y"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    scores = evaluate_model(
+        EvaluateRequest(
+            target=str(llama), data=str(path), metrics=(Metric.EXACT,), max_new_tokens=4
+        )
+    )
+
+    assert any("1 prompts are too long" in note for note in scores.notes)
+
+
+def test_a_run_without_an_adapter_says_so(run: RunFolder, sql_rows: Path) -> None:
+    (run.adapter_path / "adapter_config.json").unlink()
+
+    with pytest.raises(NotFoundError, match="has not left a tuned adapter"):
+        evaluate_model(EvaluateRequest(target=str(run.path), data=str(sql_rows)))
+
+
+def test_a_place_that_cannot_be_written_is_found_first(
+    llama: Path, sql_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tightfit.evaluate.evaluate.gather_contestants", lambda *_, **__: pytest.fail("loaded")
+    )
+    (tmp_path / "file").touch()
+
+    with pytest.raises(EnvironmentFaultError, match="Cannot write scores"):
+        evaluate_model(
+            EvaluateRequest(target=str(llama), data=str(sql_rows), save_to=tmp_path / "file" / "x")
+        )
+
+
+def test_plain_text_answers_nothing(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "abc def"}) + "\n")
+
+    with pytest.raises(InvalidInputError, match="asks for no answers"):
+        evaluate_model(EvaluateRequest(target=str(llama), data=str(path), metrics=(Metric.EXACT,)))
+
+
+def test_a_missing_database_is_found_before_anything_is_loaded(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "tightfit.evaluate.evaluate.gather_contestants", lambda *_, **__: pytest.fail("loaded")
+    )
+    path = tmp_path / "rows.jsonl"
+    row = {"db_id": "zoo", "question": "How many?", "context": "", "answer": "SELECT 1"}
+    path.write_text(json.dumps(row) + "\n")
+    (tmp_path / "databases").mkdir()
+
+    with pytest.raises(NotFoundError, match="no database `zoo`"):
+        evaluate_model(EvaluateRequest(target=str(llama), data=str(path)))
+
+
+def test_the_command_shows_before_and_after(
+    run: RunFolder, sql_rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["eval", str(run.path), "--data", str(sql_rows), "--max-new-tokens", "4"]
+
+    assert main(argv) == 0
+    shown, told = capsys.readouterr()
+    assert main([*argv, "--no-base", "--metric", "loss", "--json"]) == 0
+    as_json = json.loads(capsys.readouterr().out)
+
+    lines = shown.splitlines()
+    assert any("base" in line and "tuned" in line and "difference" in line for line in lines)
+    assert any(line.startswith("execution accuracy") and "%" in line for line in lines)
+    assert "test-answers.jsonl" in told
+    assert as_json["columns"] == ["tuned"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        ([], "No data", 2),
+        (["--data", "x.jsonl", "--metric", "rogue"], "Did you mean `rouge`", 2),
+        (["--data", "x.jsonl", "--metric", "auto", "--metric", "loss"], "by itself", 2),
+        (["--data", "x.jsonl", "--set", "packing=true"], "only the template", 2),
+        (["--data", "x.jsonl", "--databases", "nowhere"], "no folder 'nowhere'", 3),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl", 3),
+        (["--data", "x.jsonl", "--limit", "0"], "--limit", 2),
+    ],
+)
+def test_faults_of_the_command(
+    llama: Path, words: list[str], said: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(llama), *words]) == code
+    error = capsys.readouterr().err
+    assert said in error
+    assert "try:" in error
+
+
+def test_the_interval_agrees_with_the_normal_one() -> None:
+    values = np.random.default_rng(0).random(400)
+    spread = 1.96 * values.std() / math.sqrt(len(values))
+
+    interval = estimate_interval(values)
+
+    assert interval.value == pytest.approx(values.mean())
+    assert interval.low == pytest.approx(values.mean() - spread, abs=0.2 * spread)
+    assert interval.high == pytest.approx(values.mean() + spread, abs=0.2 * spread)
+
+
+def test_weights_make_a_ratio_of_sums() -> None:
+    interval = estimate_interval(np.array([10.0, 1.0]), np.array([2.0, 10.0]))
+
+    assert interval.value == pytest.approx(11 / 12)

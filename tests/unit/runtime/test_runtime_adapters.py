@@ -1,0 +1,187 @@
+"""Adapters: as many values as the estimate says, in the dtype asked for, and back from disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import model_folder
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
+from tightfit.core.strategy import Attention, Strategy
+from tightfit.core.training import Training
+from tightfit.estimate.weights import num_trainable
+from tightfit.models.resolve import resolve_model
+from tightfit.runtime.adapters import add_adapters, load_adapter, num_trained, save_adapter
+from tightfit.runtime.load import LoadRequest, load_base
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 19)[None]
+TRAINING = Training(model_path="model", learning_rate=1e-4)
+
+
+def load(folder: Path, strategy: Strategy) -> Any:
+    return load_base(folder, LoadRequest.from_strategy(strategy, is_packed=False), CPU)
+
+
+def eager(family: str) -> dict[str, Any]:
+    """gemma2 caps its logits, which sdpa cannot."""
+    return {"attention": Attention.EAGER} if family == "gemma2" else {}
+
+
+def fp32(**fields: Any) -> Strategy:
+    defaults = {"weights": Dtype.FP32, "compute": Dtype.FP32, "adapter_dtype": Dtype.FP32}
+    return Strategy(**(defaults | fields))
+
+
+def answer(model: Any) -> torch.Tensor:
+    extra = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    model.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=IDS, **extra).logits
+    return logits
+
+
+FAMILIES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gemma3")
+COUNTED = [(f, x) for f in FAMILIES for x in ({}, {"train_embeddings": True}, {"lora_rank": 3})]
+COUNTED += [("gpt2", {}), ("t5", {}), ("t5", {"lora_rank": 3})]
+
+
+@pytest.mark.parametrize(("family", "fields"), COUNTED)
+def test_as_many_trained_values_as_estimated(family: str, fields: dict[str, Any]) -> None:
+    folder = model_folder(family)
+    strategy = fp32(**fields, **eager(family))
+    model = add_adapters(load(folder, strategy), strategy, TRAINING)
+
+    assert num_trained(model) == num_trainable(resolve_model(str(folder)), strategy)
+
+
+def test_named_targets_alone() -> None:
+    folder = model_folder("llama")
+    strategy = fp32(lora_targets=("q_proj", "down_proj"))
+    model = add_adapters(load(folder, strategy), strategy, TRAINING)
+    trained = {n.split(".lora_")[0] for n, p in model.named_parameters() if p.requires_grad}
+
+    assert len(trained) == 4
+    assert {name.rpartition(".")[2] for name in trained} == {"q_proj", "down_proj"}
+    assert num_trained(model) == num_trainable(resolve_model(str(folder)), strategy)
+
+
+def test_a_target_that_does_not_exist() -> None:
+    strategy = fp32(lora_targets=("q_proj", "w_proj"))
+    with pytest.raises(UsageError, match="no module `w_proj`"):
+        add_adapters(load(model_folder("llama"), strategy), strategy, TRAINING)
+
+
+@pytest.mark.parametrize("base", [Dtype.BF16, Dtype.NF4])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(Dtype.FP32, torch.float32), (Dtype.BF16, torch.bfloat16)]
+)
+def test_adapters_have_the_asked_dtype(base: Dtype, dtype: Dtype, expected: torch.dtype) -> None:
+    strategy = Strategy(
+        weights=base, adapter_dtype=dtype, train_embeddings=base is Dtype.BF16, dora=True
+    )
+    model = add_adapters(load(model_folder("llama"), strategy), strategy, TRAINING)
+
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    assert {dtype for name, dtype in trained.items() if "lora_" in name} == {expected}
+    others = {dtype for name, dtype in trained.items() if "lora_" not in name}
+    assert others == ({torch.bfloat16} if base is Dtype.BF16 else set())
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+    assert frozen == {torch.bfloat16} | ({torch.uint8} if base is Dtype.NF4 else set())
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "t5"])
+def test_fresh_adapters_change_no_answer(family: str) -> None:
+    strategy = fp32(train_embeddings=family.startswith("llama"), dora=family != "gpt2")
+    base = load(model_folder(family), strategy)
+    before = answer(base)
+
+    assert torch.allclose(answer(add_adapters(base, strategy, TRAINING)), before, atol=1e-5)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_scale_of_the_update(rslora: bool) -> None:
+    strategy = fp32(lora_rank=4)
+    training = TRAINING.model_copy(update={"lora_alpha": 6.0, "rslora": rslora})
+    model: Any = add_adapters(load(model_folder("llama"), strategy), strategy, training)
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+
+    assert layer.scaling["default"] == pytest.approx(6.0 / (math.sqrt(4) if rslora else 4))
+
+
+def train_a_little(model: Any) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model.train()
+    for _ in range(2):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {"dora": True}),
+        ("llama", {"train_embeddings": True}),
+        ("llama-tied", {"train_embeddings": True}),
+        ("gpt2", {}),
+        ("t5", {}),
+        ("llama", {"weights": Dtype.NF4}),
+    ],
+)
+def test_saved_and_loaded_again(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    strategy = fp32(**fields)
+    folder = model_folder(family)
+    model = add_adapters(load(folder, strategy), strategy, TRAINING)
+    before = answer(model)
+    train_a_little(model)
+    save_adapter(model, tmp_path / "adapter")
+    again = load_adapter(load(folder, strategy), tmp_path / "adapter")
+
+    assert not torch.allclose(answer(model), before, atol=1e-2)
+    assert torch.allclose(answer(again), answer(model), atol=1e-5)
+    assert num_trained(again) == 0
+
+
+def test_tied_embeddings_stay_tied() -> None:
+    strategy = fp32(train_embeddings=True)
+    model: Any = add_adapters(load(model_folder("llama-tied"), strategy), strategy, TRAINING)
+    train_a_little(model)
+
+    embedding = model.get_input_embeddings().weight
+    head = model.base_model.model.get_output_embeddings().weight
+    assert embedding is head
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_embeddings_that_peft_cannot_tie(family: str) -> None:
+    strategy = fp32(train_embeddings=True)
+    with pytest.raises(UsageError, match=f"{family} uses one matrix in several places"):
+        add_adapters(load(model_folder(family), strategy), strategy, TRAINING)
+
+
+def test_adapter_faults(tmp_path: Path) -> None:
+    strategy = fp32()
+    folder = tmp_path / "adapter"
+    base = load(model_folder("llama"), strategy)
+    with pytest.raises(NotFoundError, match="no adapter_config"):
+        load_adapter(base, folder)
+
+    save_adapter(add_adapters(base, strategy, TRAINING), folder)
+    weights = folder / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-40])
+    with pytest.raises(InvalidInputError, match="cut short"):
+        load_adapter(load(model_folder("llama"), strategy), folder)
+    weights.write_bytes(whole)
+    with pytest.raises(InvalidInputError, match="does not fit"):
+        load_adapter(load(model_folder("gpt2"), strategy), folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(model_folder("llama"))

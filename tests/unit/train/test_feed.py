@@ -1,0 +1,139 @@
+"""The data order: every row once an epoch, the same rows in a step on any number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from made_stores import draw_rows, make_store
+
+from tightfit.train.batches import count_trained
+from tightfit.train.feed import Feed
+from tightfit.train.loader import Loader, choose_collate
+from tightfit.train.place import Place
+
+
+@pytest.fixture(scope="module")
+def store_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    make_store(folder, draw_rows(23))
+    return folder
+
+
+def make_feed(folder: Path, *, effective_batch: int = 8, is_packed: bool = False) -> Feed:
+    from tightfit.data.token_store import TokenStore
+
+    return Feed(
+        TokenStore(folder / "train"),
+        effective_batch=effective_batch,
+        seq_len=40,
+        is_packed=is_packed,
+        seed=5,
+        shuffle=True,
+    )
+
+
+def place_of(rank: int, world_size: int) -> Place:
+    return Place(
+        rank=rank,
+        local_rank=rank,
+        world_size=world_size,
+        local_world_size=world_size,
+        device=torch.device("cpu"),
+    )
+
+
+def rows_of_step(feed: Feed, step: int, *, world_size: int, micro_batch: int) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for rank in range(world_size):
+        items = feed.deal(step, rank=rank, world_size=world_size, micro_batch=micro_batch)
+        found.update(row for batch in items.micro_batches for item in batch for row in item)
+    return found
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_an_epoch_shows_every_row_once(store_folder: Path, is_packed: bool) -> None:
+    feed = make_feed(store_folder, is_packed=is_packed)
+
+    for epoch in range(2):
+        seen: Counter[int] = Counter()
+        for step in range(feed.steps_per_epoch):
+            seen += rows_of_step(
+                feed, epoch * feed.steps_per_epoch + step, world_size=2, micro_batch=2
+            )
+        assert seen == Counter(range(23))
+
+
+@given(
+    world_size=st.sampled_from([1, 2, 4]),
+    micro_batch=st.sampled_from([1, 2]),
+    step=st.integers(0, 7),
+)
+def test_ranks_and_micro_batches_do_not_change_a_step(
+    store_folder: Path, world_size: int, micro_batch: int, step: int
+) -> None:
+    feed = make_feed(store_folder)
+
+    whole = rows_of_step(feed, step, world_size=1, micro_batch=8)
+
+    assert rows_of_step(feed, step, world_size=world_size, micro_batch=micro_batch) == whole
+
+
+def test_epochs_differ_and_repeat(store_folder: Path) -> None:
+    first, again = make_feed(store_folder), make_feed(store_folder)
+
+    orders = [[rows_of_step(first, step, world_size=1, micro_batch=8) for step in range(6)]]
+    orders += [[rows_of_step(again, step, world_size=1, micro_batch=8) for step in range(6)]]
+
+    assert orders[0] == orders[1]
+    assert orders[0][:3] != orders[0][3:]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_tensors_hold_what_the_step_counts(store_folder: Path, is_packed: bool) -> None:
+    """The divisor of the loss is known before any tensor is made; here both are counted."""
+    feed = make_feed(store_folder, is_packed=is_packed)
+    collate = choose_collate(feed.store.description, is_packed=is_packed)
+
+    for step in range(feed.steps_per_epoch):
+        num_trained = []
+        for rank in range(2):
+            loader = Loader(feed, collate, micro_batch=2, place=place_of(rank, 2))
+            [ready] = loader.steps(step, step + 1)
+            assert len(ready.batches) == 2
+            num_trained += [count_trained(b, is_encoder_decoder=False) for b in ready.batches]
+        assert sum(num_trained) == ready.items.num_trained_tokens > 0
+
+
+def test_the_longest_batch_is_the_longest(store_folder: Path) -> None:
+    feed = make_feed(store_folder)
+
+    longest = feed.longest(2)
+
+    lengths = sorted(feed.store.lengths.tolist(), reverse=True)
+    assert [int(feed.store.lengths[item[0]]) for item in longest] == lengths[:2]
+
+
+@given(num_epochs=st.floats(0.01, 5))
+def test_epochs_become_whole_steps(store_folder: Path, num_epochs: float) -> None:
+    feed = make_feed(store_folder)  # 23 rows in steps of 8: three an epoch
+
+    num_steps = feed.count_steps(num_epochs)
+
+    assert num_steps - 1 < num_epochs * 3 <= num_steps
+
+
+def test_a_fault_in_the_thread_reaches_the_trainer(store_folder: Path) -> None:
+    feed = make_feed(store_folder)
+
+    def broken(_sequences: object) -> dict[str, torch.Tensor]:
+        raise ValueError("no tensors today")
+
+    loader = Loader(feed, broken, micro_batch=2, place=place_of(0, 1))
+
+    with pytest.raises(ValueError, match="no tensors today"):
+        list(loader.steps(0, 2))

@@ -1,0 +1,120 @@
+"""Our loss against the libraries' own, family by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from tightfit.core.strategy import Loss
+from tightfit.train.batches import IGNORED
+from tightfit.train.objective import Objective, has_plain_head
+
+VOCAB = 96
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "mistral": {},
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_neox": {},
+    "phi": {"num_key_value_heads": 4},
+}
+
+
+def make_model(family: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family]))
+    model = AutoModelForCausalLM.from_config(config)
+    # Small drawn weights give near-uniform logits, where a wrong scale would hardly show.
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    return model.eval()
+
+
+def make_batch() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCAB, (3, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    mask[2, 5:] = 0
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[:, :4] = IGNORED
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("loss", [Loss.PLAIN, Loss.CHUNKED])
+def test_the_sum_is_the_librarys_mean_times_its_tokens(family: str, loss: Loss) -> None:
+    model, batch = make_model(family), make_batch()
+    num_trained = int((batch["labels"][:, 1:] != IGNORED).sum())
+
+    with torch.no_grad():
+        ours = Objective(model, loss)(**batch)
+        theirs = model(**batch).loss * num_trained
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_families_that_change_their_logits_take_their_own_way() -> None:
+    """Otherwise the parametrized test above would prove nothing about them."""
+    ways = {family: has_plain_head(make_model(family)) for family in ("llama", "cohere", "granite")}
+
+    assert ways == {"llama": True, "cohere": False, "granite": False}
+
+
+def test_encoder_decoder_sums_the_librarys_loss() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "t5",
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    batch = make_batch()
+    batch["labels"] = torch.randint(3, VOCAB, (3, 6))
+    batch["labels"][0, 4:] = IGNORED
+
+    with torch.no_grad():
+        ours = Objective(model, Loss.PLAIN)(**batch)
+        theirs = model(**batch).loss * int((batch["labels"] != IGNORED).sum())
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", [Loss.PLAIN, Loss.CHUNKED])
+def test_a_batch_without_loss_still_reaches_every_parameter(loss: Loss) -> None:
+    """DDP and FSDP wait for every gradient, also from a rank that has no rows left."""
+    model, batch = make_model("llama"), make_batch()
+    batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+
+    total = Objective(model, loss)(**batch)
+    total.backward()
+
+    assert float(total.detach()) == 0
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)

@@ -1,0 +1,119 @@
+"""The step: however rows are dealt, packed or padded, the same tokens give the same gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_stores import draw_rows, make_store
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+
+from tightfit.core.strategy import Loss, Strategy
+from tightfit.core.training import Schedule, Training
+from tightfit.train.engine import TorchEngine
+from tightfit.train.feed import Feed
+from tightfit.train.loader import Loader, choose_collate
+from tightfit.train.objective import Objective
+from tightfit.train.optimizers import build_optimizer
+from tightfit.train.place import Place
+from tightfit.train.schedule import learning_rate_at
+from tightfit.train.step import StepPlan, mix_seed, train_step
+
+ALONE = Place(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+FP32: dict[str, Any] = {"weights": "fp32", "compute": "fp32", "method": "full"}
+
+
+def make_engine(training: Training, **fields: Any) -> TorchEngine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config).train()
+    strategy = Strategy(**(FP32 | fields))
+    module = Objective(model, Loss.PLAIN)
+    optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
+    return TorchEngine(
+        module,
+        optimizer,
+        strategy=strategy,
+        device=ALONE.device,
+        max_grad_norm=training.max_grad_norm,
+    )
+
+
+def run_steps(
+    folder: Path, *, micro_batch: int, is_packed: bool, num_steps: int = 20, **fields: Any
+) -> list[float]:
+    """Losses of a run over sixteen rows a step; packed, all rows share a step either way."""
+    store = make_store(folder, draw_rows(16), seq_len=48)
+    training = Training(model_path="none", learning_rate=1e-2)
+    feed = Feed(store, effective_batch=16, seq_len=48, is_packed=is_packed, seed=0, shuffle=True)
+    collate = choose_collate(store.description, is_packed=is_packed)
+    loader = Loader(feed, collate, micro_batch=micro_batch, place=ALONE)
+    engine = make_engine(training, **fields)
+    losses = []
+    for ready in loader.steps(0, num_steps):
+        numbers = StepPlan(
+            num_trained_tokens=ready.items.num_trained_tokens,
+            learning_rate=1e-2,
+            seeds=tuple(mix_seed(0, ready.items.step, i) for i in range(len(ready.batches))),
+        )
+        outcome = train_step(engine, ready.batches, numbers)
+        losses.append(float(outcome.loss_sum) / ready.items.num_trained_tokens)
+    return losses
+
+
+def test_accumulation_is_weighted_by_tokens(tmp_path: Path) -> None:
+    """Rows of different lengths: a mean of means would differ from the mean over tokens."""
+    whole = run_steps(tmp_path / "a", micro_batch=16, is_packed=False)
+    dealt = run_steps(tmp_path / "b", micro_batch=2, is_packed=False)
+
+    assert whole[-1] < whole[0] - 0.5
+    torch.testing.assert_close(dealt, whole, rtol=0, atol=1e-4)
+
+
+def test_packed_rows_learn_what_padded_rows_learn(tmp_path: Path) -> None:
+    padded = run_steps(tmp_path / "a", micro_batch=16, is_packed=False)
+    packed = run_steps(tmp_path / "b", micro_batch=4, is_packed=True)
+
+    torch.testing.assert_close(packed, padded, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "sgd-momentum", "adafactor", "adamw-8bit"])
+def test_every_optimizer_learns(tmp_path: Path, optimizer: str) -> None:
+    losses = run_steps(tmp_path, micro_batch=16, is_packed=False, optimizer=optimizer)
+
+    assert losses[-1] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize("schedule", [Schedule.COSINE, Schedule.LINEAR])
+@pytest.mark.parametrize("num_steps", [1, 7, 100])
+def test_rates_are_those_of_transformers(schedule: Schedule, num_steps: int) -> None:
+    training = Training(
+        model_path="none", learning_rate=3e-4, schedule=schedule, warmup_fraction=0.1
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    make: Any = {
+        Schedule.COSINE: get_cosine_schedule_with_warmup,
+        Schedule.LINEAR: get_linear_schedule_with_warmup,
+    }[schedule]
+    theirs = make(optimizer, num_warmup_steps=-(-num_steps // 10), num_training_steps=num_steps)
+
+    for step in range(num_steps):
+        [rate] = theirs.get_last_lr()
+        assert learning_rate_at(step, num_steps, training) == pytest.approx(rate)
+        optimizer.step()
+        theirs.step()
