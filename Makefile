@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install demo test test-bare check bench format docs clean
+.PHONY: help install demo test test-bare test-training check bench format docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,7 +23,10 @@ demo: install  ## the main job on an embedded default: no GPU, no hub
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
 test: install test-bare  ## every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/integration/chaos --ignore tests/integration/train_zero
+
+test-training: install  ## runs that are killed, starved and cut off, and ZeRO: real processes, minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/chaos tests/integration/train_zero
 
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py

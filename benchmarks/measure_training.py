@@ -30,7 +30,7 @@ SEQ_LEN = 2048
 JOBS: dict[str, dict[str, Any]] = {
     "qlora": {"method": "qlora"},
     "lora": {"method": "lora"},
-    "full": {"method": "full"},
+    "full": {"method": "full", "keep_checkpoints": 0},
     "lora-packed-short-rows": {"method": "lora", "rows": "short", "packing": True},
     "lora-fp16-as-on-older-cards": {
         "method": "lora",
@@ -46,10 +46,6 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
     "lora-int8": {"method": "lora", "strategy": {"weights": "int8"}},
-    "lora-fsdp-offload": {
-        "method": "lora",
-        "strategy": {"sharding": "fsdp", "offload": "all", "micro_batch": 4},
-    },
 }
 
 
@@ -110,7 +106,8 @@ def run_job(name: str, job: dict[str, Any], work: Path) -> dict[str, Any]:
         check=False,
     )
     print(name, done.returncode, done.stderr[-2000:], flush=True)
-    found: dict[str, Any] = {"recipe": recipe, "exit_code": done.returncode}
+    stated = {key: value for key, value in recipe.items() if key not in ("model", "data", "output")}
+    found: dict[str, Any] = {"recipe": stated | {"model": LLAMA_2}, "exit_code": done.returncode}
     run = work / "runs" / name
     if done.returncode:
         log = run / "log.txt"
@@ -126,7 +123,7 @@ def run_job(name: str, job: dict[str, Any], work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="names of jobs, separated by commas")
     options = parser.parse_args()

@@ -3,8 +3,8 @@
     python scripts/write_readme.py            # rewrite
     python scripts/write_readme.py --check    # fail if anything is out of date
 
-A fenced `console` block is one `$ command` and its output; the table between the
-`figures` marks comes from `benchmarks/results/`.
+A fenced `console` block is one `$ command` and its output; the tables between the
+`figures` marks come from `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+TRAINING = RESULTS / "h200_training.json"
+"""Whole runs, measured by benchmarks/measure_training.py."""
+MEMORY, SPEED = "GPU memory, reserved", "tokens per second"
 COLUMNS = 100
 BLOCK = re.compile(r"```console\n\$ (.+)\n(?:.*\n)*?```\n")
 FIGURES = re.compile(r"(<!-- figures -->\n)(?:.*\n)*?(<!-- end of figures -->\n)")
@@ -83,14 +87,47 @@ def make_figures() -> str:
         f"{published['classified_right']:.1%} are classified right "
         f"({published['oom_rows']:.0f} of them were out of memory)."
     )
+    if TRAINING.exists():
+        lines += ["", *make_training_figures(json.loads(TRAINING.read_text()))]
     return "\n".join(lines) + "\n"
 
 
+def make_training_figures(document: dict[str, Any]) -> list[str]:
+    """One row per run that finished; those that did not are named below."""
+    jobs: dict[str, dict[str, Any]] = document["jobs"]
+    done = {name: job["report"] for name, job in jobs.items() if job["exit_code"] == 0}
+    lines = [
+        "Whole runs of a 7B shape through `tightfit train` on one H200, predicted against measured "
+        f"(`benchmarks/results/{TRAINING.name}`):",
+        "",
+        "| run | peak memory | predicted off by | tokens/s | predicted off by |",
+        "|---|---|---|---|---|",
+    ]
+    for name, report in done.items():
+        rows = {row["name"]: row for row in report["compared"]}
+        memory, speed = rows[MEMORY], rows[SPEED]
+        lines.append(
+            f"| {name} | {memory['measured'] / 2**30:.1f} GiB | {memory['error_percent']:+.1f}% "
+            f"| {speed['measured']:,.0f} | {speed['error_percent']:+.1f}% |"
+        )
+    failed = [name for name in jobs if name not in done]
+    return lines + (["", f"Did not finish: {', '.join(failed)}."] if failed else [])
+
+
 def main() -> int:
+    is_check = "--check" in sys.argv
+    if not TRAINING.exists():
+        print(
+            f"error: {TRAINING.relative_to(ROOT)} is missing, so README.md has no training figures"
+            "\n  try: python benchmarks/measure_training.py on a GPU, or git checkout that file",
+            file=sys.stderr,
+        )
+        if is_check:
+            return 1
     before = README.read_text()
     after = BLOCK.sub(run_block, before)
     after = FIGURES.sub(lambda match: match.group(1) + make_figures() + match.group(2), after)
-    if "--check" in sys.argv:
+    if is_check:
         if after != before:
             print("README.md is out of date: run python scripts/write_readme.py")
         return int(after != before)

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 
-from tightfit.core.strategy import Attention, Method, Strategy
+from tightfit.cli.command import VERBS, app
+from tightfit.core.recipe import read_recipe
+from tightfit.core.strategy import Attention, Method, Sharding, Strategy
+from tightfit.data.formats import FORMATS
+from tightfit.data.templates import list_templates
 from tightfit.estimate.activations import estimate_layer_bytes
+from tightfit.ledger.run_folder import RunFolder
 from tightfit.models.resolve import resolve_model
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 FORMULAS = ROOT / "docs" / "formulas.md"
+TRAINING = ROOT / "docs" / "training.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def holds_number(value: ast.expr) -> bool:
@@ -52,10 +63,9 @@ def test_every_constant_has_a_row_with_its_file() -> None:
 
 
 def test_result_files_that_documents_mention_exist() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     mentioned = {
         (page.name, name)
-        for page in pages
+        for page in PAGES
         for name in re.findall(r"benchmarks/results/([\w-]+\.json)", page.read_text())
     }
 
@@ -110,3 +120,112 @@ def test_accuracy_is_what_the_result_files_say(
     (line,) = re.findall(rf"^\| {start}.*$", FORMULAS.read_text(), re.M)
 
     assert f"| {count} | {100 * median:.1f}% | {100 * p90:.1f}% |" in line
+
+
+def test_links_lead_somewhere() -> None:
+    links = [
+        (page.name, page.parent / target.partition("#")[0], target.partition("#")[2])
+        for page in PAGES
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
+    ]
+
+    assert len(links) > 15, "the scan lost its links"
+    assert [link for link in links if not link[1].exists()] == []
+    for page, target, heading in links:
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+            assert heading in {title.lower().replace(" ", "-") for title in headings}, page
+
+
+def test_commands_in_the_pages_exist() -> None:
+    """The generated page of commands is compared with --help elsewhere."""
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    num_options = 0
+    for page in PAGES:
+        if page.name == "cli.md":
+            continue
+        for verb, rest in re.findall(r"tightfit ([a-z]+)\b([^\n`|]*)", page.read_text()):
+            if verb not in VERBS:
+                continue
+            known = {name for p in verbs[verb].params for name in (*p.opts, *p.secondary_opts)}
+            used = set(re.findall(r"(?<!\S)--[a-z-]+", rest.partition("#")[0]))
+            num_options += len(used)
+            assert used <= known | {"--help"}, f"{page.name}: tightfit {verb}{rest}"
+    assert num_options > 20, "the scan lost its commands"
+
+
+def test_recipes_in_the_training_page_are_recipes(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", TRAINING.read_text(), re.S)
+    path = tmp_path / "recipe.yaml"
+
+    assert len(blocks) == 3
+    for block in blocks:
+        path.write_text(block)
+        assert read_recipe(path).data
+
+
+def test_the_training_page_lists_what_there_is() -> None:
+    text = TRAINING.read_text()
+    paths = [
+        getattr(RunFolder(path=Path()), name)
+        for name in dir(RunFolder)
+        if name.endswith("_path") and not name.startswith("_")
+    ]
+
+    assert len(paths) == 12, "the scan lost the run folder's files"
+    assert [str(path) for path in paths if f"`{path}" not in text] == []
+    assert [item.name for item in FORMATS if f"| {item.name} |" not in text] == []
+    assert [name for name in list_templates() if f"`{name}`" not in text] == []
+    table = text.split("## Methods and precision")[1].split("## ")[0]
+    (header,) = re.findall(r"^\| \| (single.*) \|$", table, re.M)
+    assert set(re.split(r"[,|]\s*|\s+\|\s*", header)) - {""} == {kind.value for kind in Sharding}
+
+
+def test_rooms_are_those_that_are_enforced() -> None:
+    """pyproject.toml is read as text: tomllib came with Python 3.11."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    layers = (ROOT / "pyproject.toml").read_text().split("layers = [")[1].split("]")[0]
+    enforced = [line.replace("tightfit.", "") for line in re.findall(r'"(.+)"', layers)]
+    (written,) = re.findall(r"^`(cli > .+)`$", text, re.M)
+    folders = {path.parent.name for path in (ROOT / "src" / "tightfit").glob("*/__init__.py")}
+
+    assert written.split(" > ") == enforced
+    assert set(re.findall(r"^\| `(\w+)/` \|", text, re.M)) == folders
+
+
+def load_readme_writer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "write_readme", ROOT / "scripts" / "write_readme.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_training_figures_name_what_failed() -> None:
+    compared = [
+        {"name": "GPU memory, reserved", "measured": 2.0**31, "error_percent": 7.75},
+        {"name": "tokens per second", "measured": 12345.6, "error_percent": -4.63},
+    ]
+    jobs = {
+        "lora": {"exit_code": 0, "report": {"compared": compared}},
+        "full": {"exit_code": 6, "said": "error: no room"},
+    }
+
+    lines = load_readme_writer().make_training_figures({"jobs": jobs})
+
+    assert "| lora | 2.0 GiB | +7.8% | 12,346 | -4.6% |" in lines
+    assert lines[-1] == "Did not finish: full."
+
+
+def test_missing_training_figures_fail_the_check_with_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = load_readme_writer()
+    monkeypatch.setattr(writer, "TRAINING", ROOT / "benchmarks" / "results" / "gone.json")
+    monkeypatch.setattr(sys, "argv", ["write_readme.py", "--check"])
+
+    assert writer.main() == 1
+    assert "gone.json is missing" in capsys.readouterr().err

@@ -62,7 +62,8 @@ class LengthChart:
     @property
     def tallest(self) -> int:
         columns = zip(*(self.bins(name) for name in self.sides), strict=True)
-        return max(sum(item.num_rows for item in column) for column in columns)
+        tallest: int = max(sum(item.num_rows for item in column) for column in columns)
+        return tallest
 
     @property
     def limit_label(self) -> str:

@@ -5,7 +5,8 @@ UserError                 1   anything else the user can fix
 ├── NotFoundError         3   a model, GPU, file or partition that does not exist
 ├── InvalidInputError     4   a file or value that cannot be understood
 ├── DoesNotFitError       5   the job cannot run on this hardware
-└── EnvironmentFaultError 6   this machine lacks something: a tool, a package, space
+├── EnvironmentFaultError 6   this machine lacks something: a tool, a package, space
+└── DivergedError         7   training ran, and its numbers stopped making sense
 """
 
 from __future__ import annotations
@@ -62,3 +63,9 @@ class EnvironmentFaultError(UserError):
     """This machine lacks something the command needs."""
 
     exit_code = 6
+
+
+class DivergedError(UserError):
+    """The loss or a gradient is not finite, or has exploded: going on would learn nothing."""
+
+    exit_code = 7

@@ -16,7 +16,7 @@ from tightfit.core.errors import UsageError, UserError
 from tightfit.launch.exits import EXIT_REQUEUE
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 
-MAX_USER_CODE = 6
+MAX_USER_CODE = 7
 
 
 def main(worker: str, run: str) -> int:

@@ -24,17 +24,12 @@ _CHEAPER_LOSSES = {
     Loss.KERNEL: (Loss.CHUNKED, Loss.FUSED),
     Loss.CHUNKED: (Loss.FUSED,),
 }
-_TORCH_LADDER = (
+_TORCH_LADDER: tuple[tuple[Sharding, Offload], ...] = (
     (Sharding.FSDP, Offload.NONE),
     (Sharding.FSDP, Offload.ALL),
 )
-_ZERO_LADDER = (
-    (Sharding.ZERO2, Offload.NONE),
-    (Sharding.ZERO3, Offload.NONE),
-    (Sharding.ZERO2, Offload.OPTIMIZER),
-    (Sharding.ZERO3, Offload.OPTIMIZER),
-    (Sharding.ZERO3, Offload.ALL),
-)
+_ZERO_LADDER = (Offload.OPTIMIZER, Offload.ALL)
+"""At the same stage: another one cannot read this one's checkpoints."""
 
 
 def list_fallbacks(plan: Plan) -> list[Plan]:
@@ -85,7 +80,9 @@ def _list_losses(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
 
 
 def _list_shardings(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
-    ladder = _ZERO_LADDER if strategy.sharding.is_zero else _TORCH_LADDER
+    ladder = _TORCH_LADDER
+    if strategy.sharding.is_zero:
+        ladder = tuple((strategy.sharding, offload) for offload in _ZERO_LADDER)
     for sharding, offload in ladder:
         is_moved = offload is not Offload.NONE
         if is_moved and plan.hardware.node.gpu.is_cpu:

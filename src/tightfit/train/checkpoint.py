@@ -181,22 +181,24 @@ def _give_up(partial: Path, fault: BaseException, *, writes: bool) -> None:
     """Free the space that a failed checkpoint holds, and name the disk where it is to blame."""
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
-    cause = _find_disk_fault(fault)
+    cause = find_disk_fault(fault)
     if cause is not None:
         raise _cannot_save(partial, cause) from fault
 
 
-def _find_disk_fault(fault: BaseException) -> OSError | None:
+def find_disk_fault(fault: BaseException) -> OSError | None:
     """The system's complaint inside what torch raises; it packs one fault per rank."""
     if isinstance(fault, CheckpointException):
         inner = [failure[0] for failure in fault.failures.values()]
-        return next((found for each in inner if (found := _find_disk_fault(each))), None)
+        return next((found for each in inner if (found := find_disk_fault(each))), None)
     if isinstance(fault, OSError):
         return fault if fault.errno in _DISK_FAULTS else None
     before = fault.__cause__ or fault.__context__
-    found = None if before is None else _find_disk_fault(before)
+    found = None if before is None else find_disk_fault(before)
     if found is None and isinstance(fault, RuntimeError) and _STREAM_FAULT in str(fault):
         return OSError(errno.ENOSPC, "torch could not write all of it, as on a full disk")
+    if found is None and os.strerror(errno.ENOSPC) in str(fault):  # safetensors tells it in words
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return found
 
 

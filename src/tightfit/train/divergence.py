@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
-from tightfit.core.errors import UserError
+from tightfit.core.errors import DivergedError
 from tightfit.train.agreement import Agreed
 
 _REMEMBERED = 20
@@ -52,10 +52,10 @@ class Watch:
             return False
         return loss > self._hopeless and loss > _TIMES_USUAL * statistics.median(self._losses)
 
-    def _stopped(self, step: int, what: str, places: list[str]) -> UserError:
+    def _stopped(self, step: int, what: str, places: list[str]) -> DivergedError:
         shown = "; ".join(places[:4]) + (f"; and {len(places) - 4} more" if places[4:] else "")
         recent = ", ".join(f"{loss:.3f}" for loss in list(self._losses)[-5:]) or "none"
-        return UserError(
+        return DivergedError(
             f"Stopped at step {step}: {what}. Losses before: {recent}. Rows of the batch: {shown}.",
             remedy="look at those rows, or start again with a lower rate: --lr ... --fresh",
         )

@@ -97,7 +97,8 @@ def _chunked_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def _fused_loss(head: Any, hidden: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
     """Head and loss a slice at a time in one kernel; the logits never exist whole."""
     if not len(targets):
-        return (head.weight.sum() + hidden.sum()) * 0.0
+        nothing: Tensor = (head.weight.sum() + hidden.sum()) * 0.0
+        return nothing
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import UserError
+from tightfit.core.errors import DivergedError
 from tightfit.core.strategy import Optimizer, Strategy
 from tightfit.train.agreement import sum_over_ranks
 from tightfit.train.batches import Batch
@@ -46,21 +46,21 @@ def rehearse(engine: Any, batch: Batch, place: Place) -> float:
     return mean
 
 
-def _not_finite(loss: float, engine: Any) -> UserError:
+def _not_finite(loss: float, engine: Any) -> DivergedError:
     """Broken weights, or sound ones whose sums overflow the format."""
     problem = f"The loss of the first batch is {loss}, before anything is learnt"
     broken = _find_broken(engine.model)
     if broken is not None:
-        return UserError(
+        return DivergedError(
             f"{problem}: the weight {broken} holds values that are not finite.",
             remedy="fetch the model's files again, or take another checkpoint of it",
         )
     if engine.strategy.compute is Dtype.FP32:
-        return UserError(
+        return DivergedError(
             f"{problem}, though all weights are finite.",
             remedy="check that config.json belongs to these weights",
         )
-    return UserError(
+    return DivergedError(
         f"{problem}: the model's numbers overflow {engine.strategy.compute.value}.",
         remedy="calculate in a wider format: --set compute=fp32 --set weights=fp32 --fresh",
     )

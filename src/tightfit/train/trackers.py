@@ -24,7 +24,7 @@ class _TensorBoard:
     def __init__(self, run: RunFolder, plan: Plan) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run.events_path))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(run.events_path))
         self._writer.add_text("plan", f"```\n{plan.strategy.model_dump_json(indent=1)}\n```")
 
     def log(self, values: dict[str, float], step: int) -> None:

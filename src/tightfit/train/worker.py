@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import socket
 import sys
 import time
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tightfit.core.errors import UserError
+from tightfit.core.errors import EnvironmentFaultError, UserError
 from tightfit.core.training import Training
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 from tightfit.planning.plan import Plan
@@ -106,6 +107,11 @@ class _Attempt:
                 traceback.print_exc()
 
     def fail_unforeseen(self, fault: BaseException) -> int:
+        from tightfit.train.checkpoint import find_disk_fault
+
+        cause = find_disk_fault(fault)
+        if cause is not None:
+            return self._fail_on_disk(cause)
         traceback.print_exception(fault)
         text = str(fault).strip().splitlines()
         where = f"{type(fault).__name__}: {text[0] if text else 'no message'}"
@@ -118,6 +124,16 @@ class _Attempt:
             )
         remedy = f"see {self._run.log_path}; it is a bug worth reporting"
         return self.fail(f"Training failed with {where[:300]}.", remedy, EXIT_BUG)
+
+    def _fail_on_disk(self, cause: OSError) -> int:
+        """Outside of a checkpoint, which names its own faults: the result or a tracker's file."""
+        for partial in self._run.path.glob("*.partial"):
+            shutil.rmtree(partial, ignore_errors=True)  # or not even the reason could be written
+        return self.fail(
+            f"Cannot write in {self._run.path}: {cause.strerror}. The last checkpoint is intact.",
+            f"make room (df -h {self._run.path}), then start the same command again",
+            EnvironmentFaultError.exit_code,
+        )
 
     def fail(
         self, problem: str, remedy: str, code: int, *, status: RunStatus = RunStatus.FAILED

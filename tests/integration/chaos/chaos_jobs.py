@@ -20,15 +20,17 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORDS = "how many singers are older than the average album of every band in this town".split()
+SENTENCE = "how many singers are older than the average album of every band in this town"
+WORDS = SENTENCE.split()
 PATIENCE_SECONDS = 240.0
 
 
 def make_model(folder: Path, *, hidden_size: int = 32, vocab_size: int = 300) -> Path:
     """A Llama of two layers with a tokenizer of its own."""
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
+    library: Any = transformers
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -37,8 +39,8 @@ def make_model(folder: Path, *, hidden_size: int = 32, vocab_size: int = 300) ->
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
-    fast = PreTrainedTokenizerFast(
+    tokenizer.train_from_iterator([SENTENCE], trainer)
+    fast = library.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
@@ -46,8 +48,8 @@ def make_model(folder: Path, *, hidden_size: int = 32, vocab_size: int = 300) ->
     )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
-    set_seed(3)
-    config = LlamaConfig(
+    library.set_seed(3)
+    config = library.LlamaConfig(
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
@@ -58,7 +60,7 @@ def make_model(folder: Path, *, hidden_size: int = 32, vocab_size: int = 300) ->
         eos_token_id=2,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    library.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 

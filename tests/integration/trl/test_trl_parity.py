@@ -42,7 +42,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=300, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
-    fast = PreTrainedTokenizerFast(
+    make_fast: Any = PreTrainedTokenizerFast
+    fast = make_fast(
         tokenizer_object=tokenizer,
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
@@ -62,7 +63,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=2,
         pad_token_id=0,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    make_model: Any = LlamaForCausalLM
+    make_model(config).save_pretrained(folder)
     return folder
 
 

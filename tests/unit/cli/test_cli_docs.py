@@ -14,6 +14,7 @@ import typer
 from tightfit.cli import faults
 from tightfit.cli.command import VERBS, app
 from tightfit.core import errors
+from tightfit.launch import exits
 
 ROOT = Path(__file__).parents[3]
 TYPER_OF_THE_PAGE = "0.29."
@@ -48,7 +49,8 @@ def list_options() -> set[str]:
 
 
 def test_every_verb_has_help_json_and_worked_examples() -> None:
-    assert set(VERBS) == {"doctor", "models", "hardware", "estimate", "plan", "version"}
+    answering = {"doctor", "models", "hardware", "estimate", "plan", "version"}
+    assert set(VERBS) == answering | {"prepare", "train", "runs", "eval"}
     for verb, (flags, examples) in VERBS.items():
         assert flags.__doc__
         assert "as_json" in {field.name for field in dataclasses.fields(flags)}
@@ -70,4 +72,6 @@ def test_every_exit_code_is_documented() -> None:
         if issubclass(kind, errors.UserError):
             assert kind.__name__ in listed[kind.exit_code]
     ours = {faults.EXIT_BUG, faults.EXIT_INTERRUPTED, faults.EXIT_BROKEN_PIPE}
-    assert set(listed) == {0, 1, 2, 3, 4, 5, 6} | ours
+    of_runs = {exits.EXIT_REQUEUE, exits.EXIT_OUT_OF_MEMORY}
+    assert of_runs == {75, 76}, "batch scripts rely on these"
+    assert set(listed) == {0, 1, 2, 3, 4, 5, 6} | ours | of_runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -49,15 +50,21 @@ def test_the_documented_example_is_valid_and_starts_with_its_command() -> None:
 
 
 def test_commented_parts_of_the_example_are_valid_too(write: Write) -> None:
-    optional = ("data:", "  - path:", "    weight:", "    split:", "strategy:", "  ")
-    lines = []
-    for line in EXAMPLE.read_text().splitlines():
-        bare = line.removeprefix("# ")
-        lines.append(bare if bare != line and bare.startswith(optional) else line)
-    recipe = read_recipe(write("\n".join(lines)))
+    commented = re.compile(r"^( *)# ((?:  )*(?:- )?[a-z_]+:.*)$")
+    lines = EXAMPLE.read_text().splitlines()
+    keys = [line for line in lines if commented.match(line)]
+    recipe = read_recipe(write("\n".join(commented.sub(r"\1\2", line) for line in lines)))
 
-    assert [item.split for item in recipe.data] == ["train", "eval"]
+    assert len(keys) >= 20, "the scan lost the commented keys"
+    assert [(item.split, item.weight, item.take) for item in recipe.data] == [
+        ("train", 2.0, None),
+        ("train", 1.0, "10%"),
+        ("eval", 1.0, None),
+    ]
     assert recipe.fixed_strategy()["micro_batch"] == 4
+    assert recipe.fixed_strategy()["dora"] is True
+    assert recipe.eval_every == 200
+    assert recipe.log_to == ("tensorboard",)
 
 
 def test_a_model_is_enough(write: Write) -> None:

@@ -208,7 +208,7 @@ def test_encoder_decoder_pairs(tmp_path: Path) -> None:
 
     tokenizer = load_tokenizer(folder)
     assert list_segments(encoded.train, 0, tokenizer) == [
-        ("A: hello </s>\nB: you</s>", False),
+        ("Summarize this:\n\nA: hello </s>\nB: you</s>", False),
         ("They.</s>", True),
     ]
     row = encoded.train.row(0)

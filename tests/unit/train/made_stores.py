@@ -57,7 +57,7 @@ def make_store(
 def draw_rows(num_rows: int, *, seed: int = 0, vocab: int = 96, most: int = 24) -> list[Example]:
     """Rows of different lengths, their latter part trained."""
     rng = np.random.default_rng(seed)
-    rows = []
+    rows: list[Example] = []
     for _ in range(num_rows):
         length = int(rng.integers(4, most + 1))
         num_prompt = int(rng.integers(1, length - 1))

@@ -43,7 +43,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_model(family: str) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family]))
-    model = AutoModelForCausalLM.from_config(config)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config)
     # Small drawn weights give near-uniform logits, where a wrong scale would hardly show.
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(20)
@@ -94,7 +95,8 @@ def test_encoder_decoder_sums_the_librarys_loss() -> None:
         decoder_start_token_id=0,
         pad_token_id=0,
     )
-    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    auto: Any = AutoModelForSeq2SeqLM
+    model = auto.from_config(config).eval()
     batch = make_batch()
     batch["labels"] = torch.randint(3, VOCAB, (3, 6))
     batch["labels"][0, 4:] = IGNORED

@@ -32,7 +32,8 @@ FP32: dict[str, Any] = {"weights": "fp32", "compute": "fp32", "method": "full"}
 
 def make_engine(training: Training, **fields: Any) -> TorchEngine:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    make_config: Any = LlamaConfig
+    config = make_config(
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -41,7 +42,8 @@ def make_engine(training: Training, **fields: Any) -> TorchEngine:
         vocab_size=96,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config).train()
+    make_model: Any = LlamaForCausalLM
+    model = make_model(config).train()
     strategy = Strategy(**(FP32 | fields))
     module = Objective(model, Loss.PLAIN)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)

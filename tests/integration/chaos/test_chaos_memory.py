@@ -50,6 +50,7 @@ def make_job(home: Path, model: Path, data: Path) -> Job:
             "max_steps": NUM_STEPS,
             "effective_batch": MICRO_BATCH,
             "save_every": 1000,
+            "learning_rate": 1e-3,
         },
         strategy={"micro_batch": MICRO_BATCH, "loss": "plain"},
     ).write()

@@ -1,4 +1,4 @@
-"""One tiny model and one file of rows for all of the folder."""
+"""One tiny model and one file of rows for all tests of the folder."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from chaos_jobs import Job
 
+pytest_plugins = ("chaos_fixtures",)
+
 TRAP = """
 import os, socket
 
@@ -50,7 +52,7 @@ NEEDS_NAMESPACE = "run as root, or: sysctl kernel.unprivileged_userns_clone=1"
 
 
 def test_no_network(tmp_path: Path, model: Path, data: Path) -> None:
-    """Python's sockets are watched; whatever else could open one finds a machine without network."""
+    """Python's sockets are watched; whatever else could open one finds no network."""
     trap, caught = tmp_path / "trap", tmp_path / "caught.txt"
     trap.mkdir()
     (trap / "sitecustomize.py").write_text(TRAP)

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from chaos_jobs import Job, kill_tree, wait_for
 
+pytest_plugins = ("chaos_fixtures",)
+
 NUM_STEPS = 40
 PORT = 29_511
-UNSKIP = "sudo -E python -m pytest tests/integration/chaos/test_two_hosts.py"
+UNSKIP = "sudo -E python -m pytest tests/integration/chaos/test_chaos_two_hosts.py"
 
 
 class Hosts:
@@ -26,7 +28,8 @@ class Hosts:
         first, second = self.names
         for name in self.names:
             _ip("netns", "add", name)
-        _ip("link", "add", "cable0", "netns", first, "type", "veth", "peer", "cable0", "netns", second)  # fmt: skip
+        ends = f"cable0 netns {first} type veth peer cable0 netns {second}"
+        _ip("link", "add", *ends.split())
         for name, address in zip(self.names, self.addresses, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable0")
             _ip("-n", name, "link", "set", "cable0", "up")
@@ -72,7 +75,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def make_job(home: Path, model: Path, data: Path) -> Job:
-    changes = {"max_steps": NUM_STEPS, "save_every": 2}
+    changes = {"max_steps": NUM_STEPS, "save_every": 2, "learning_rate": 1e-3}
     return Job(home=home, model=model, data=data, changes=changes).write()
 
 

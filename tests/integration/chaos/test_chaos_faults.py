@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from chaos_jobs import Job
 
+pytest_plugins = ("chaos_fixtures",)
+
 EXIT_FAULT, EXIT_NOT_FOUND, EXIT_INVALID, EXIT_ENVIRONMENT = 1, 3, 4, 6
 
 
@@ -29,7 +31,8 @@ def said_once(text: str) -> str:
     return text[text.index("error: ") :]
 
 
-def test_weights_that_are_not_finite(tmp_path: Path, model: Path, data: Path) -> None:
+@pytest.mark.parametrize("on", ["cpu", "2xcpu"])
+def test_weights_that_are_not_finite(tmp_path: Path, model: Path, data: Path, on: str) -> None:
     from safetensors.numpy import load_file, save_file
 
     broken = copy_model(model, tmp_path / "model")
@@ -38,8 +41,8 @@ def test_weights_that_are_not_finite(tmp_path: Path, model: Path, data: Path) ->
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     job = Job(home=tmp_path / "job", model=broken, data=data).write()
 
-    said = said_once(job.finish(code=EXIT_FAULT))
-    again = said_once(job.finish(code=EXIT_FAULT))
+    said = said_once(job.finish("--on", on, code=EXIT_FAULT))
+    again = said_once(job.finish("--on", on, code=EXIT_FAULT))
 
     assert "first batch is nan" in said
     assert "layers.1.mlp.down_proj" in said
@@ -186,6 +189,42 @@ def test_full_disk(tmp_path: Path, model: Path, data: Path) -> None:
     assert "resumed after step" in second
     reference.finish()
     assert read_losses(tmp_path / "copy" / "run") == reference.losses()
+
+
+FULL_AT_THE_END = """
+mkdir $KEPT.old && cp -r $RUN/. $KEPT.old
+mount -t tmpfs -o size=8m none $RUN && cp -r $KEPT.old/. $RUN
+cat /dev/zero > $RUN/ballast 2> /dev/null || true
+truncate -s -65536 $RUN/ballast
+code=0
+{command} > $KEPT.1 2>&1 || code=$?
+echo first $code
+rm $RUN/ballast
+code=0
+{command} > $KEPT.2 2>&1 || code=$?
+echo second $code
+ls $RUN/adapter
+ls $RUN
+"""
+
+
+def test_full_disk_at_the_end(tmp_path: Path, model: Path, data: Path) -> None:
+    """Every step is done, and only the result does not fit."""
+    changes = {"max_steps": 2, "save_every": 1, "keep_checkpoints": 1}
+    job = Job(home=tmp_path / "job", model=model, data=data, changes=changes).write()
+    job.finish()
+    shutil.rmtree(job.run / "adapter")
+    state = json.loads((job.run / "state.json").read_text())
+    (job.run / "state.json").write_text(json.dumps(state | {"status": "stopped"}))
+
+    done = in_own_mounts(FULL_AT_THE_END.format(command=" ".join(job.command())), job)
+    first = (job.home / "kept.1").read_text()
+
+    assert "first 6" in done.stdout, done.stderr + first
+    assert "No space left on device" in said_once(first)
+    assert "second 0" in done.stdout, (job.home / "kept.2").read_text()
+    assert "adapter_model.safetensors" in done.stdout
+    assert ".partial" not in done.stdout
 
 
 def read_losses(run: Path) -> dict[int, float]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
-import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from chaos_jobs import Job, kill_tree, read_adapter, wait_for
-from nursery import Nursery
+from chaos_nursery import Nursery
+
+pytest_plugins = ("chaos_fixtures",)
 
 NUM_KILLS = 20
-NUM_STEPS = 60
+NUM_STEPS = 50
+EVAL_EVERY = 4
 WHOLE = re.compile(r"step-\d+")
 
 
@@ -38,7 +41,7 @@ def make_job(home: Path, model: Path, data: Path) -> Job:
         changes={
             "max_steps": NUM_STEPS,
             "save_every": 2,
-            "eval_every": 15,
+            "eval_every": EVAL_EVERY,
             "eval_fraction": 0.1,
             "seed": 7,
             "lora": {"dropout": 0.1},
@@ -53,23 +56,26 @@ def list_whole(job: Job) -> list[int]:
 def test_twenty_kills(tmp_path: Path, undisturbed: Job) -> None:
     job = make_job(tmp_path, undisturbed.model, undisturbed.data)
     rng = random.Random(20)
-    num_half_written = 0
+    num_half_written, events = 0, 0
     nursery = Nursery(job)
     try:
         for number in range(NUM_KILLS):
-            newest = max(list_whole(job), default=0)
+            newest = find_newest(job)
             happened = choose_moment(job, rng, newest)
             if number % 10 == 0:
                 kill_command(job, happened)
             else:
                 kill_worker(job, nursery, happened)
             num_half_written += any(name.endswith(".partial") for name in job.checkpoints())
-            check_resumed_from_whole(job, newest)
+            resumed = list_resumed(job)
+            assert all(step == newest for step in resumed[events:]), "a half-written one was used"
+            events = len(resumed)
             if number == NUM_KILLS // 2:
-                newest = cut_short(job)
+                cut_short(job)
+        assert max(list_whole(job)) < NUM_STEPS, "nothing was left to do after the kills"
+        kill_worker(job, nursery, lambda: any(job.run.glob("adapter*")))
     finally:
         nursery.close()
-    assert max(list_whole(job)) < NUM_STEPS, "nothing was left to do for the last start"
     job.finish()
 
     assert num_half_written >= 3, "too few kills hit a checkpoint being written"
@@ -85,8 +91,8 @@ def test_twenty_kills(tmp_path: Path, undisturbed: Job) -> None:
 
 
 def choose_moment(job: Job, rng: random.Random, newest: int) -> Callable[[], bool]:
-    """While starting, after some new step, or while a checkpoint is written."""
-    kind = rng.choice(["starting", "step", "saving", "saving"])
+    """While starting, after some new step, while a checkpoint is written, or while evaluating."""
+    kind = rng.choice(["starting", "step", "saving", "saving", "evaluating"])
     folder = job.run / "checkpoints"
     if kind == "step":
         target = newest + rng.randint(1, 4)
@@ -94,10 +100,12 @@ def choose_moment(job: Job, rng: random.Random, newest: int) -> Callable[[], boo
     if kind == "saving":
         size = rng.randint(0, 3)  # how many files are there already
         return lambda: any(
-            len(os.listdir(path)) >= size
+            len(list(path.iterdir())) >= size
             for path in (folder.glob(f"step-*[{rng.choice('02468')}].partial"))
             if path.is_dir()
         )
+    if kind == "evaluating":  # which comes right after the checkpoint of the same step
+        return lambda: any(step > newest and step % EVAL_EVERY == 0 for step in list_whole(job))
     end = time.monotonic() + rng.uniform(0.2, 1.5)
     return lambda: time.monotonic() > end
 
@@ -115,7 +123,7 @@ def kill_worker(job: Job, nursery: Nursery, happened: Callable[[], bool]) -> Non
 def kill_command(job: Job, happened: Callable[[], bool]) -> None:
     process = job.start()
     # The command itself takes a while to come to the worker.
-    wait_for(lambda: (job.run / "state.json").exists(), process)
+    wait_for((job.run / "state.json").exists, process)
     assert wait_for(lambda: safely(happened), process)
     kill_tree(process)
 
@@ -128,20 +136,26 @@ def safely(happened: Callable[[], bool]) -> bool:
         return False
 
 
-def check_resumed_from_whole(job: Job, newest: int) -> None:
-    events = [r["step"] for r in job.records("event") if r["text"].startswith("resumed")]
-    assert all(step % 2 == 0 for step in events)
-    if events and newest:
-        assert events[-1] <= newest
+def list_resumed(job: Job) -> list[int]:
+    return [r["step"] for r in job.records("event") if r["text"].startswith("resumed")]
 
 
-def cut_short(job: Job) -> int:
+def find_newest(job: Job) -> int:
+    """By the sizes that its last file names: a second reading, not the worker's."""
+    for step in reversed(list_whole(job)):
+        folder = job.run / "checkpoints" / f"step-{step:06d}"
+        sizes = json.loads((folder / "progress.json").read_text())["files"]
+        if all((folder / name).stat().st_size == size for name, size in sizes.items()):
+            return step
+    return 0
+
+
+def cut_short(job: Job) -> None:
     """A disk that lost the end of a file: the checkpoint before it is the newest whole one."""
     whole = list_whole(job)
     folder = job.run / "checkpoints" / f"step-{whole[-1]:06d}"
     victim = max(folder.iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(victim, victim.stat().st_size // 2)
-    return whole[-2]
 
 
 def test_kill_of_the_launcher_alone(tmp_path: Path, undisturbed: Job) -> None:
