@@ -45,7 +45,8 @@ Examples:
   tightfit estimate Qwen2.5-7B --method qlora --on RTX-4090
   tightfit doctor
 
-Exit codes: 0 done, 1 to 7 something you can put right, 75 saved and stopped, 70 a bug. See docs/exit-codes.md.""",
+Exit codes: 0 done, 1 to 7 something you can put right, 70 a bug, 75 saved and stopped;
+see docs/exit-codes.md.""",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,

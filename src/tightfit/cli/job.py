@@ -13,8 +13,7 @@ from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.output import write_err
 from tightfit.cli.settings import read_settings, refuse_twice
 from tightfit.core.errors import UsageError
-from tightfit.core.recipe import Recipe, RecipeMethod, make_training, read_recipe
-from tightfit.core.strategy import Method
+from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
 from tightfit.core.training import DataSource
 from tightfit.core.workload import DataProfile
 from tightfit.data.meter import ReadProgress
