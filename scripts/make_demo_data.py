@@ -83,7 +83,8 @@ def read_tables(text: str) -> list[Database]:
         if not parent_text:
             databases.append(Database(name=name, main=make_table(main_text, rng, NUM_RECORDS)))
             continue
-        link, keys = f"{parent_name.removesuffix('s')}_id", list(range(1, NUM_PARENTS + 1))
+        link = f"{parent_name.removesuffix('s')}_id"
+        keys: list[str | int] = list(range(1, NUM_PARENTS + 1))
         parent = make_table(parent_text, rng, NUM_PARENTS, {link: keys})
         main = make_table(main_text, rng, NUM_RECORDS, {link: rng.choices(keys, k=NUM_RECORDS)})
         databases.append(Database(name=name, main=main, parent=parent, link=link))
@@ -91,7 +92,7 @@ def read_tables(text: str) -> list[Database]:
 
 
 def make_table(
-    text: str, rng: random.Random, num_records: int, keys: dict[str, list[int]] | None = None
+    text: str, rng: random.Random, num_records: int, keys: dict[str, list[str | int]] | None = None
 ) -> Table:
     """A table from its line, with the columns of `keys` before its own."""
     name, *specs = text.replace(": ", " ", 1).split()
@@ -150,7 +151,8 @@ def finds_something(database: Database, sql: str) -> bool:
 
 def make_rows(part: str, databases: list[Database], num_rows: int) -> list[dict[str, str]]:
     """Questions of every kind in turn, none twice, in random order."""
-    rng, rows = random.Random(part), {}
+    rng = random.Random(part)
+    rows: dict[str, dict[str, str]] = {}
     for intent in itertools.cycle(QUESTIONS["intents"]):
         if len(rows) == num_rows:
             break
@@ -173,7 +175,7 @@ def make_rows(part: str, databases: list[Database], num_rows: int) -> list[dict[
     return shuffled
 
 
-def draw_fields(database: Database, rng: random.Random) -> dict[str, object]:
+def draw_fields(database: Database, rng: random.Random) -> dict[str, str | int]:
     """Names and values for a question; values come from the records, so that answers differ."""
     table, parent = database.main, database.parent
     number = rng.choice(table.numbers)

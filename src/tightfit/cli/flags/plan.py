@@ -8,22 +8,20 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli import choices
 from tightfit.cli.completion import complete_job
 from tightfit.cli.flags.options import (
-    MAX_EFFECTIVE_BATCH,
-    MAX_EPOCHS,
-    MAX_SEQ_LEN,
     MAX_TOP,
+    EffectiveBatch,
+    Epochs,
     Json,
     Network,
     On,
+    PlanMethod,
+    SeqLen,
     Settings,
     count_option,
-    number_option,
     path_option,
     refuse_empty,
-    word_option,
 )
 
 EXAMPLES = """\b
@@ -59,12 +57,7 @@ class PlanFlags:
     ]
     on: On = None
     network: Network = None
-    seq_len: Annotated[
-        int | None,
-        count_option(
-            "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
-        ),
-    ] = None
+    seq_len: SeqLen = None
     data: Annotated[
         Path | None,
         path_option(
@@ -73,23 +66,9 @@ class PlanFlags:
             example="train.jsonl",
         ),
     ] = None
-    method: Annotated[
-        str | None,
-        word_option("--method", choices.PLAN_METHODS, "What is trained. [default: auto]"),
-    ] = None
-    epochs: Annotated[
-        float | None,
-        number_option("--epochs", "Passes over the data. [default: 1]", most=MAX_EPOCHS, example=3),
-    ] = None
-    effective_batch: Annotated[
-        int | None,
-        count_option(
-            "--effective-batch",
-            "Sequences per optimizer step, over all GPUs. [default: 16]",
-            most=MAX_EFFECTIVE_BATCH,
-            example=16,
-        ),
-    ] = None
+    method: PlanMethod = None
+    epochs: Epochs = None
+    effective_batch: EffectiveBatch = None
     top: Annotated[
         int, count_option("--top", "How many plans to show. [default: 5]", most=MAX_TOP, example=5)
     ] = 5

@@ -11,8 +11,10 @@ import typer
 from tightfit.cli.choices import empty_value
 from tightfit.cli.completion import complete_job
 from tightfit.cli.flags.options import (
-    MAX_SEQ_LEN,
+    EvalRows,
     Json,
+    SeqLen,
+    Template,
     count_option,
     path_option,
     refuse_empty,
@@ -68,30 +70,9 @@ class PrepareFlags:
             show_default=False,
         ),
     ] = None
-    seq_len: Annotated[
-        int | None,
-        count_option(
-            "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
-        ),
-    ] = None
-    template: Annotated[
-        str | None,
-        text_option(
-            "--template",
-            "NAME|FILE",
-            "Chat template in place of the tokenizer's own.",
-            example="chatml",
-        ),
-    ] = None
-    eval: Annotated[
-        str | None,
-        text_option(
-            "--eval",
-            "FILE|FRACTION",
-            "Rows to evaluate on: a file, or the share held back, like 0.05.",
-            example="0.05",
-        ),
-    ] = None
+    seq_len: SeqLen = None
+    template: Template = None
+    eval: EvalRows = None
     take: Annotated[
         str | None,
         text_option(

@@ -8,24 +8,25 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli import choices
 from tightfit.cli.completion import complete_job
 from tightfit.cli.flags.options import (
-    MAX_EFFECTIVE_BATCH,
-    MAX_EPOCHS,
-    MAX_SEQ_LEN,
     MAX_TOP,
     MAX_WORLD_SIZE,
+    EffectiveBatch,
+    Epochs,
+    EvalRows,
     Json,
     Network,
     On,
+    PlanMethod,
+    SeqLen,
     Settings,
+    Template,
     count_option,
     number_option,
     path_option,
     refuse_empty,
     text_option,
-    word_option,
 )
 
 MAX_STEPS = 10**9
@@ -64,31 +65,12 @@ class TrainFlags:
     data: Annotated[
         Path | None, path_option("--data", "Rows to train on.", example="train.jsonl")
     ] = None
-    eval: Annotated[
-        str | None,
-        text_option(
-            "--eval",
-            "FILE|FRACTION",
-            "Rows to evaluate on: a file, or the share held back, like 0.05.",
-            example="0.05",
-        ),
-    ] = None
+    eval: EvalRows = None
     on: On = None
     network: Network = None
-    method: Annotated[
-        str | None,
-        word_option("--method", choices.PLAN_METHODS, "What is trained. [default: auto]"),
-    ] = None
-    seq_len: Annotated[
-        int | None,
-        count_option(
-            "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
-        ),
-    ] = None
-    epochs: Annotated[
-        float | None,
-        number_option("--epochs", "Passes over the data. [default: 1]", most=MAX_EPOCHS, example=3),
-    ] = None
+    method: PlanMethod = None
+    seq_len: SeqLen = None
+    epochs: Epochs = None
     max_steps: Annotated[
         int | None,
         count_option(
@@ -104,24 +86,8 @@ class TrainFlags:
             example=2e-4,
         ),
     ] = None
-    effective_batch: Annotated[
-        int | None,
-        count_option(
-            "--effective-batch",
-            "Sequences per optimizer step, over all GPUs. [default: 16]",
-            most=MAX_EFFECTIVE_BATCH,
-            example=16,
-        ),
-    ] = None
-    template: Annotated[
-        str | None,
-        text_option(
-            "--template",
-            "NAME|FILE",
-            "Chat template in place of the tokenizer's own.",
-            example="chatml",
-        ),
-    ] = None
+    effective_batch: EffectiveBatch = None
+    template: Template = None
     seed: Annotated[
         str | None, text_option("--seed", "N", "Order and dropout. [default: 0]", example="17")
     ] = None
