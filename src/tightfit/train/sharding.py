@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch.distributed as dist
@@ -35,9 +36,15 @@ def replicate(module: nn.Module, place: Place) -> DistributedDataParallel:
         module,
         device_ids=[place.device.index] if on_gpu else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
         init_sync=False,
+        **{_buffer_option(): False},
     )
+
+
+def _buffer_option() -> str:
+    """torch 2.13 renamed it and warns of the old name."""
+    known = inspect.signature(DistributedDataParallel).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
 class Sharder:
