@@ -32,12 +32,13 @@ def replicate(module: nn.Module, place: Place) -> DistributedDataParallel:
         if parameter.requires_grad:
             dist.broadcast(parameter.detach(), src=0)
     on_gpu = place.device.type == "cuda"
+    buffers: dict[str, Any] = {_buffer_option(): False}
     return DistributedDataParallel(
         module,
         device_ids=[place.device.index] if on_gpu else None,
         gradient_as_bucket_view=True,
         init_sync=False,
-        **{_buffer_option(): False},
+        **buffers,
     )
 
 
