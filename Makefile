@@ -19,7 +19,7 @@ install: .venv/.installed  ## make .venv with everything the project needs
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-demo: install  ## the main job on an embedded default: no GPU, no hub
+demo: install  ## the main job on a CPU with a real small model: no GPU, no hub
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
 test: install test-bare  ## every test that needs no GPU

@@ -7,6 +7,8 @@ out=demo-out
 model=$out/SmolLM2-135M-Instruct.gguf
 recipe=examples/text_to_sql/recipe.yaml
 run=$out/runs/text_to_sql
+# Idle threads sleep instead of spinning: on cores shared with other work a step is up to 10x faster.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 if [ -t 1 ]; then bold=$'\033[1m' blue=$'\033[1;36m' faint=$'\033[2m' plain=$'\033[0m'; fi
 title() { printf '\n\n%s== %s ==%s\n' "${blue-}" "$1" "${plain-}"; }

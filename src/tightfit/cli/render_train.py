@@ -111,6 +111,9 @@ def show_end(
 def _render_end(
     report: RunReport, folder: Path, artefact: Path | None, notes: Sequence[str]
 ) -> Iterator[RenderableType]:
+    if report.status is RunStatus.FAILED and not report.num_tokens and not report.plan_changes:
+        yield from render_notes("Notes", notes)  # it never began: there is nothing but the error
+        return
     yield heading(f"{report.name}: {report.status.value} at step {report.step:,}")
     yield ""
     results = [(result.label, result.value) for result in list_results(report)]

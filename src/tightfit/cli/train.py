@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -42,8 +44,6 @@ def train(flags: TrainFlags) -> None:
     """From whatever names the job to a report."""
     read_rendezvous(flags)  # faults of the command line come before any work
     limit = read_limit(flags, os.environ)
-    if limit is not None:
-        os.environ[MEMORY_VARIABLE] = str(limit)  # the workers inherit it
     wish, saved = _read_job(flags)
     with one_node_at_a_time(wish, flags):
         place = find_place(wish, flags)
@@ -53,7 +53,23 @@ def train(flags: TrainFlags) -> None:
         run, plan = _prepare(wish, saved, place, flags)
     _show(plan, run, flags)
     if not flags.dry_run:
-        _start(run, plan, flags, limit_bytes=limit)
+        with _limiting(limit):
+            _start(run, plan, flags, limit_bytes=limit)
+
+
+@contextmanager
+def _limiting(limit_bytes: int | None) -> Iterator[None]:
+    """Workers inherit the limit; what runs in this process afterwards does not."""
+    before = os.environ.get(MEMORY_VARIABLE)
+    if limit_bytes is not None:
+        os.environ[MEMORY_VARIABLE] = str(limit_bytes)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(MEMORY_VARIABLE, None)
+        else:
+            os.environ[MEMORY_VARIABLE] = before
 
 
 def _read_job(flags: TrainFlags) -> tuple[Wish, Plan | None]:

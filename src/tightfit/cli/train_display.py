@@ -208,5 +208,8 @@ def open_display(
     from rich.live import Live
 
     console = Console(stderr=True, highlight=False, emoji=False)
+    if console.is_dumb_terminal:  # where a live panel shows nothing at all
+        yield CountingDisplay(PlainDisplay(progress), progress, read_num_steps)
+        return
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         yield CountingDisplay(LiveDisplay(progress, live), progress, read_num_steps)

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tightfit.cli.describe import count_of
 from tightfit.cli.flags.train import TrainFlags
 from tightfit.cli.train_data import encode_for
 from tightfit.cli.train_hardware import find_hardware
@@ -39,6 +40,8 @@ SAME_TRAINING = (
     "packing",
 )
 """Fields that decide what is learnt: they stay when a run goes on with other hardware."""
+
+TOLD_FINDINGS = ("empty-answer", "answer-cut-off", "truncated", "in-both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,7 @@ def make_ready(
     )
     num_plans = max(NUM_PLANS, wish.plan_number)
     result = search(request, cluster, num_plans=num_plans, known=_recall(request.spec))
-    return Ready(plan=_pick(result, wish, flags), encoded=encoded)
+    return Ready(plan=_warn(_pick(result, wish, flags), encoded), encoded=encoded)
 
 
 def _request(wish: Wish, flags: TrainFlags, spec: ModelSpec, begun: Plan | None) -> JobRequest:
@@ -112,7 +115,17 @@ def reuse_plan(saved: Plan, wish: Wish, *, cache: Path | None = None) -> Ready:
     encoded = encode_for(training, model_folder=folder, seq_len=_encoded_len(saved), cache=cache)
     profile = profile_from_store(encoded.train)
     update = {"training": training, "data": profile, "num_epochs": wish.recipe.num_epochs}
-    return Ready(plan=saved.model_copy(update=update), encoded=encoded)
+    return Ready(plan=_warn(saved.model_copy(update=update), encoded), encoded=encoded)
+
+
+def _warn(plan: Plan, encoded: Encoded) -> Plan:
+    """Rows that train less than they look, told where the number of rows is."""
+    told = [
+        f"{count_of(finding.num_rows, 'row')}: {finding.says}    (tightfit prepare lists them)"
+        for finding in encoded.report.findings
+        if finding.kind in TOLD_FINDINGS
+    ]
+    return plan.model_copy(update={"warnings": (*plan.warnings, *told)})
 
 
 def _encoded_len(plan: Plan) -> int:

@@ -54,7 +54,12 @@ def read_wish(flags: TrainFlags) -> Wish:
     refuse_twice(settings, {"method": flags.method, "seq_len": flags.seq_len})
     recipe = lay_over(read_base(flags.job), _as_plan_flags(flags))
     recipe = recipe.model_copy(update=read_overlay(recipe, flags))
-    recipe = recipe.model_copy(update={"data": tuple(map(make_absolute, recipe.data))})
+    recipe = recipe.model_copy(
+        update={
+            "model": _make_model_absolute(recipe.model),
+            "data": tuple(map(make_absolute, recipe.data)),
+        }
+    )
     refuse_plain_qlora(recipe, recipe.fixed_strategy() | settings)
     check_recipe(recipe)
     shown = {name: show_value(value) for name, value in settings.items()}
@@ -139,6 +144,12 @@ def make_absolute(source: DataSource) -> DataSource:
     if source.path.startswith("~"):
         return source
     return source.model_copy(update={"path": str(path.absolute())})
+
+
+def _make_model_absolute(model: str) -> str:
+    """A folder or file that is here; a name in the catalogue or cache stays as it is."""
+    path = Path(model)
+    return str(path.absolute()) if path.exists() else model
 
 
 def check_recipe(recipe: Recipe) -> None:

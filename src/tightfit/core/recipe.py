@@ -54,7 +54,7 @@ class LoraChoice(_Part):
     rank: int | None = Field(default=None, gt=0, le=65_536)
     alpha: float | None = Field(default=None, gt=0, le=10**6)
     dropout: float | None = Field(default=None, ge=0, lt=1)
-    targets: tuple[Name, ...] | None = None
+    targets: tuple[Name, ...] | None = Field(default=None, min_length=1)
     """Module name suffixes, or the single word `all-linear`."""
     rslora: bool | None = None
     dora: bool | None = None
@@ -272,12 +272,20 @@ def _spelt_out(recipe: Any) -> Any:
     if isinstance(data, str | dict):
         data = [data]
     if isinstance(data, list):
-        full["data"] = [{"path": item} if isinstance(item, str) else item for item in data]
+        full["data"] = [_spell_source(item) for item in data]
     lora = full.get("lora")
     if isinstance(lora, dict) and isinstance(lora.get("targets"), str):
         words = [word.strip() for word in lora["targets"].split(",")]
         full["lora"] = lora | {"targets": words}
     return full
+
+
+def _spell_source(item: Any) -> Any:
+    if isinstance(item, str):
+        return {"path": item}
+    if isinstance(item, dict) and type(item.get("take")) is int:
+        return item | {"take": str(item["take"])}
+    return item
 
 
 def _with_paths_from(recipe: Recipe, folder: Path) -> Recipe:

@@ -123,6 +123,8 @@ class EncodingJob:
             return
         if not table.column("has_stop")[sides.train].any():
             raise _no_stop(self.findings, self._tokenizer, self._options)
+        if (table.column("num_trained")[sides.train] <= 1).all():
+            raise _only_stops()
 
     def _note_repeats(self, sides: Sides) -> None:
         """Duplicates are examples, not the pieces or turns that one example was cut into."""
@@ -326,4 +328,13 @@ def _no_stop(
     return InvalidInputError(
         f"No answer ends with a stop token: {tokenizer.folder} names no `eos_token`.",
         remedy="name it in tokenizer_config.json, or use a template that ends answers with one",
+    )
+
+
+def _only_stops() -> InvalidInputError:
+    """An answer that is not empty has a token of its own beside the one that ends it."""
+    return InvalidInputError(
+        "The template writes none of the answers: only stop tokens would be trained.",
+        remedy="correct the template so that it writes assistant messages, or name another: "
+        "--template chatml",
     )

@@ -104,7 +104,7 @@ def profile_from_store(store: TokenStore) -> DataProfile:
         histogram=buckets(lengths),
         num_truncated=round(about.num_truncated * share),
         seq_len=about.seq_len,
-        tokenizer=f"encoded with {about.tokenizer}, template {about.template}",
+        tokenizer=f"encoded with {Path(about.tokenizer).name}, template {about.template}",
         is_exact=True,
         padding_waste_fraction={
             str(size): estimate_padding_waste(lengths.items(), size) for size in MICRO_BATCHES

@@ -116,6 +116,10 @@ class TokenStore:
         end = start + int(self.lengths[index])
         return EncodedRow(self._tokens[start:end], self._trained[start:end], self.place(index))
 
+    def find_highest_token(self) -> int:
+        """Over all rows of the blob, which both sides share."""
+        return int(self._tokens.max()) if len(self._tokens) else -1
+
     def place(self, index: int) -> str:
         """Where row `index` came from."""
         file = self.description.files[int(self._files[index])]

@@ -97,7 +97,8 @@ def _from_run(run: RunFolder) -> Target:
         tokenizer=base,
         template=training.template,
         train_on=training.train_on,
-        seq_len=strategy.seq_len,
+        # The plan's is that of the longest row it trained on; what is scored may be longer.
+        seq_len=max(strategy.seq_len, DEFAULT_SEQ_LEN, plan.data.seq_len if plan.data else 0),
         weights=strategy.weights,
         compute=strategy.compute,
         double_quant=strategy.double_quant,

@@ -67,7 +67,7 @@ def _is_held(run: RunFolder, holder: tuple[int, str] | None) -> UsageError:
     if holder is not None:
         pid, host = holder
         who += f" (process {pid} on {host})"
-        remedy = f"watch it with: tail -f {shlex.quote(str(run.log_path))}"
+        remedy = f"watch it with: tail -f {shlex.quote(str(run.metrics_path))}"
         if host == socket.gethostname():
             remedy += f"    (kill {pid} makes it save and stop)"
     return UsageError(f"{who} is running in {run.path}.", remedy=remedy)

@@ -156,5 +156,5 @@ def _read(path: Path, kind: type[_Document]) -> _Document:
     except (OSError, ValidationError) as fault:
         raise InvalidInputError(
             f"{path} cannot be read as a run's {path.stem}: {str(fault).splitlines()[0]}.",
-            remedy="start the run again with the same command",
+            remedy="bring the file back from a copy, or start over: tightfit train RUN --fresh",
         ) from fault

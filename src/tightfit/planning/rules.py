@@ -60,7 +60,7 @@ def check_lora_targets(spec: ModelSpec, targets: tuple[str, ...]) -> None:
         if target != ALL_LINEAR and target not in known:
             raise UsageError(
                 f"{spec.name} has no module `{target}`.{did_you_mean(target, known)}",
-                remedy=f"--lora-targets {ALL_LINEAR}, or some of {','.join(known)}",
+                remedy=f"--set lora_targets={ALL_LINEAR}, or some of {','.join(known)}",
             )
 
 

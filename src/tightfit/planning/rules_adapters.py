@@ -28,7 +28,7 @@ ADAPTER_RULES: tuple[Rule, ...] = (
     Rule(
         name="dora-experts",
         reason="DoRA does not take the experts of {m.name}, which are bare parameters: name "
-        "modules with --lora-targets",
+        "modules with --set lora_targets=",
         source="peft 0.21, lora/layer.py ParamWrapper",
         violated=lambda c: is_dora(c.strategy) and _adapts_bare_weights(c),
     ),

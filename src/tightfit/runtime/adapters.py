@@ -84,10 +84,18 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
     config: Any = model.peft_config["default"]
     model.save_pretrained(
         str(folder),
-        state_dict=state,
+        state_dict=None if state is None else _with_tied(model, state),
         save_embedding_layers=bool(config.modules_to_save),
         safe_serialization=True,
     )
+
+
+def _with_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Each tied value under all its names: peft looks for every trained module by its own."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    named = {name: first[id(parameter)] for name, parameter in every}
+    return state | {name: state[known] for name, known in named.items() if known in state}
 
 
 def embedding_names(model: PreTrainedModel) -> list[str]:

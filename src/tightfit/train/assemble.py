@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tightfit.core.errors import NotFoundError
+from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.training import Training
 from tightfit.data.token_store import TokenStore
 from tightfit.ledger.run_folder import RunFolder
@@ -35,6 +35,7 @@ def assemble(
     strategy = plan.strategy
     folders = run.read_tokens()
     store = _open_store(folders.train)
+    _check_vocabulary(store, plan, training)
     feed = Feed(
         store,
         effective_batch=plan.effective_batch,
@@ -88,6 +89,17 @@ def _resume(run: RunFolder, engine: Any) -> int:
         return 0
     engine.load_state(folder)
     return read_progress(folder).step
+
+
+def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None:
+    """A tokenizer of another model: on a GPU a token too high would end in an assertion."""
+    highest = store.find_highest_token()
+    if highest >= plan.model.vocab_size:
+        raise InvalidInputError(
+            f"The tokenizer in {training.model_path} wrote token {highest:,}, and the model knows "
+            f"{plan.model.vocab_size:,}.",
+            remedy="put the model's own tokenizer files there, or enlarge its embeddings",
+        )
 
 
 def _evaluation(folder: str | None, plan: Plan, place: Place) -> Evaluation | None:

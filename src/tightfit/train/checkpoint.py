@@ -79,8 +79,17 @@ def write_checkpoint(
 
 
 def find_checkpoint(run: RunFolder) -> Path | None:
-    """The newest whole checkpoint."""
-    return next((folder for folder in _list_newest_first(run) if _is_whole(folder)), None)
+    """The newest whole checkpoint; None before the first."""
+    found = _list_newest_first(run)
+    whole = next((folder for folder in found if _is_whole(folder)), None)
+    if whole is None and found:
+        # Saved whole and damaged since: starting over would remove what may yet be mended.
+        raise InvalidInputError(
+            f"No checkpoint in {run.checkpoints_path} is whole any more: {found[0].name} lacks "
+            "files, or they have another size than when it was saved.",
+            remedy="bring the files back from a copy, or start over with --fresh",
+        )
+    return whole
 
 
 def read_progress(folder: Path) -> Progress:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import time
+from pathlib import Path
 
 import psutil
 import torch
@@ -14,7 +16,7 @@ from tightfit.train.agreement import Agreed
 from tightfit.train.feed import StepItems
 
 _KIB = 1024
-"""ru_maxrss is in KiB on Linux."""
+_STATUS = Path("/proc/self/status")
 
 
 class Meter:
@@ -60,7 +62,7 @@ class Meter:
 
     def _read_memory(self) -> tuple[int, int, int]:
         if self._device.type != "cuda":
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+            peak = read_peak_bytes()
             return peak, peak, 0
         stats = torch.cuda.memory_stats(self._device)
         return (
@@ -78,3 +80,14 @@ class Meter:
         if not planned_tokens or not peak:
             return None
         return predicted.flops_per_step * num_tokens / planned_tokens / seconds / peak
+
+
+def read_peak_bytes() -> int:
+    """The most memory this process ever held.
+
+    From the kernel's own mark, which starts anew with a program; `ru_maxrss` carries over what
+    the process was before it became this program.
+    """
+    if _STATUS.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())):
+        return int(found[1]) * _KIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,13 @@ def take_place(*, on_cpu: bool) -> Place:
             device_id=device if device.type == "cuda" else None,
         )
     return Place(device=device, **number)
+
+
+def join_alone(place: Place) -> None:
+    """A group of one: sharding with offload is of use on a single GPU too."""
+    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+    store: Any = vars(dist)["HashStore"]()  # torch leaves it out of its typed names
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
 
 
 def leave() -> None:

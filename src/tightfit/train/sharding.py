@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Offload, Sharding, Strategy
 from tightfit.runtime.devices import torch_dtype
-from tightfit.train.place import Place
+from tightfit.train.place import Place, join_alone
 
 
 def replicate(module: nn.Module, place: Place) -> DistributedDataParallel:
@@ -70,6 +70,8 @@ class Sharder:
 def make_mesh(strategy: Strategy, place: Place) -> DeviceMesh:
     """All ranks in a row; for hybrid sharding a row of shards per node."""
     kind = place.device.type
+    if not dist.is_initialized():
+        join_alone(place)
     if strategy.sharding is Sharding.FSDP_HYBRID:
         shape = (place.num_nodes, place.local_world_size)
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))

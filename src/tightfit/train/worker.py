@@ -166,7 +166,10 @@ class _Attempt:
             return max(0, int(self._loop.saved_step))
         from tightfit.train.checkpoint import find_checkpoint, read_progress
 
-        folder = find_checkpoint(self._run)
+        try:
+            folder = find_checkpoint(self._run)
+        except UserError:  # none is whole; this may be the very reason that is being written
+            return 0
         return 0 if folder is None else read_progress(folder).step
 
     def _count_steps(self) -> int:

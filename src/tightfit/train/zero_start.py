@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tightfit.core.errors import EnvironmentFaultError
-from tightfit.train.place import COLLECTIVE_TIMEOUT, Place
+from tightfit.train.place import Place, join_alone
 
 
 def start_deepspeed(place: Place) -> Any:
@@ -28,7 +28,7 @@ def start_deepspeed(place: Place) -> Any:
     _match_accelerator(place)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))  # it asks for it without torchrun
     if not dist.is_initialized():
-        _start_alone(place)
+        join_alone(place)
     # Told not to look for MPI: the group is there.
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
@@ -64,10 +64,3 @@ def _match_accelerator(place: Place) -> None:
             f"{place.device.type}.",
             remedy=f"export DS_ACCELERATOR={place.device.type}",
         )
-
-
-def _start_alone(place: Place) -> None:
-    """A group of one: ZeRO with offload is of use on a single GPU too."""
-    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
-    store: Any = vars(dist)["HashStore"]()  # torch leaves it out of its typed names
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)

@@ -13,7 +13,7 @@ from conftest import Run
 
 from tightfit.cli import exit_codes, train_place
 from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.train_display import PlainDisplay, list_numbers, render_live
+from tightfit.cli.train_display import PlainDisplay, list_numbers, open_display, render_live
 from tightfit.cli.train_hardware import find_hardware, read_limit, read_rendezvous
 from tightfit.cli.train_place import Stage, find_place, move_aside, name_folder, write_wish_file
 from tightfit.cli.train_progress import Progress, render_eval, render_step
@@ -72,6 +72,12 @@ class TestWish:
         assert (found.eval_fraction, found.log_to) == (0.05, ())
         assert [source.path for source in found.data] == [str(tmp_path / "rows.jsonl")]
         assert fixed_fields(wish) == {"method": Method.FULL, "micro_batch": 2}
+
+    def test_a_model_folder_is_found_from_anywhere(self, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        assert read_wish(flags("mine")).recipe.model == str(tmp_path / "mine")
+        assert read_wish(flags("./mine")).recipe.model == str(tmp_path / "mine")
+        assert read_wish(flags("gpt2")).recipe.model == "gpt2"
 
     def test_an_eval_file_stands_beside_the_training_file(self, tmp_path: Path) -> None:
         sources = read_wish(flags(eval="held.jsonl")).recipe.data
@@ -252,6 +258,16 @@ class TestLines:
         display.record(EvalRecord(step=2, loss=1, perplexity=2.7, num_trained_tokens=1, seconds=1))
         assert told[0] == "step 2: resumed ?[31m here\n"
         assert told[1].startswith("eval at step 2")
+
+    def test_a_terminal_without_cursor_gets_lines(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("TERM", "dumb")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        progress = Progress(num_steps=9, capacity_bytes=GIB)
+        with open_display(progress, read_num_steps=lambda: 9, is_silent=False) as display:
+            display.record(make_step(1))
+        assert "step 1/9" in capsys.readouterr().err
 
     def test_the_live_panel_says_what_the_records_say(self) -> None:
         from rich.console import Console
@@ -461,6 +477,11 @@ class TestWholeRuns:
         self.orders = {}
         assert run("train", str(job), "--fresh").code == 0
         assert (tmp_path / "out.before-1" / "plan.json").is_file()
+
+    def test_rows_that_are_left_out_are_told(self, run: Run, job: Path, tmp_path: Path) -> None:
+        with (tmp_path / "rows.jsonl").open("a") as stream:
+            stream.write(json.dumps({**ROWS[0], list(ROWS[0])[-1]: ""}) + "\n")
+        assert "1 row: no answer to learn; left out" in run("train", str(job), "--dry-run").out
 
     def test_a_dry_run_starts_nothing(self, run: Run, job: Path, tmp_path: Path) -> None:
         told = run("train", str(job), "--dry-run", "--json").json

@@ -314,3 +314,14 @@ def test_fuzz_nearly_right_recipes(tmp_path: Path, value: dict[str, Any]) -> Non
 @given(text=YAML_LIKE | st.text())
 def test_fuzz_random_text(tmp_path: Path, text: str) -> None:
     read_or_refuse(tmp_path / "job.yaml", text)
+
+
+def test_a_number_of_rows_needs_no_quotes(write: Write) -> None:
+    text = "model: gpt2\ndata:\n  - path: a.jsonl\n    take: 500\n"
+
+    assert read_recipe(write(text)).data[0].take == "500"
+    assert "`data[0].take`" in fault_of(write(text.replace("500", "true")))
+
+
+def test_adapters_need_a_place(write: Write) -> None:
+    assert "`lora.targets`" in fault_of(write("model: gpt2\nlora:\n  targets: []\n"))

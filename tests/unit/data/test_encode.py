@@ -328,6 +328,21 @@ def test_nothing_to_train_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "--seq-len" in caught.value.remedy
 
 
+@pytest.mark.parametrize("role", ["user", "nobody"])
+def test_a_template_that_writes_no_answer_is_refused(
+    folder: Path, tmp_path: Path, role: str
+) -> None:
+    """A stop token is added to each row, so that something would be trained: to say nothing."""
+    template = tmp_path / "mute.jinja"
+    template.write_text(
+        "hello {% for m in messages %}{% if m.role == '" + role + "' %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+
+    with pytest.raises(InvalidInputError, match="none of the answers"):
+        encode(folder, write(tmp_path / "a.jsonl", pairs(5)), template=str(template))
+
+
 def test_an_untrained_stop_token_is_refused(folder: Path, tmp_path: Path) -> None:
     long = write(tmp_path / "b.jsonl", [{"prompt": "p", "completion": "word " * 500}])
 

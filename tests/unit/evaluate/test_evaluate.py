@@ -22,6 +22,7 @@ from tightfit.evaluate.evaluate import EvaluateRequest, evaluate_model
 from tightfit.evaluate.intervals import estimate_interval
 from tightfit.evaluate.metrics import Metric
 from tightfit.evaluate.scores import AnswerRow, Scores
+from tightfit.evaluate.target import find_target
 from tightfit.ledger.run_folder import RunFolder
 
 
@@ -251,8 +252,12 @@ def test_a_missing_database_is_found_before_anything_is_loaded(
 
 
 def test_the_command_shows_before_and_after(
-    run: RunFolder, sql_rows: Path, capsys: pytest.CaptureFixture[str]
+    run: RunFolder,
+    sql_rows: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     argv = ["eval", str(run.path), "--data", str(sql_rows), "--max-new-tokens", "4"]
 
     assert main(argv) == 0
@@ -303,3 +308,9 @@ def test_weights_make_a_ratio_of_sums() -> None:
     interval = estimate_interval(np.array([10.0, 1.0]), np.array([2.0, 10.0]))
 
     assert interval.value == pytest.approx(11 / 12)
+
+
+def test_longer_rows_than_were_trained_are_scored_whole(run: RunFolder) -> None:
+    """The plan's length is that of its longest row; it says nothing about what is scored."""
+    assert run.read_plan().strategy.seq_len == 96
+    assert find_target(str(run.path)).seq_len == 512  # all the positions the model has

@@ -82,9 +82,7 @@ def test_deepspeed_stays_deepspeed() -> None:
     fixed = {"sharding": "zero2", "gpus_per_node": 4}
     plan = _plan("H200", 4, method="full", fixed=fixed)
     shardings = {fallback.strategy.sharding for fallback in list_fallbacks(plan)}
-    assert shardings
-    assert all(sharding.is_zero for sharding in shardings)
-    assert Sharding.ZERO3 in shardings
+    assert shardings == {Sharding.ZERO2}, "another stage cannot read this one's checkpoints"
 
 
 def test_a_cpu_has_nowhere_to_offload_to() -> None:

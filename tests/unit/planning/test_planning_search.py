@@ -152,10 +152,10 @@ def test_plan_survives_json() -> None:
 def test_hundreds_of_strategies_in_under_a_second(num_nodes: int) -> None:
     request, cluster = make_request(), make_cluster((4, "V100-32GB"), num_nodes=num_nodes)
     seconds = []
-    for _ in range(3):  # the best of three: other processes share this machine
-        started = time.perf_counter()
+    for _ in range(3):  # CPU time, best of three: other processes share this machine
+        started = time.process_time()
         result = search(request, cluster)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     assert result.num_considered >= 500
     assert min(seconds) < 1.0
 

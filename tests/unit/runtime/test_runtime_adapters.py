@@ -150,6 +150,19 @@ def test_saved_and_loaded_again(family: str, fields: dict[str, Any], tmp_path: P
     assert num_trained(again) == 0
 
 
+def test_gathered_values_name_a_tied_matrix_once(tmp_path: Path) -> None:
+    """As a run saves them; peft asks for the matrix by the name of each module that uses it."""
+    strategy = fp32(train_embeddings=True)
+    folder = model_folder("llama-tied")
+    model = add_adapters(load(folder, strategy), strategy, TRAINING)
+    train_a_little(model)
+    gathered = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    save_adapter(model, tmp_path / "adapter", gathered)
+    again = load_adapter(load(folder, strategy), tmp_path / "adapter")
+
+    assert torch.allclose(answer(again), answer(model), atol=1e-5)
+
+
 def test_tied_embeddings_stay_tied() -> None:
     strategy = fp32(train_embeddings=True)
     model: Any = add_adapters(load(model_folder("llama-tied"), strategy), strategy, TRAINING)

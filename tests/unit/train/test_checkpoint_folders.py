@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
 from tightfit.core.strategy import Sharding
 from tightfit.ledger.run_folder import RunFolder
 from tightfit.train.checkpoint import (
@@ -225,3 +225,15 @@ def _write_for_ever(run: RunFolder, told: int) -> None:
         step += 1
         _write(run, Toy(step, num_bytes=200_000), step)
         os.write(told, b"%d\n" % step)
+
+
+def test_where_all_are_damaged_it_does_not_start_over(run: RunFolder) -> None:
+    """It would train from step 1 without a word, and remove what may yet be mended."""
+    for folder in [_write(run, Toy(step), step) for step in (5, 6)]:
+        (folder / "inner" / "state").write_bytes(b"0000")
+
+    with pytest.raises(InvalidInputError, match="step-000006") as caught:
+        find_checkpoint(run)
+
+    assert "--fresh" in caught.value.remedy
+    assert _names(run) == ["step-000005", "step-000006"]

@@ -137,3 +137,9 @@ def test_a_fault_in_the_thread_reaches_the_trainer(store_folder: Path) -> None:
 
     with pytest.raises(ValueError, match="no tensors today"):
         list(loader.steps(0, 2))
+
+
+def test_the_highest_token_is_known(tmp_path: Path) -> None:
+    store = make_store(tmp_path, [([3, 7, 2], [False, True, True]), ([1, 95], [False, True])])
+
+    assert store.find_highest_token() == 95
