@@ -15,7 +15,7 @@ from chaos_jobs import Job
 
 pytest_plugins = ("chaos_fixtures",)
 
-EXIT_FAULT, EXIT_NOT_FOUND, EXIT_INVALID, EXIT_ENVIRONMENT = 1, 3, 4, 6
+EXIT_NOT_FOUND, EXIT_INVALID, EXIT_ENVIRONMENT, EXIT_DIVERGED = 3, 4, 6, 7
 
 
 def copy_model(model: Path, folder: Path) -> Path:
@@ -41,8 +41,8 @@ def test_weights_that_are_not_finite(tmp_path: Path, model: Path, data: Path, on
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     job = Job(home=tmp_path / "job", model=broken, data=data).write()
 
-    said = said_once(job.finish("--on", on, code=EXIT_FAULT))
-    again = said_once(job.finish("--on", on, code=EXIT_FAULT))
+    said = said_once(job.finish("--on", on, code=EXIT_DIVERGED))
+    again = said_once(job.finish("--on", on, code=EXIT_DIVERGED))
 
     assert "first batch is nan" in said
     assert "layers.1.mlp.down_proj" in said
@@ -64,7 +64,7 @@ def test_a_loss_that_explodes(tmp_path: Path, model: Path, data: Path) -> None:
     }
     job = Job(home=tmp_path, model=model, data=data, changes=changes).write()
 
-    said = said_once(job.finish(code=EXIT_FAULT))
+    said = said_once(job.finish(code=EXIT_DIVERGED))
 
     last = job.last_step()
     assert last >= 1
@@ -73,7 +73,7 @@ def test_a_loss_that_explodes(tmp_path: Path, model: Path, data: Path) -> None:
     assert sorted(job.losses()) == list(range(1, last + 1))
     assert job.state()["status"] == "failed"
     assert job.checkpoints()[-1] == f"step-{last:06d}"
-    again = said_once(job.finish(code=EXIT_FAULT))
+    again = said_once(job.finish(code=EXIT_DIVERGED))
     assert f"Stopped at step {last + 1}" in again, "what it resumes from is no cleaner"
 
 
