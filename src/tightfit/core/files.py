@@ -52,6 +52,15 @@ def describe_kind(mode: int) -> str | None:
     return next((name for is_kind, name in _KINDS if is_kind(mode)), None)
 
 
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk for good."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _resolve_target(path: Path) -> Path:
     """The file to replace: `path` itself, or where its links end."""
     text = str(path)

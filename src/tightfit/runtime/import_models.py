@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 from tightfit.core.cache import cache_folder
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UserError
+from tightfit.core.files import sync
 from tightfit.core.units import render_bytes
 from tightfit.models.gguf_spec import read_gguf_model
 from tightfit.runtime.quiet import silence_libraries
@@ -78,23 +78,15 @@ def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
         fill(work)
         for path in work.iterdir():
             path.chmod(0o644)  # safetensors and mkdtemp keep others out; a cache may be shared
-            _sync(path)
+            sync(path)
         work.chmod(0o755)
         work.rename(home)
-        _sync(home.parent)
+        sync(home.parent)
     except OSError as fault:
         if not home.is_dir():
             raise _cannot_write(home, fault) from fault
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _cannot_write(home: Path, fault: OSError) -> EnvironmentFaultError:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import EnvironmentFaultError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import sync, write_atomic
 from tightfit.core.strategy import Method
 from tightfit.ledger.run_folder import RunFolder
 from tightfit.planning.plan import Plan
@@ -66,7 +65,7 @@ def _write_whole(
         _settle_config(partial, base, choose_saved_dtype(plan))
     write_companions(run, base, partial)
     for path in (*partial.iterdir(), partial):
-        _sync(path)
+        sync(path)
     if folder.exists():
         old = folder.with_name(folder.name + ".old" + PARTIAL)
         shutil.rmtree(old, ignore_errors=True)
@@ -75,7 +74,7 @@ def _write_whole(
         shutil.rmtree(old, ignore_errors=True)
     else:
         partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def _write_adapter(folder: Path, model: Any, state: dict[str, Tensor], base: Path) -> None:
@@ -117,11 +116,3 @@ def _settle_config(folder: Path, base: Path, dtype: Dtype) -> None:
     config["dtype"] = str(torch_dtype(dtype)).removeprefix("torch.")
     config["use_cache"] = json.loads((base / "config.json").read_text()).get("use_cache", True)
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import sync, write_atomic
 from tightfit.core.strategy import Sharding
 from tightfit.ledger.run_folder import RunFolder
 from tightfit.train.place import Place
@@ -159,12 +159,12 @@ def _seal(partial: Path, progress: Progress) -> None:
     """Note what is there, and have all of it on the disk."""
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     for path in paths:
-        _sync(path)
+        sync(path)
     files = {str(path.relative_to(partial)): path.stat().st_size for path in paths}
     whole = progress.model_copy(update={"files": files})
     write_atomic(partial / _PROGRESS, whole.model_dump_json(indent=2) + "\n")
     for folder in {path.parent for path in paths}:
-        _sync(folder)
+        sync(folder)
 
 
 def _publish(partial: Path, folder: Path) -> None:
@@ -175,15 +175,7 @@ def _publish(partial: Path, folder: Path) -> None:
             return
         shutil.rmtree(folder)
     partial.rename(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(folder.parent)
 
 
 def _give_up(partial: Path, fault: BaseException, *, writes: bool) -> None:
