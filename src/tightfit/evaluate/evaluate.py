@@ -6,23 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tightfit import __version__
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.strategy import MAX_SEQ_LEN
 from tightfit.core.training import DataSource
 from tightfit.data.encode import EncodeRequest, encode_dataset
+from tightfit.data.prompter import Prompter
 from tightfit.data.token_store import TokenStore
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.evaluate.compare import ColumnResult, compare_columns, list_answers
-from tightfit.evaluate.generate import GenerateRequest, Watch, generate_answers
-from tightfit.evaluate.load import Contestants, gather_contestants
-from tightfit.evaluate.loss import measure_loss
+from tightfit.evaluate.contestants import Asked, Contestant, Contestants, gather_contestants
+from tightfit.evaluate.generate import GenerateRequest, Watch
 from tightfit.evaluate.metrics import Metric, Scorer, choose_metrics
-from tightfit.evaluate.questions import Asker, Question, read_questions
+from tightfit.evaluate.questions import Question, read_questions
 from tightfit.evaluate.scores import Scores, ready_folder, write_scores
 from tightfit.evaluate.target import Target, find_target
+from tightfit.runtime.artefacts import Artefact, find_artefact
 
 DEFAULT_BATCH = 16
 MAX_DEFAULT_NEW_TOKENS = 512
@@ -47,6 +47,8 @@ class EvaluateRequest:
     batch: int = DEFAULT_BATCH
     max_new_tokens: int | None = None
     with_base: bool = True
+    beside: tuple[str, ...] = ()
+    """Other artefacts of the same model, each a column of its own."""
     template: str | None = None
     """None: the run's own, else the tokenizer's."""
     save_to: Path | None = None
@@ -63,7 +65,8 @@ class _Job:
     store: TokenStore
     format: str
     questions: list[Question]
-    asker: Asker
+    prompter: Prompter
+    beside: tuple[Artefact, ...]
     scorer: Scorer
     generation: GenerateRequest | None
 
@@ -97,17 +100,23 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
     folder = request.save_to or (None if run is None else run.path / "eval")
     if folder is not None:
         ready_folder(folder)
-    contestants = gather_contestants(job.target, with_base=request.with_base)
+    contestants = gather_contestants(
+        job.target,
+        job.prompter,
+        with_base=request.with_base,
+        beside=job.beside,
+        batch=request.batch,
+    )
     columns = {
-        column: _measure(job, model, _told(request.report, column))
-        for column, model in contestants.models()
+        column: _measure(job, contestant, _told(request.report, column))
+        for column, contestant in contestants
     }
     scores = _summarize(request, job, columns, contestants)
     scores = scores.model_copy(update={"seconds": round(time.monotonic() - started, 3)})
     if folder is None:
         return scores
     answers = list_answers(job.questions, columns)
-    return write_scores(scores, answers, folder, _name_of(request.data))
+    return write_scores(scores, answers, folder, _name_of(request))
 
 
 def _prepare(request: EvaluateRequest) -> _Job:
@@ -124,8 +133,8 @@ def _prepare(request: EvaluateRequest) -> _Job:
             seq_len=target.seq_len,
         )
     )
-    asker = Asker(load_tokenizer(target.tokenizer), target.template)
-    data_format, questions = read_questions(source, asker)
+    prompter = Prompter(load_tokenizer(target.tokenizer), target.template)
+    data_format, questions = read_questions(source, prompter)
     metrics = request.metrics or choose_metrics(data_format, questions)
     if not questions and set(metrics) != {Metric.LOSS}:
         raise InvalidInputError(
@@ -139,7 +148,8 @@ def _prepare(request: EvaluateRequest) -> _Job:
         store=encoded.train,
         format=data_format,
         questions=questions,
-        asker=asker,
+        prompter=prompter,
+        beside=tuple(find_artefact(name) for name in request.beside),
         scorer=scorer,
         generation=_generation(request, metrics, questions, encoded.train),
     )
@@ -163,15 +173,19 @@ def _generation(
     )
 
 
-def _measure(job: _Job, model: Any, watch: Callable[[str], Watch | None]) -> ColumnResult:
+def _measure(
+    job: _Job, contestant: Contestant, watch: Callable[[str], Watch | None]
+) -> ColumnResult:
     losses = None
     if Metric.LOSS in job.metrics:
-        losses = measure_loss(model, job.store, watch("loss"))
+        losses = contestant.measure_loss(job.store, watch("loss"))
     if job.generation is None:
         return ColumnResult(losses=losses, texts=(), scores=())
-    prompts = [item.prompt_ids[-job.longest_prompt :] for item in job.questions]
-    tokens = generate_answers(model, prompts, job.generation, watch("answers"))
-    texts = tuple(job.asker.decode(answer) for answer in tokens)
+    asked = [
+        Asked(messages=item.messages, tokens=item.prompt_ids[-job.longest_prompt :])
+        for item in job.questions
+    ]
+    texts = tuple(contestant.answer(asked, job.generation, watch("answers")))
     scores = tuple(job.scorer.score(place, text) for place, text in enumerate(texts))
     return ColumnResult(losses=losses, texts=texts, scores=scores)
 
@@ -185,7 +199,7 @@ def _summarize(
     return Scores(
         tightfit_version=__version__,
         model=job.target.name,
-        base_model=str(job.target.base),
+        base_model=str(job.target.base or job.target.artefact.path),
         data=request.data,
         format=job.format,
         num_rows=len(job.questions) or len(job.store),
@@ -216,6 +230,7 @@ def _told(report: Report | None, column: str) -> Callable[[str], Watch | None]:
     return of_stage
 
 
-def _name_of(data: str) -> str:
-    """`test` for `data/test.jsonl.gz`."""
-    return Path(data).name.partition(".")[0] or "data"
+def _name_of(request: EvaluateRequest) -> str:
+    """`test` for `data/test.jsonl.gz`; a part of the rows does not replace the scores of all."""
+    name = Path(request.data).name.partition(".")[0] or "data"
+    return name if request.limit is None else f"{name}-first-{request.limit}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,28 @@ def measure_loss(model: Any, store: TokenStore, watch: Watch | None = None) -> R
         done += len(places)
         if watch is not None:
             watch(done, len(store))
+    return RowLosses(sums=sums, num_tokens=store.num_trained.astype(np.int64))
+
+
+def measure_loss_by_logits(
+    score: Callable[[Sequence[int]], NDArray[np.float32]],
+    store: TokenStore,
+    watch: Watch | None = None,
+) -> RowLosses:
+    """The same from an engine's scores, row by row."""
+    import numpy as np
+
+    sums = np.zeros(len(store))
+    for place in range(len(store)):
+        row = store.row(place)
+        at = np.flatnonzero(row.trained[1:])
+        if len(at):
+            scores = score(row.tokens.tolist())[at].astype(np.float64)
+            highest = scores.max(axis=1)
+            total = np.log(np.exp(scores - highest[:, None]).sum(axis=1)) + highest
+            sums[place] = (total - scores[np.arange(len(at)), row.tokens[at + 1]]).sum()
+        if watch is not None:
+            watch(place + 1, len(store))
     return RowLosses(sums=sums, num_tokens=store.num_trained.astype(np.int64))
 
 

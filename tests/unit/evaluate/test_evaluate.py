@@ -134,7 +134,7 @@ def test_gold_answers_score_full_marks(
     gold = [json.loads(line)["answer"] for line in sql_rows.read_text().splitlines()]
     gold[3] = "SELECT  MAX(age)\nFROM pets"
     monkeypatch.setattr(
-        "tightfit.evaluate.evaluate.generate_answers",
+        "tightfit.evaluate.contestants.generate_answers",
         lambda *_: [tokenizer.encode(text) for text in gold],
     )
 
@@ -314,3 +314,25 @@ def test_longer_rows_than_were_trained_are_scored_whole(run: RunFolder) -> None:
     """The plan's length is that of its longest row; it says nothing about what is scored."""
     assert run.read_plan().strategy.seq_len == 96
     assert find_target(str(run.path)).seq_len == 512  # all the positions the model has
+
+
+def test_an_artefact_beside_is_scored_by_its_engine(
+    run: RunFolder, llama: Path, sql_rows: Path, tmp_path: Path
+) -> None:
+    """The base model once as training has it and once through an engine: the same numbers."""
+    request = EvaluateRequest(
+        target=str(run.path), data=str(sql_rows), beside=(str(llama),), save_to=tmp_path / "out"
+    )
+
+    scores = evaluate_model(request)
+
+    assert scores.columns == ("base", "tuned", llama.name)
+    for metric in scores.metrics:
+        assert metric.scores[llama.name].value == pytest.approx(
+            metric.scores["base"].value, rel=1e-4
+        )
+    for row in read_answers(scores):
+        assert row.answers[llama.name].text == row.answers["base"].text
+    loss = scores.metric("loss")
+    assert loss is not None
+    assert loss.scores["tuned"].value != pytest.approx(loss.scores["base"].value, rel=1e-3)

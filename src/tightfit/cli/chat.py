@@ -1,0 +1,202 @@
+"""`tightfit chat`: talk to a model in the terminal, or through a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tightfit.cli.engine_choice import engine_request, sampling
+from tightfit.cli.flags.chat import ChatFlags
+from tightfit.cli.harmless import harmless, harmless_lines
+from tightfit.cli.json_output import show_json
+from tightfit.cli.output import write_err, write_out
+from tightfit.core.errors import UsageError, UserError
+
+if TYPE_CHECKING:
+    from tightfit.engines.open import EngineRequest
+    from tightfit.serve.chat.conversation import Conversation, Reply
+
+HISTORY_LINES = 1000
+
+
+def chat(flags: ChatFlags) -> None:
+    """Load, say what was loaded, and answer until the input ends."""
+    if flags.as_json and flags.once is None:
+        raise UsageError(
+            "`--json` prints one document, and a chat has many answers.",
+            remedy="--once 'TEXT' --json",
+        )
+    from tightfit.engines.open import open_engine
+    from tightfit.runtime.artefacts import find_artefact
+    from tightfit.serve.chat.conversation import Conversation
+
+    # One person asks one thing at a time.
+    request = replace(engine_request(flags, find_artefact(flags.model)), slots=1)
+    if flags.check:
+        _require_fit(request, flags)
+    engine = open_engine(request)
+    try:
+        info = engine.info
+        write_err(
+            f"{harmless(info.model)}: {info.format} on {info.device}, {info.max_context:,} tokens "
+            f"of context; {harmless(info.why)}\n"
+        )
+        talk = Conversation(engine=engine, sampling=sampling(flags), system=flags.system)
+        if flags.once is not None:
+            _answer_once(talk, flags.once, as_json=flags.as_json)
+        elif sys.stdin is None:
+            return  # closed: nobody will ask
+        elif sys.stdin.isatty() and sys.stdout.isatty():
+            _talk_in_terminal(talk)
+        else:
+            _talk_through_pipe(talk)
+    finally:
+        engine.close()
+
+
+def _require_fit(request: EngineRequest, flags: ChatFlags) -> None:
+    from tightfit.engines.context import DEFAULT_CONTEXT
+    from tightfit.serve.generate.plan import Lengths, predict, require_fit
+
+    longest = flags.context or DEFAULT_CONTEXT
+    prediction = predict(request, Lengths(mean=longest / 2, longest=longest), sampling(flags))
+    if prediction is not None:
+        require_fit(prediction, request)
+
+
+def _answer_once(talk: Conversation, text: str, *, as_json: bool) -> None:
+    if not as_json:
+        reply = talk.ask(text, write_out)
+        _end_line(reply.text)
+        return
+    reply = talk.ask(text, lambda _: None)
+    done = reply.done
+    if done is None:
+        raise KeyboardInterrupt
+    show_json(
+        {
+            "answer": reply.text,
+            "finish": done.reason.value,
+            "num_prompt_tokens": done.num_prompt_tokens,
+            "num_new_tokens": done.num_new_tokens,
+            "first_token_seconds": done.first_token_s - done.submitted_s,
+            "seconds": done.finished_s - done.submitted_s,
+        }
+    )
+
+
+def _talk_through_pipe(talk: Conversation) -> None:
+    """Answers on stdout and nothing else; a message that cannot be answered ends it."""
+
+    def read_line(_goes_on: bool) -> str:
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
+    from tightfit.serve.chat.commands import LEAVE, read_command, read_message, run_command
+    from tightfit.serve.chat.typed import read_messages
+
+    for text in read_messages(read_line, forget=_leave_at_once):
+        command = read_command(text)
+        if command is None:
+            reply = talk.ask(read_message(text), write_out)
+        elif command.name in LEAVE:
+            return
+        elif command.name == "regenerate":
+            reply = talk.ask_again(write_out)
+        else:
+            write_err(f"{harmless_lines(run_command(command, talk))}\n")
+            continue
+        _end_line(reply.text)
+        _tell_dropped(reply)
+        if reply.done is None:
+            raise KeyboardInterrupt
+
+
+def _leave_at_once() -> None:
+    raise KeyboardInterrupt
+
+
+def _talk_in_terminal(talk: Conversation) -> None:
+    """Faults are told and the chat goes on; only the user ends it."""
+    from tightfit.serve.chat.commands import LEAVE, read_command, read_message, run_command
+    from tightfit.serve.chat.typed import read_messages
+
+    def read_line(goes_on: bool) -> str:
+        return input("... " if goes_on else "> ")
+
+    def forget() -> None:
+        write_out("\n")
+        write_err("(Ctrl-D or /exit leaves)\n")
+
+    write_err("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves\n")
+    with _line_history():
+        for text in read_messages(read_line, forget):
+            try:
+                command = read_command(text)
+                if command is None:
+                    reply = talk.ask(read_message(text), write_out)
+                elif command.name in LEAVE:
+                    return
+                elif command.name == "regenerate":
+                    reply = talk.ask_again(write_out)
+                else:
+                    write_out(f"{harmless_lines(run_command(command, talk))}\n")
+                    continue
+            except UserError as fault:
+                write_err(f"{harmless(fault.problem)}\n  try: {harmless(fault.remedy)}\n")
+                continue
+            _end_line(reply.text)
+            _tell_dropped(reply)
+            if reply.done is None:
+                write_err("(stopped)\n")
+    write_out("\n")
+
+
+def _end_line(text: str) -> None:
+    if not text.endswith("\n"):
+        write_out("\n")
+
+
+def _tell_dropped(reply: Reply) -> None:
+    if reply.num_dropped:
+        write_err(
+            f"(the oldest {reply.num_dropped} messages no longer fit the context and were left "
+            "out)\n"
+        )
+
+
+@contextlib.contextmanager
+def _line_history() -> Iterator[None]:
+    """Arrow keys and earlier lines, kept from chat to chat where there is a place for them."""
+    try:
+        import readline
+    except ImportError:  # a Python built without it
+        yield
+        return
+    path = _history_path()
+    if path is not None:
+        with contextlib.suppress(OSError):
+            readline.read_history_file(path)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                readline.write_history_file(path)
+                path.chmod(0o600)
+
+
+def _history_path() -> Path | None:
+    from tightfit.core.cache import cache_folder
+
+    with contextlib.suppress(UserError):
+        return cache_folder() / "chat_history"
+    return None

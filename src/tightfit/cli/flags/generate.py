@@ -1,0 +1,155 @@
+"""What `tightfit generate` accepts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tightfit.cli.completion import complete_model
+from tightfit.cli.flags.engine_options import (
+    Context,
+    Device,
+    Engine_,
+    Hosts,
+    MaxNewTokens,
+    MinP,
+    Parallel,
+    RepetitionPenalty,
+    Seed,
+    Settings,
+    Stop,
+    System,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    Weights,
+)
+from tightfit.cli.flags.options import (
+    Json,
+    count_option,
+    path_option,
+    refuse_empty,
+    switch_option,
+    text_option,
+)
+
+MAX_PROMPTS = 10**9
+MAX_SAMPLES = 65_536
+
+EXAMPLES = """\b
+Examples:
+  tightfit generate runs/sql --prompts questions.txt --out answers.jsonl
+  tightfit generate model.gguf --prompts rows.jsonl --n 4 --temperature 0.8 --seed 1
+  tightfit generate ./my-model --prompts rows.csv --template-text 'Summarize: {article}' --dry-run
+  cat questions.txt | tightfit generate ./my-model --prompts - --out answers.jsonl --json
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateFlags:
+    """Answer every prompt of a file, once each.
+
+    Prompts: text with one in each line, or JSON, JSON Lines, CSV and Parquet rows in the formats
+    that `train` reads; a row's own answer is not sent. Answers stand in the prompts' order, one
+    row for each prompt and sample, in a form that `tightfit train` reads.
+
+    A run that was interrupted, even by kill -9, goes on with the same command. Prompts that cannot
+    be answered are listed in OUT.failed.jsonl, and the exit code is then 1. At the end: tokens per
+    second, latencies, memory, bandwidth and FLOPs against the device's limits, and what held the
+    run back.
+    """
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|RUN",
+            help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
+            autocompletion=complete_model,
+            callback=refuse_empty("MODEL", "runs/sql"),
+            show_default=False,
+        ),
+    ]
+    prompts: Annotated[
+        str | None,
+        text_option("--prompts", "FILE|-", "Prompts; - is stdin.", example="prompts.jsonl"),
+    ] = None
+    out: Annotated[
+        Path | None,
+        path_option(
+            "--out",
+            "Answers, as JSON Lines. [default: PROMPTS.answers.jsonl in this folder]",
+            example="answers.jsonl",
+        ),
+    ] = None
+    n: Annotated[
+        int | None,
+        count_option("--n", "Answers to each prompt. [default: 1]", most=MAX_SAMPLES, example=4),
+    ] = None
+    limit: Annotated[
+        int | None,
+        count_option("--limit", "Only the first N prompts.", most=MAX_PROMPTS, example=100),
+    ] = None
+    column: Annotated[
+        str | None,
+        text_option("--column", "NAME", "The rows' column that is the prompt.", example="question"),
+    ] = None
+    template: Annotated[
+        Path | None,
+        path_option(
+            "--template", "Text with {column} in it, filled from each row.", example="prompt.txt"
+        ),
+    ] = None
+    template_text: Annotated[
+        str | None,
+        text_option(
+            "--template-text", "TEXT", "The same, written here.", example="'Summarize: {article}'"
+        ),
+    ] = None
+    whole: Annotated[
+        bool, switch_option("--whole", "A text file is one prompt, not one in each line.")
+    ] = False
+    raw: Annotated[
+        bool, switch_option("--raw", "Continue the text as it is, without a chat template.")
+    ] = False
+    system: System = None
+    max_new_tokens: MaxNewTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    seed: Seed = None
+    stop: Stop = None
+    engine: Engine_ = None
+    device: Device = None
+    weights: Weights = None
+    context: Context = None
+    parallel: Parallel = None
+    threads: Threads = None
+    hosts: Hosts = None
+    settings: Settings = None
+    fresh: Annotated[
+        bool,
+        switch_option("--fresh", "Begin again: forget earlier answers and replace the output."),
+    ] = False
+    dry_run: Annotated[
+        bool,
+        switch_option("--dry-run", "Show the first prompts as they are sent, and the prediction."),
+    ] = False
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Refuse to load what is predicted not to fit.",
+            show_default=True,
+        ),
+    ] = True
+    stats: Annotated[
+        Path | None,
+        path_option("--stats", "Write the statistics there too, as JSON.", example="stats.json"),
+    ] = None
+    as_json: Json = False

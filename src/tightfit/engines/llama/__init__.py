@@ -1,0 +1,1 @@
+"""The llama.cpp engine: GGUF files in this process."""

@@ -1,0 +1,1 @@
+"""The transformers engine: loading aside, everything that answers with torch."""

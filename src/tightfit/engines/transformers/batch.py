@@ -1,0 +1,335 @@
+"""Continuous batching: one thread that keeps the device's rows full of waiting requests."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tightfit.core.errors import DoesNotFitError, InvalidInputError, UserError
+from tightfit.engines.transformers.answer import RunningAnswer
+from tightfit.engines.transformers.rows import Rows
+from tightfit.engines.transformers.sampling import choose_tokens, draw_uniform, penalize
+from tightfit.runtime.devices import is_out_of_memory
+
+if TYPE_CHECKING:
+    import torch
+
+_Result = TypeVar("_Result")
+_GATHER_SECONDS = 0.002
+_CALM_ROWS = 8
+"""Rows that must end in peace before one more is tried."""
+
+
+class RowBatcher:
+    """Computes answers side by side, with rows that suit the family and the device."""
+
+    def __init__(self, rows: Rows, *, num_slots: int, prefill_tokens: int) -> None:
+        self._rows = rows
+        self._num_slots = num_slots
+        self._room = num_slots
+        """Rows that fit just now: less than the slots once memory has run out."""
+        self._num_calm = 0
+        self._prefill_tokens = prefill_tokens
+        self._active: list[RunningAnswer] = []
+        """In the order of the device's rows."""
+        self._seen: dict[int, torch.Tensor] = {}
+        """Tokens that a penalized answer holds, by the answer's id."""
+        self._next: Any = None
+        """The rows' last tokens on the device; None after rows have come or gone."""
+        self._waiting: deque[RunningAnswer] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._is_closing = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="tightfit-batch", daemon=True)
+        self._thread.start()
+
+    def add(self, answer: RunningAnswer) -> None:
+        """Queue an answer. Returns at once."""
+        with self._wake:
+            if self._is_closing:
+                answer.fail(closed_fault())
+                return
+            self._waiting.append(answer)
+            self._wake.notify()
+
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """Run something with the model to itself, between two steps, and wait for it."""
+        future: Future[Any] = Future()
+        with self._wake:
+            if self._is_closing:
+                raise closed_fault()
+            self._calls.append((function, future))
+            self._wake.notify()
+        result: _Result = future.result()
+        return result
+
+    def close(self) -> None:
+        """End every answer, and the thread."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        import torch
+
+        try:
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self._run_calls()
+                    self._drop_cancelled()
+                    self._admit()
+                    if self._active:
+                        self._step()
+        except Exception as fault:  # nobody must wait for ever for a thread that is gone
+            self._end_all(fault)
+        else:
+            self._end_all(None)
+
+    def _wait_for_work(self) -> bool:
+        with self._wake:
+            if not (self._active or self._waiting or self._calls):
+                self._wake.wait_for(lambda: self._is_closing or self._waiting or self._calls)
+                # The first of a burst would be read alone, and end a step before the others.
+                self._wake.wait_for(
+                    lambda: self._is_closing or len(self._waiting) >= self._num_slots,
+                    timeout=_GATHER_SECONDS,
+                )
+            return not self._is_closing
+
+    def _end_all(self, fault: Exception | None) -> None:
+        with self._wake:
+            self._is_closing = True
+            left = [*self._active, *self._waiting]
+            calls = list(self._calls)
+            self._waiting.clear()
+            self._calls.clear()
+        for answer in left:
+            if fault is None:
+                answer.end_cancelled()
+            else:
+                answer.fail(fault)
+        for _, future in calls:
+            future.set_exception(fault or closed_fault())
+        self._active.clear()
+        self._seen.clear()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            try:
+                future.set_result(function())
+            except Exception as fault:
+                future.set_exception(fault)
+
+    def _drop_cancelled(self) -> None:
+        with self._wake:
+            gone = [answer for answer in self._waiting if answer.is_cancelled]
+            for answer in gone:
+                self._waiting.remove(answer)
+        for answer in gone:
+            answer.end_cancelled()
+        for row in reversed(range(len(self._active))):
+            if self._active[row].is_cancelled:
+                self._active[row].end_cancelled()
+                self._leave(row)
+
+    def _admit(self) -> None:
+        """Prefill as many waiting requests as there is room for."""
+        while not self._active or not self._rows.is_gang:
+            joiners = self._pick()
+            if not joiners:
+                return
+            prompts = [answer.so_far for answer in joiners]
+            try:
+                logits = self._rows.join(prompts, max(answer.num_left for answer in joiners))
+            except Exception as fault:
+                self._refuse(joiners, fault)
+            else:
+                self._welcome(joiners, logits)
+
+    def _refuse(self, joiners: list[RunningAnswer], fault: Exception) -> None:
+        """After a failed prefill: fewer at once, later, or never."""
+        if not is_out_of_memory(fault):
+            for answer in joiners:
+                answer.fail(fault)
+        elif not self._active and len(joiners) == 1:
+            joiners[0].fail(too_long_fault(joiners[0]))
+        else:
+            self._put_back(joiners)
+            self._room = len(self._active) + len(joiners) // 2
+            self._num_calm = 0
+        free_memory()
+
+    def _pick(self) -> list[RunningAnswer]:
+        """The next of the queue, as long as one prefill of them stays small."""
+        picked: list[RunningAnswer] = []
+        longest = 0
+        with self._wake:
+            while self._waiting and len(self._active) + len(picked) < self._room:
+                answer = self._waiting[0]
+                longest = max(longest, len(answer.so_far))
+                if picked and longest * (len(picked) + 1) > self._prefill_tokens:
+                    break
+                picked.append(self._waiting.popleft())
+        return picked
+
+    def _put_back(self, answers: list[RunningAnswer]) -> None:
+        with self._wake:
+            self._waiting.extendleft(reversed(answers))
+
+    def _welcome(self, joiners: list[RunningAnswer], logits: torch.Tensor) -> None:
+        """Give the new rows their first tokens."""
+        import torch
+
+        first = len(self._active)
+        self._active.extend(joiners)
+        self._next = None
+        self._device = logits.device
+        self._remember_prompts(joiners, logits)
+        is_number = torch.isfinite(logits).all(dim=-1).tolist()
+        try:
+            chosen = self._choose(logits, joiners).tolist()
+        except Exception as fault:
+            self._recover(fault, is_behind=True)
+            return
+        ended = []
+        for place, (answer, token) in enumerate(zip(joiners, chosen, strict=True)):
+            if not is_number[place]:
+                answer.fail(_no_numbers())
+                ended.append(first + place)
+            elif answer.take(token):
+                ended.append(first + place)
+        for row in reversed(ended):
+            self._leave(row)
+
+    def _step(self) -> None:
+        import torch
+
+        is_behind = False
+        try:
+            if self._next is None:
+                last = [answer.tokens[-1] for answer in self._active]
+                self._next = torch.tensor(last, device=self._device)
+            logits = self._rows.step(self._next)
+            is_behind = True
+            self._next = self._choose(logits, self._active)
+        except Exception as fault:
+            self._recover(fault, is_behind=is_behind)
+            return
+        chosen = self._next.tolist()
+        ended = [
+            row
+            for row, (answer, token) in enumerate(zip(self._active, chosen, strict=True))
+            if answer.take(token)
+        ]
+        for row in reversed(ended):
+            self._leave(row)
+
+    def _choose(self, logits: torch.Tensor, answers: list[RunningAnswer]) -> torch.Tensor:
+        logits = self._penalize(logits, answers)
+        chosen = choose_tokens(
+            logits,
+            [answer.sampling for answer in answers],
+            [
+                draw_uniform(answer.seed, len(answer.tokens)) if answer.sampling.temperature else 0
+                for answer in answers
+            ],
+        )
+        for row, answer in enumerate(answers):
+            if id(answer) in self._seen:
+                self._seen[id(answer)].index_fill_(0, chosen[row : row + 1], True)
+        return chosen
+
+    def _penalize(self, logits: torch.Tensor, answers: list[RunningAnswer]) -> torch.Tensor:
+        import torch
+
+        rows = [row for row, answer in enumerate(answers) if id(answer) in self._seen]
+        if not rows:
+            return logits
+        places = torch.tensor(rows, device=logits.device)
+        seen = torch.stack([self._seen[id(answers[row])] for row in rows])
+        by = torch.tensor(
+            [answers[row].sampling.repetition_penalty for row in rows], device=logits.device
+        )
+        return logits.index_copy(0, places, penalize(logits[places], seen, by))
+
+    def _remember_prompts(self, joiners: list[RunningAnswer], logits: torch.Tensor) -> None:
+        import torch
+
+        for answer in joiners:
+            if answer.sampling.repetition_penalty != 1.0:
+                seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+                seen[torch.tensor(answer.so_far, device=logits.device)] = True
+                self._seen[id(answer)] = seen
+
+    def _leave(self, row: int) -> None:
+        """Let a row go; the last one takes its place, here as on the device."""
+        self._seen.pop(id(self._active[row]), None)
+        self._rows.drop(row)
+        last = self._active.pop()
+        if row < len(self._active):
+            self._active[row] = last
+        self._next = None
+        # Where memory has run out, more rows are tried again, but seldom: a failure costs much.
+        self._num_calm += 1
+        if self._num_calm % _CALM_ROWS == 0 or not self._active:
+            self._room = min(self._num_slots, self._room + 1)
+
+    def _recover(self, fault: Exception, *, is_behind: bool) -> None:
+        """After a failed step: make room and go on, or give up what is under way.
+
+        `is_behind`: the device's rows hold a token that no answer has; they are built anew.
+        """
+        num_active = len(self._active)
+        is_memory = is_out_of_memory(fault)
+        is_lost = not is_memory or num_active == 1 or self._rows.is_gang
+        # The youngest have the least to compute again.
+        keep = 0 if is_lost or is_behind else num_active * 3 // 4
+        for row in reversed(range(keep, num_active)):
+            answer = self._active[row]
+            if is_lost:
+                answer.fail(too_long_fault(answer) if is_memory else fault)
+            else:
+                self._put_back([answer])
+            self._leave(row)
+        self._room = max(1, num_active * 3 // 4) if not is_lost else self._room
+        self._num_calm = 0
+        self._next = None
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give cached blocks back to the device, so that they can be cut anew."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+
+
+def closed_fault() -> UserError:
+    return UserError("The engine has been closed.", remedy="start the command again")
+
+
+def _no_numbers() -> UserError:
+    return InvalidInputError(
+        "The model's scores are not numbers (NaN or infinity).",
+        remedy="--weights bf16 or fp32; if they stay, the weights are damaged: tightfit verify",
+    )
+
+
+def too_long_fault(answer: RunningAnswer) -> UserError:
+    count = len(answer.prompt) + len(answer.tokens)
+    return DoesNotFitError(
+        f"Memory ran out on a request of {count:,} tokens, alone on the device.",
+        remedy="--weights nf4, a shorter prompt or --context, or --device cpu",
+    )

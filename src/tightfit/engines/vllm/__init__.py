@@ -1,0 +1,1 @@
+"""The vLLM engine, where vLLM is installed."""

@@ -1,0 +1,1 @@
+"""After training: merge, convert, quantize, and the check that follows each of them."""

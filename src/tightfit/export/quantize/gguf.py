@@ -1,0 +1,400 @@
+"""A GGUF file of 16 or 32 bit turned into a smaller one, tensor by tensor, by ggml itself."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.files import sync
+from tightfit.export.quantize.mixture import Mixture, ModelFacts, TensorShape, choose_mixture
+from tightfit.export.quantize.targets import Target
+from tightfit.runtime.ggml import REMEDY, load_library
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+SLICE_VALUES = 1 << 20
+"""Values a thread takes at a time: a tensor of any size so needs no more memory than this."""
+FILE_TYPES = {
+    Target.Q8_0: "MOSTLY_Q8_0",
+    Target.Q6_K: "MOSTLY_Q6_K",
+    Target.Q5_K_M: "MOSTLY_Q5_K_M",
+    Target.Q4_K_M: "MOSTLY_Q4_K_M",
+    Target.Q3_K_M: "MOSTLY_Q3_K_M",
+    Target.Q2_K: "MOSTLY_Q2_K",
+}
+_PLAIN = ("F32", "F16", "BF16")
+_LEFT_OUT = ("split.no", "split.count", "split.tensors.count")
+"""As llama.cpp does: the new file is one file."""
+
+Report = Callable[[int, int], None]
+"""Told of values done and values in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importance:
+    """How much each input of each tensor matters: the mean square it carries on real text."""
+
+    values: Mapping[str, NDArray[np.float32]]
+    """By the tensor's name in the GGUF file."""
+    file: str
+    dataset: str
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequantizeRequest:
+    """What to turn into what."""
+
+    source: Path
+    target: Path
+    kind: Target
+    importance: Importance | None = None
+    num_threads: int = 1
+    report: Report | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requantized:
+    """What was written."""
+
+    num_tensors: int
+    """Those that were quantized."""
+    num_params: int
+    fallen: Mapping[str, str]
+    """Tensors too odd in width for the type they should have had, and that type."""
+    types: Mapping[str, str]
+    num_weighted: int
+    """Tensors rounded by importance."""
+
+
+def requantize_gguf(request: RequantizeRequest) -> Requantized:
+    """Write `target` whole or not at all. The memory needed does not grow with the model."""
+    import gguf
+
+    reader = open_plain_gguf(request.source)
+    mixture = plan_mixture(reader, request.kind)
+    partial = request.target.with_name(f"{request.target.name}.partial")
+    writer = gguf.GGUFWriter(partial, _text(reader, "general.architecture"))
+    _copy_metadata(reader, writer, request)
+    for tensor in reader.tensors:
+        kind = _type_of(tensor, mixture)
+        writer.add_tensor_info(
+            tensor.name, shape_of(tensor), _dtype(), _size(tensor, kind), raw_dtype=kind
+        )
+    try:
+        num_weighted = _write(reader, writer, mixture, request)
+        writer.close()
+        sync(partial)
+        partial.rename(request.target)
+        sync(request.target.parent)
+    finally:
+        writer.close()
+        partial.unlink(missing_ok=True)
+    return Requantized(
+        num_tensors=len(mixture.types),
+        num_params=sum(int(tensor.n_elements) for tensor in reader.tensors),
+        fallen=mixture.fallen,
+        types=mixture.types,
+        num_weighted=num_weighted,
+    )
+
+
+def open_plain_gguf(path: Path) -> Any:
+    """gguf's reader of a file whose matrices are not quantized yet."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError) as fault:
+        raise InvalidInputError(
+            f"{path} cannot be read as GGUF: {str(fault).partition(chr(10))[0]}.",
+            remedy="make the file again: tightfit convert MODEL --to gguf",
+        ) from fault
+    split = reader.fields.get("split.count")
+    if split is not None and int(split.contents()) > 1:
+        raise InvalidInputError(
+            f"{path} is one of {int(split.contents())} parts of a model.",
+            remedy="join the parts first: llama-gguf-split --merge FIRST_PART WHOLE.gguf",
+        )
+    packed = [t for t in reader.tensors if len(shape_of(t)) > 1 and not _is_plain(t)]
+    if packed:
+        raise InvalidInputError(
+            f"{path} is quantized already ({packed[0].tensor_type.name}); rounding it a second "
+            "time would lose more than its size shows.",
+            remedy="name the model it was made from, or its F16, BF16 or F32 GGUF file",
+        )
+    return reader
+
+
+def plan_mixture(reader: Any, kind: Target) -> Mixture:
+    """The type of each tensor."""
+    shapes = [TensorShape(name=t.name, shape=shape_of(t)) for t in reader.tensors]
+    return choose_mixture(shapes, read_facts(reader), kind)
+
+
+def estimate_gguf_bytes(reader: Any, kind: Target) -> int:
+    """What the tensors of the new file take, exactly; its metadata stays as it is."""
+    mixture = plan_mixture(reader, kind)
+    return sum(_size(tensor, _type_of(tensor, mixture)) for tensor in reader.tensors)
+
+
+def read_facts(reader: Any) -> ModelFacts:
+    """What the mixture's rules ask, from the file's metadata."""
+    name = _text(reader, "general.architecture")
+
+    def number(key: str, otherwise: int) -> int:
+        field = reader.fields.get(f"{name}.{key}")
+        if field is None:
+            return otherwise
+        value = field.contents()
+        return int(value[0] if isinstance(value, list) else value)
+
+    heads = number("attention.head_count", 0)
+    return ModelFacts(
+        architecture=name,
+        num_layers=number("block_count", 0),
+        num_heads=heads,
+        num_kv_heads=number("attention.head_count_kv", heads),
+        num_experts=number("expert_count", 0),
+    )
+
+
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Rows first, as numpy has it; gguf's reader gives ggml's order."""
+    return tuple(int(size) for size in reversed(tensor.shape.tolist()))
+
+
+def as_floats(tensor: Any) -> NDArray[Any]:
+    """A plain tensor's values as a matrix; 16-bit brain floats still as integers."""
+    import numpy as np
+
+    width = shape_of(tensor)[-1]
+    if tensor.tensor_type.name == "BF16":
+        return np.asarray(tensor.data).view(np.uint16).reshape(-1, width)
+    return np.asarray(tensor.data).reshape(-1, width)
+
+
+def widen(values: NDArray[Any]) -> NDArray[np.float32]:
+    """Rows of a plain tensor in fp32. Integers are the upper halves of fp32 numbers."""
+    import numpy as np
+
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def quantize_rows(
+    values: NDArray[np.float32], kind: Any, importance: NDArray[np.float32] | None = None
+) -> NDArray[np.uint8]:
+    """Rows in a ggml type, by ggml. The lock of the interpreter is free meanwhile."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES
+
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    num_rows, width = values.shape
+    packed = np.empty(num_rows * (width // block_values) * block_bytes, dtype=np.uint8)
+    written = _quantizer()(
+        int(kind),
+        values.ctypes.data,
+        packed.ctypes.data,
+        0,
+        num_rows,
+        width,
+        None if importance is None else importance.ctypes.data,
+    )
+    if written != packed.size:
+        raise RuntimeError(f"ggml_quantize_chunk wrote {written} of {packed.size} bytes")
+    return packed
+
+
+def _quantizer() -> Any:
+    """`ggml_quantize_chunk` with its C types. Source: ggml.h."""
+    try:
+        function = load_library().ggml_quantize_chunk
+    except AttributeError as fault:
+        raise EnvironmentFaultError(
+            "The installed llama.cpp does not hand out its quantizer.", remedy=REMEDY
+        ) from fault
+    whole, pointer = ctypes.c_int64, ctypes.c_void_p
+    function.restype = ctypes.c_size_t
+    function.argtypes = [ctypes.c_int, pointer, pointer, whole, whole, whole, pointer]
+    return function
+
+
+def _write(reader: Any, writer: Any, mixture: Mixture, request: RequantizeRequest) -> int:
+    """All tensors, in the order of the source; returns how many were weighed by importance."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    stream = writer.fout[0]
+    total = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    done = num_weighted = 0
+    with ThreadPoolExecutor(request.num_threads) as pool:
+        for tensor in reader.tensors:
+            weights = _weights_for(tensor, mixture, request.importance)
+            num_weighted += weights is not None
+            writer.write_padding(stream, stream.tell())
+            start = stream.tell()
+            for piece, num_values in _pieces(tensor, mixture, weights, pool, request.num_threads):
+                piece.tofile(stream)
+                done += num_values
+                if request.report is not None:
+                    request.report(done, total)
+            writer.write_padding(stream, stream.tell() - start)
+            _let_go(reader)
+    return num_weighted
+
+
+def _let_go(reader: Any) -> None:
+    """Hand the pages of the mapped source back, or the whole file would count as ours."""
+    mapped = getattr(reader.data, "_mmap", None)
+    if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+        mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _pieces(
+    tensor: Any,
+    mixture: Mixture,
+    weights: NDArray[np.float32] | None,
+    pool: ThreadPoolExecutor,
+    num_threads: int,
+) -> Iterator[tuple[NDArray[Any], int]]:
+    """The tensor's bytes in the new type, in order, a few slices ahead of the writer."""
+    kind = _type_of(tensor, mixture)
+    if kind == tensor.tensor_type:
+        yield tensor.data, int(tensor.n_elements)
+        return
+    values = as_floats(tensor)
+    width = values.shape[-1]
+    num_matrices = 1 if weights is None else weights.size // width
+    rows_each = len(values) // num_matrices
+    step = max(1, SLICE_VALUES // width)
+    tasks = [
+        (
+            matrix * rows_each + first,
+            min(matrix * rows_each + first + step, (matrix + 1) * rows_each),
+            matrix,
+        )
+        for matrix in range(num_matrices)
+        for first in range(0, rows_each, step)
+    ]
+
+    def convert(task: tuple[int, int, int]) -> tuple[NDArray[Any], int]:
+        first, last, matrix = task
+        rows = _checked(widen(values[first:last]), tensor.name)
+        own = None if weights is None else weights[matrix * width : (matrix + 1) * width]
+        return _pack(rows, kind, own), rows.size
+
+    ahead = 4 * num_threads
+    for group in range(0, len(tasks), ahead):
+        yield from pool.map(convert, tasks[group : group + ahead])
+
+
+def _pack(
+    rows: NDArray[np.float32], kind: Any, weights: NDArray[np.float32] | None
+) -> NDArray[Any]:
+    import numpy as np
+
+    return rows.astype(np.float16) if kind.name == "F16" else quantize_rows(rows, kind, weights)
+
+
+def _checked(rows: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+    import numpy as np
+
+    if not np.isfinite(rows).all():
+        raise InvalidInputError(
+            f"The tensor {name} holds values that are no numbers, which no format can store.",
+            remedy="the training diverged or the file is damaged: take an earlier checkpoint",
+        )
+    return rows
+
+
+def _weights_for(
+    tensor: Any, mixture: Mixture, importance: Importance | None
+) -> NDArray[np.float32] | None:
+    """The tensor's importance: one row of numbers, or one per expert."""
+    import numpy as np
+
+    if importance is None or tensor.name not in mixture.types:
+        return None
+    found = importance.values.get(tensor.name)
+    if found is None:
+        return None
+    shape = shape_of(tensor)
+    num_matrices = shape[0] if len(shape) == 3 else 1
+    if found.size != shape[-1] * num_matrices:
+        raise InvalidInputError(
+            f"The importance of {tensor.name} has {found.size} values for {shape[-1]} inputs.",
+            remedy="measure it again: delete the importance folder in the cache",
+        )
+    return np.ascontiguousarray(found, dtype=np.float32).reshape(-1)
+
+
+def _copy_metadata(reader: Any, writer: Any, request: RequantizeRequest) -> None:
+    import gguf
+
+    file_type = int(gguf.LlamaFileType[FILE_TYPES[request.kind]])
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key in (*_LEFT_OUT, "general.architecture"):
+            continue
+        if key.startswith(("general.file_type", "general.quantization_version", "quantize.")):
+            continue
+        kind = field.types[0]
+        sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), kind, sub_type=sub_type)
+        if key == "general.alignment":
+            writer.data_alignment = int(field.contents())
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    importance = request.importance
+    if importance is not None:
+        # The names llama-quantize gives them: tools/quantize/quantize.cpp.
+        writer.add_string("quantize.imatrix.file", importance.file)
+        writer.add_string("quantize.imatrix.dataset", importance.dataset)
+        writer.add_uint32("quantize.imatrix.entries_count", len(importance.values))
+        writer.add_uint32("quantize.imatrix.chunks_count", importance.num_chunks)
+
+
+def _type_of(tensor: Any, mixture: Mixture) -> Any:
+    from gguf import GGMLQuantizationType
+
+    name = mixture.types.get(tensor.name)
+    return tensor.tensor_type if name is None else GGMLQuantizationType[name]
+
+
+def _size(tensor: Any, kind: Any) -> int:
+    from gguf import GGML_QUANT_SIZES
+
+    if kind == tensor.tensor_type:
+        return int(tensor.n_bytes)
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    return int(tensor.n_elements) // block_values * block_bytes
+
+
+def _is_plain(tensor: Any) -> bool:
+    return tensor.tensor_type.name in _PLAIN
+
+
+def _text(reader: Any, key: str) -> str:
+    field = reader.fields.get(key)
+    if field is None:
+        raise InvalidInputError(
+            f"The GGUF file does not say its {key}.",
+            remedy="make the file again: tightfit convert MODEL --to gguf",
+        )
+    return str(field.contents())
+
+
+def _dtype() -> Any:
+    """Of no consequence beside a raw type, but asked for; not uint8, which means bytes."""
+    import numpy as np
+
+    return np.dtype(np.float32)

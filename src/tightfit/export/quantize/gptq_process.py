@@ -1,0 +1,157 @@
+"""Starts the GPTQ worker, follows its progress, and never leaves it behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tightfit.core.errors import DoesNotFitError, EnvironmentFaultError, UserError
+from tightfit.core.files import write_atomic
+from tightfit.export.quantize import gptq_worker
+from tightfit.export.quantize.gptq_worker import EXIT_MEMORY, EXIT_MISSING, GPTQMODEL, GptqJob
+
+Report = Callable[[int, int], None]
+"""Layers done, of how many."""
+
+PYTHON_VARIABLE = "TIGHTFIT_GPTQ_PYTHON"
+"""Names the Python of an environment of the quantizer's own."""
+INSTALL = {
+    gptq_worker.AUTO_ROUND: "pip install 'tightfit[quantize]'",
+    GPTQMODEL: "install gptqmodel in an environment of its own and name its Python: "
+    f"--python /path/to/python, or export {PYTHON_VARIABLE}",
+}
+STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worked:
+    """What a finished worker measured of itself."""
+
+    seconds: float
+    peak_rss_bytes: int
+
+
+def run_gptq(
+    job: GptqJob, work: Path, *, python: str | None = None, report: Report | None = None
+) -> Worked:
+    """Quantize in a process of its own. On any way out of here that process has ended.
+
+    Run again after an interruption with the same job, it goes on behind the last whole layer.
+    """
+    _prepare(job, work)
+    job_path = work / "job.json"
+    write_atomic(job_path, json.dumps(asdict(job), indent=2) + "\n")
+    log_path = work / "log.txt"
+    command = worker_command(python or os.environ.get(PYTHON_VARIABLE), job_path)
+    with log_path.open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        except OSError as fault:
+            raise EnvironmentFaultError(
+                f"Cannot start {command[0]}: {fault.strerror or fault}.",
+                remedy="name a Python that has the quantizer: --python /path/to/python",
+            ) from fault
+    try:
+        last = _follow(process, report)
+        code = process.wait()
+    finally:
+        _end(process)
+    if code != 0:
+        raise _failed(code, last, job, log_path)
+    return Worked(
+        seconds=float(last.get("seconds", 0.0)),
+        peak_rss_bytes=int(last.get("peak_rss_bytes", 0)),
+    )
+
+
+def worker_command(python: str | None, job_path: Path) -> list[str]:
+    """By module in our own environment, by path in another, which need not have tightfit."""
+    if python is None or Path(python) == Path(sys.executable):
+        return [sys.executable, "-m", gptq_worker.__name__, str(job_path)]
+    return [python, str(Path(gptq_worker.__file__).resolve()), str(job_path)]
+
+
+def _prepare(job: GptqJob, work: Path) -> None:
+    """What another job left in the same place must not be taken for ours."""
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        earlier = json.loads((work / "job.json").read_bytes())
+    except (OSError, ValueError):
+        earlier = None
+    if earlier != asdict(job):
+        for folder in (Path(job.out), Path(job.resume)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _follow(process: subprocess.Popen[str], report: Report | None) -> dict[str, float]:
+    """Read what the worker tells until it closes its end; its last words."""
+    last: dict[str, float] = {}
+    assert process.stdout is not None
+    for line in process.stdout:
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if "done" in told and report is not None:
+            report(int(told["done"]), int(told["of"]))
+        elif "done" not in told:
+            last = told
+    return last
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Close its stdin, which it takes for the end of us; then by signal, the group as a whole."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _failed(code: int, last: dict[str, float], job: GptqJob, log_path: Path) -> UserError:
+    problem = str(last.get("problem", "")) or _last_line(log_path)
+    if code == EXIT_MISSING:
+        return EnvironmentFaultError(
+            f"GPTQ needs {job.tool}, which cannot be imported: {problem.rstrip('.')}.",
+            remedy=INSTALL[job.tool],
+        )
+    if code in (EXIT_MEMORY, -signal.SIGKILL):
+        return DoesNotFitError(
+            f"Quantizing to {job.bits} bits ran out of memory.",
+            remedy="--rows with a smaller number; the layers done so far are kept",
+        )
+    return EnvironmentFaultError(
+        f"{job.tool} stopped with code {code}: {problem.rstrip('.')}.",
+        remedy=f"see {log_path}; run the same command again to go on behind the last whole layer",
+    )
+
+
+def _last_line(path: Path) -> str:
+    """What a log ends with, colours left out."""
+    with suppress(OSError):
+        lines: Sequence[str] = deque(path.read_text(errors="replace").splitlines(), maxlen=40)
+        spoken = [line.strip() for line in lines if line.strip()]
+        if spoken:
+            return spoken[-1][-300:]
+    return "it said nothing"

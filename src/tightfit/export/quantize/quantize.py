@@ -1,0 +1,263 @@
+"""`quantize_model`: the targets one after another, each checked, none blessed that is broken."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from tightfit import __version__
+from tightfit.core.errors import InvalidInputError, UsageError, UserError
+from tightfit.export.quantize.forecast import Forecast
+from tightfit.export.quantize.make import MakeOptions, Report, Workshop
+from tightfit.export.quantize.plot import write_plot
+from tightfit.export.quantize.source import (
+    Places,
+    Source,
+    choose_places,
+    find_source,
+    weight_bytes,
+)
+from tightfit.export.quantize.summary import (
+    PLOT_FILE,
+    QuantizedModel,
+    QuantizeSummary,
+    Standing,
+    read_summary,
+    write_summary,
+)
+from tightfit.export.quantize.targets import Family, Target
+from tightfit.export.verify.verdict import Comparison, StepKind, Verdict
+from tightfit.runtime.artefacts import Artefact, find_artefact
+from tightfit.runtime.finished_folder import REJECTED, check_room
+from tightfit.runtime.finished_folder import check_target as check_folder
+
+Check = Callable[[Artefact, Sequence[Artefact]], Verdict]
+"""The original and what was made of it, to a verdict with a row for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeRequest:
+    """What to make, of what, and how."""
+
+    model: str
+    targets: Sequence[Target]
+    out: Path | None = None
+    options: MakeOptions = field(default_factory=MakeOptions)
+    check: Check | None = None
+    """None: results are not checked."""
+    force: bool = False
+    """Replace results that are there."""
+    announce: Callable[[Mapping[Target, Forecast]], None] | None = None
+    """Told what is left to make, and what it will take, before anything is written."""
+    report: Report | None = None
+
+
+def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
+    """Make and check every target.
+
+    With several targets, one that cannot be made does not keep the others from it, and what an
+    interrupted call has finished is not made again.
+    """
+    source = find_source(request.model, request.targets)
+    places = choose_places(source, request.targets, request.out)
+    summary = _open_summary(request, source, places)
+    key = _settings_key(request.options)
+    left = [
+        target
+        for target in request.targets
+        if request.force or not _is_done(summary.find(target), places.of[target], key)
+    ]
+    for target in left:
+        _check_place(places.of[target], target, source, force=request.force)
+    workshop = Workshop(source, places.home, request.options, request.report)
+    forecasts = {target: workshop.forecast(target) for target in left}
+    _check_disk(places, forecasts, workshop)
+    if request.announce is not None:
+        request.announce(forecasts)
+    try:
+        for target in left:
+            row = _make(workshop, source, target, places, request)
+            row = row.model_copy(update={"key": key, "predicted": forecasts[target]})
+            summary = _keep(places, summary.with_row(row))
+    finally:
+        workshop.close()
+    summary = _note_calibration(summary, workshop)
+    if request.check is not None:
+        summary = _check(request.check, source, summary)
+    return _keep(places, _draw(places, summary))
+
+
+def _open_summary(request: QuantizeRequest, source: Source, places: Places) -> QuantizeSummary:
+    """What is known of earlier calls, if it is of the same weights."""
+    key = source.stamp
+    found = _read_earlier(places, force=request.force)
+    if found is not None and found.key == key:
+        return found
+    if found is not None and _is_several(request) and not request.force:
+        raise UsageError(
+            f"{places.home} holds results of other weights.",
+            remedy="--force to replace them, or --out another folder",
+        )
+    return QuantizeSummary(
+        model=str(source.path),
+        key=key,
+        size_bytes=source.size_bytes,
+        num_params=source.spec.num_params,
+        updated_at=_now(),
+        tightfit=__version__,
+    )
+
+
+def _read_earlier(places: Places, *, force: bool) -> QuantizeSummary | None:
+    if places.summary is None:
+        return None
+    try:
+        return read_summary(places.summary)
+    except InvalidInputError:
+        if force:
+            return None
+        raise
+
+
+def _is_several(request: QuantizeRequest) -> bool:
+    return len(request.targets) > 1
+
+
+def _settings_key(options: MakeOptions) -> str:
+    """With the same one, a result need not be made again."""
+    parts = [str(options.num_rows), str(options.iters), options.tool, str(options.with_importance)]
+    if options.calibrate is not None:
+        try:
+            stat = options.calibrate.stat()
+        except OSError as fault:
+            raise InvalidInputError(
+                f"Cannot read {options.calibrate}: {fault.strerror or fault}.",
+                remedy="--calibrate a file with rows as `train` reads them, or plain text",
+            ) from fault
+        parts.append(f"{options.calibrate.resolve()} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.blake2b("\x1e".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _is_done(row: QuantizedModel | None, path: Path, key: str) -> bool:
+    return row is not None and row.key == key and row.standing.is_done and path.exists()
+
+
+def _check_place(path: Path, target: Target, source: Source, *, force: bool) -> None:
+    if target.family is not Family.GGUF:
+        check_folder(path, force=force, sources=(source.path,))
+        return
+    if path.resolve() == source.path.resolve() or path.is_dir():
+        raise UsageError(f"{path} is no place for the result.", remedy="--out another name")
+    if path.exists() and not force:
+        raise UsageError(
+            f"{path} is there already.", remedy="--out another name, or --force to replace it"
+        )
+
+
+def _check_disk(places: Places, forecasts: Mapping[Target, Forecast], workshop: Workshop) -> None:
+    needed = sum(forecast.disk_bytes for forecast in forecasts.values())
+    if any(target.family is Family.GGUF for target in forecasts):
+        needed += workshop.plain_bytes()
+    if needed:
+        check_room(places.home, needed)
+
+
+def _make(
+    workshop: Workshop, source: Source, target: Target, places: Places, request: QuantizeRequest
+) -> QuantizedModel:
+    path = places.of[target]
+    try:
+        made = workshop.make(target, path)
+    except UserError as fault:
+        if not _is_several(request):
+            raise
+        return QuantizedModel(
+            target=target,
+            key="",
+            path=str(path),
+            standing=Standing.FAILED,
+            problem=fault.problem,
+            remedy=fault.remedy,
+        )
+    size = weight_bytes(path)
+    return QuantizedModel(
+        target=target,
+        key="",
+        path=str(path),
+        standing=Standing.MADE,
+        size_bytes=size,
+        bits_per_weight=8 * size / source.spec.num_params,
+        of_original_fraction=size / source.size_bytes,
+        seconds=made.seconds,
+        peak_host_bytes=made.peak_host_bytes,
+        importance=made.importance,
+        notes=made.notes,
+    )
+
+
+def _note_calibration(summary: QuantizeSummary, workshop: Workshop) -> QuantizeSummary:
+    if "calibration" not in vars(workshop):  # nothing has asked for it
+        return summary
+    found = workshop.calibration
+    return summary.model_copy(
+        update={"calibration": found.source, "num_calibration_tokens": found.num_tokens}
+    )
+
+
+def _check(check: Check, source: Source, summary: QuantizeSummary) -> QuantizeSummary:
+    """All unchecked results in one go, so that the original is asked once."""
+    open_rows = [
+        row for row in summary.rows if row.standing is Standing.MADE and Path(row.path).exists()
+    ]
+    if not open_rows:
+        return summary
+    others = [find_artefact(row.path) for row in open_rows]
+    verdict = check(source.artefact, others)
+    for row, comparison in zip(open_rows, verdict.rows, strict=True):
+        summary = summary.with_row(_judged(row, comparison))
+    return summary.model_copy(
+        update={"text": verdict.text, "reference_perplexity": verdict.reference_perplexity}
+    )
+
+
+def _judged(row: QuantizedModel, comparison: Comparison) -> QuantizedModel:
+    """A result that failed loses its name, so that nobody takes it for a model."""
+    if comparison.is_good:
+        has_limit = comparison.kind not in (StepKind.Q3, StepKind.Q2)
+        standing = Standing.GOOD if has_limit else Standing.REPORTED
+        return row.model_copy(update={"standing": standing, "check": comparison})
+    path = Path(row.path)
+    rejected = path.with_name(path.name + REJECTED)
+    if rejected.is_dir():
+        shutil.rmtree(rejected)
+    path.replace(rejected)
+    return row.model_copy(
+        update={"standing": Standing.REJECTED, "check": comparison, "path": str(rejected)}
+    )
+
+
+def _draw(places: Places, summary: QuantizeSummary) -> QuantizeSummary:
+    """The picture of size against quality, where several stand beside each other."""
+    scored = [row for row in summary.rows if row.check and row.check.perplexity is not None]
+    if places.summary is None or len(scored) < 2:
+        return summary
+    path = places.home / PLOT_FILE
+    if not write_plot(summary, path):
+        return summary
+    return summary.model_copy(update={"plot": str(path)})
+
+
+def _keep(places: Places, summary: QuantizeSummary) -> QuantizeSummary:
+    stamped = summary.model_copy(update={"updated_at": _now()})
+    if places.summary is not None:
+        places.home.mkdir(parents=True, exist_ok=True)
+        write_summary(places.summary, stamped)
+    return stamped
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,144 @@
+"""Verdict: what a check of artefacts against their reference found, as it is kept and shown."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from tightfit.core.errors import CheckFailedError
+
+
+class StepKind(str, Enum):
+    """What was done to the reference, and so how far from it the artefact may be."""
+
+    EXACT = "exact"
+    """The same values: an adapter merged, a folder copied. Only the noise of the dtype."""
+    FORMAT = "format"
+    """Another file format or 16-bit dtype, unquantized."""
+    Q8 = "8-bit"
+    """Q8_0, GPTQ-8."""
+    INT8 = "int8"
+    """bitsandbytes' LLM.int8, which also rounds what flows through it."""
+    Q6 = "6-bit"
+    Q5 = "5-bit"
+    Q4 = "4-bit"
+    """GGUF's Q4 and IQ4 formats."""
+    GPTQ4 = "gptq-4"
+    NF4 = "nf4"
+    Q3 = "3-bit"
+    Q2 = "2-bit"
+
+
+class Level(str, Enum):
+    """How bad a finding is."""
+
+    FAIL = "fail"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Finding(_Frozen):
+    """One thing that differs."""
+
+    level: Level
+    text: str
+    remedy: str | None = None
+    """What to do about it. None: nothing needs doing."""
+
+
+class Answered(_Frozen):
+    """One prompt's greedy answers."""
+
+    prompt: str
+    reference: str
+    other: str
+    first_difference: int | None = None
+    """Number of the first token that differs, from 0. None: they are the same."""
+    reference_stopped: bool
+    other_stopped: bool
+
+
+class Comparison(_Frozen):
+    """One artefact held against the reference. None: could not be measured."""
+
+    name: str
+    format: str = ""
+    """Of the weights: `bf16`, `Q4_K_M`, ..."""
+    engine: str = ""
+    size_bytes: NonNegativeInt = 0
+    """Of the weights on disk."""
+    kind: StepKind | None = None
+    num_positions: NonNegativeInt = 0
+    """Places in the text where scores were compared."""
+    top1_fraction: float | None = None
+    """Share of places where both would write the same token."""
+    top1_low: float | None = None
+    top1_high: float | None = None
+    """99% interval of it."""
+    mean_kl: float | None = None
+    """KL(reference || artefact) in nats per token."""
+    max_kl: float | None = None
+    max_abs_logit_diff: float | None = None
+    perplexity: float | None = None
+    reference_perplexity: float | None = None
+    perplexity_change_fraction: float | None = None
+    """0.01: 1% worse than the reference."""
+    perplexity_change_low: float | None = None
+    perplexity_change_high: float | None = None
+    """99% interval of it, place by place against the reference."""
+    num_same_answers: NonNegativeInt = 0
+    num_prompts: NonNegativeInt = 0
+    answers: tuple[Answered, ...] = ()
+    template_same: bool | None = None
+    tokenizer_same: bool | None = None
+    specials_same: bool | None = None
+    stops_like_reference: bool | None = None
+    findings: tuple[Finding, ...] = ()
+    seconds: NonNegativeFloat = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        return not any(finding.level is Level.FAIL for finding in self.findings)
+
+
+class Verdict(_Frozen):
+    """The whole check."""
+
+    schema_version: int = 1
+    reference: str
+    reference_format: str
+    reference_size_bytes: NonNegativeInt
+    reference_perplexity: float | None = None
+    text: str
+    """What the scores were taken on."""
+    num_tokens: NonNegativeInt
+    window: PositiveInt
+    dtype: str
+    """Arithmetic of unquantized artefacts."""
+    device: str
+    rows: tuple[Comparison, ...]
+    is_good: bool
+    checked_at: str
+    """UTC, ISO 8601."""
+    tightfit: str
+    saved_to: str | None = None
+    """RUN/checks/NAME.json, where the check was of something in a run."""
+
+    def raise_if_broken(self, *, remedy: str | None = None) -> None:
+        """`CheckFailedError` for the first artefact that did not pass."""
+        for row in self.rows:
+            faults = [finding for finding in row.findings if finding.level is Level.FAIL]
+            if faults:
+                more = f" (and {len(faults) - 1} more findings)" if len(faults) > 1 else ""
+                raise CheckFailedError(
+                    f"{row.name} is not {Path(self.reference).name}: {faults[0].text}{more}",
+                    remedy=remedy
+                    or faults[0].remedy
+                    or f"tightfit verify {self.reference} {row.name} --html report.html",
+                )

@@ -1,0 +1,243 @@
+"""From GGUF metadata to the config that transformers computes the same model by."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.runtime.gguf.families import FAMILIES
+from tightfit.runtime.gguf.file import GgufFile
+from tightfit.runtime.gguf.rope import llama3_factors
+
+_MODEL_TYPES = {
+    family.architecture: model_type
+    for model_type, family in FAMILIES.items()
+    if model_type != "mistral"  # its files say llama, and compute alike
+}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "falcon": "FalconForCausalLM",
+    "bloom": "BloomForCausalLM",
+}
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
+
+
+def is_known(file: GgufFile) -> bool:
+    """Whether `read_config` understands this architecture."""
+    return file.architecture in _MODEL_TYPES and not file.get("expert_count")
+
+
+def read_config(file: GgufFile, marks: dict[str, int]) -> tuple[str, Any]:
+    """The family and a transformers config."""
+    from transformers import AutoConfig
+
+    model_type = _MODEL_TYPES.get(file.architecture)
+    if model_type is None or not is_known(file):
+        kind = f"{file.architecture} with experts" if model_type else file.architecture
+        raise InvalidInputError(
+            f"{file.path} is of the architecture {kind or 'unnamed'}, which cannot be converted.",
+            remedy=f"name a file of one of: {', '.join(sorted(_MODEL_TYPES))}",
+        )
+    if model_type in ("gpt2", "bloom"):
+        settings = _old_settings(model_type, file)
+    elif model_type == "falcon":
+        settings = _falcon_settings(file)
+    else:
+        settings = _usual_settings(model_type, file)
+    settings |= {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "architectures": [_CLASSES[model_type]],
+        **{f"{name}_token_id": marks.get(name) for name in ("bos", "eos", "pad")},
+    }
+    return model_type, AutoConfig.for_model(model_type, **settings)
+
+
+def _round(value: float) -> float:
+    """1e-05 again, where 32 bit made 9.999999747e-06 of it."""
+    return float(f"{float(value):.6g}")
+
+
+def _usual_settings(model_type: str, file: GgufFile) -> dict[str, Any]:
+    heads = int(file.get("attention.head_count"))
+    hidden = int(file.get("embedding_length"))
+    settings: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": int(file.get("feed_forward_length")),
+        "num_hidden_layers": int(file.get("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(file.get("attention.head_count_kv", heads)),
+        "max_position_embeddings": int(file.get("context_length")),
+        "rms_norm_eps": _round(file.get("attention.layer_norm_rms_epsilon")),
+    }
+    head_dim = int(file.get("attention.key_length", hidden // heads))
+    if model_type != "phi3":
+        settings["head_dim"] = head_dim
+    if model_type == "llama":
+        settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        settings["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if model_type == "qwen3":
+        settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if model_type.startswith("gemma"):
+        settings |= _gemma_settings(model_type, file, hidden // heads, head_dim)
+    rope = _read_rope(model_type, file, head_dim)
+    if model_type == "phi3":
+        window = int(file.get("attention.sliding_window", 0))
+        settings["sliding_window"] = window or None
+        settings["original_max_position_embeddings"] = rope.get(
+            "original_max_position_embeddings", settings["max_position_embeddings"]
+        )
+    settings["rope_parameters"] = rope
+    if model_type == "gemma3_text":
+        local = float(file.get("rope.freq_base_swa", 10_000.0))
+        sliding = {"rope_type": "default", "rope_theta": local}
+        settings["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding}
+    return settings
+
+
+def _gemma_settings(
+    model_type: str, file: GgufFile, usual_dim: int, head_dim: int
+) -> dict[str, Any]:
+    if model_type == "gemma":
+        return {}
+    num_layers = int(file.get("block_count"))
+    is_27b = num_layers == _LAYERS_OF_27B[model_type]
+    final = file.get("final_logit_softcapping")
+    settings: dict[str, Any] = {
+        "query_pre_attn_scalar": usual_dim if is_27b else head_dim,
+        "final_logit_softcapping": float(final) if final else None,
+    }
+    period = 2
+    if model_type == "gemma2":
+        cap = file.get("attn_logit_softcapping")
+        settings["attn_logit_softcapping"] = float(cap) if cap else None
+    else:
+        period = int(file.get("attention.sliding_window_pattern", 6))
+    window = file.get("attention.sliding_window")
+    kinds = ("sliding_attention", "full_attention")
+    settings["layer_types"] = [
+        kinds[1] if not window or at % period == period - 1 else kinds[0]
+        for at in range(num_layers)
+    ]
+    return settings | ({"sliding_window": int(window)} if window else {})
+
+
+def _old_settings(model_type: str, file: GgufFile) -> dict[str, Any]:
+    width, depth = int(file.get("embedding_length")), int(file.get("block_count"))
+    heads = int(file.get("attention.head_count"))
+    settings: dict[str, Any] = {
+        "n_layer": depth,
+        "n_head": heads,
+        "layer_norm_epsilon": _round(file.get("attention.layer_norm_epsilon")),
+    }
+    if model_type == "bloom":
+        return settings | {"hidden_size": width, "seq_length": int(file.get("context_length"))}
+    inner = int(file.get("feed_forward_length"))
+    return settings | {
+        "n_embd": width,
+        "n_positions": int(file.get("context_length")),
+        "n_inner": None if inner == 4 * width else inner,
+    }
+
+
+def _falcon_settings(file: GgufFile) -> dict[str, Any]:
+    heads, hidden = int(file.get("attention.head_count")), int(file.get("embedding_length"))
+    num_kv_heads = int(file.get("attention.head_count_kv", 1))
+    has_two_norms = "blk.0.attn_norm_2.weight" in file.tensors
+    is_grouped = has_two_norms or 1 < num_kv_heads < heads
+    return {
+        "hidden_size": hidden,
+        "ffn_hidden_size": int(file.get("feed_forward_length")),
+        "num_hidden_layers": int(file.get("block_count")),
+        "num_attention_heads": heads,
+        "num_kv_heads": num_kv_heads,
+        "new_decoder_architecture": is_grouped,
+        "num_ln_in_parallel_attn": (2 if has_two_norms else 1) if is_grouped else None,
+        "multi_query": num_kv_heads == 1,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+        "layer_norm_epsilon": _round(file.get("attention.layer_norm_epsilon")),
+        "max_position_embeddings": int(file.get("context_length")),
+        "rope_parameters": _read_rope("falcon", file, hidden // heads),
+    }
+
+
+def _read_rope(model_type: str, file: GgufFile, head_dim: int) -> dict[str, Any]:
+    usual = 1_000_000.0 if model_type == "gemma3_text" else 10_000.0
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(file.get("rope.freq_base", usual)),
+    }
+    width = int(file.get("rope.dimension_count", head_dim))
+    if width != head_dim:
+        rope["partial_rotary_factor"] = width / head_dim
+    if "rope_freqs.weight" in file.tensors:
+        return rope | _read_llama3(file, rope["rope_theta"], head_dim)
+    if "rope_factors_long.weight" in file.tensors:
+        return rope | _read_longrope(file)
+    kind = str(file.get("rope.scaling.type", "none"))
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": float(file.get("rope.scaling.factor", 1.0))}
+    if kind == "yarn":
+        rope |= _read_yarn(file, rope["factor"])
+    return rope
+
+
+def _read_yarn(file: GgufFile, factor: float) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    context = file.get("rope.scaling.original_context_length")
+    if context:
+        found["original_max_position_embeddings"] = int(context)
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        value = file.get(f"rope.scaling.{theirs}")
+        if value is not None:
+            found[ours] = float(value)
+    scale = file.get("rope.scaling.attn_factor")
+    if scale is not None:
+        found["attention_factor"] = float(scale) * (1 + 0.1 * math.log(max(factor, 1.0)))
+    return found
+
+
+def _read_longrope(file: GgufFile) -> dict[str, Any]:
+    stated = file.get("rope.scaling.attn_factor")
+    return {
+        "rope_type": "longrope",
+        "long_factor": file.read("rope_factors_long.weight").tolist(),
+        "short_factor": file.read("rope_factors_short.weight").tolist(),
+        "original_max_position_embeddings": int(file.get("rope.scaling.original_context_length")),
+        **({"attention_factor": float(stated)} if stated is not None else {}),
+    }
+
+
+def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """The settings whose factors these are: Meta's own bounds, its context or another."""
+    import torch
+
+    stored = file.read("rope_freqs.weight").float()
+    largest = round(float(stored.max()), 4)
+    for power in (13, *range(5, 20)):
+        settings = {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": largest,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 2**power,
+        }
+        computed = torch.tensor(llama3_factors(settings, head_dim))
+        if computed.shape == stored.shape and torch.allclose(computed, stored, rtol=1e-4):
+            return settings
+    raise InvalidInputError(
+        f"The rotary factors in {file.path} are not those of a Llama 3, so that no config can say "
+        "them.",
+        remedy="name the model's own folder instead",
+    )

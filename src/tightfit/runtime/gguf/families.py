@@ -1,0 +1,162 @@
+"""Families that can be written as GGUF, and what llama.cpp takes for granted about each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.core.faults import printable
+from tightfit.core.suggest import did_you_mean
+
+_SILU = ("silu", "swish")
+_GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One `model_type` of transformers."""
+
+    architecture: str
+    """llama.cpp's name for it."""
+    activations: tuple[str, ...]
+    """llama.cpp has the activation in its code, not in the file."""
+    can_untie: bool = True
+    """Whether llama.cpp reads an output matrix of its own."""
+    name_of: Callable[[str], str] = str
+    """From the names in old checkpoints to those that the tensor map knows."""
+
+
+def _with_prefix(name: str) -> str:
+    is_bare = not name.startswith(("transformer.", "lm_head."))
+    return f"transformer.{name}" if is_bare else name
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix("transformer.")
+
+
+FAMILIES = {
+    "llama": Family(architecture="llama", activations=_SILU),
+    "mistral": Family(architecture="llama", activations=_SILU),
+    "qwen2": Family(architecture="qwen2", activations=_SILU),
+    "qwen3": Family(architecture="qwen3", activations=_SILU),
+    "gemma": Family(architecture="gemma", activations=(*_GELU_TANH, "gelu"), can_untie=False),
+    "gemma2": Family(architecture="gemma2", activations=_GELU_TANH, can_untie=False),
+    "gemma3_text": Family(architecture="gemma3", activations=_GELU_TANH),
+    "phi3": Family(architecture="phi3", activations=_SILU),
+    "gpt2": Family(architecture="gpt2", activations=_GELU_TANH, name_of=_with_prefix),
+    # llama.cpp has the tanh form of GELU where Falcon has the exact one: 1e-3 apart at most.
+    "falcon": Family(architecture="falcon", activations=("gelu",), name_of=_with_prefix),
+    "bloom": Family(architecture="bloom", activations=("gelu",), name_of=_without_prefix),
+}
+
+
+def find_family(folder: Path) -> tuple[str, Family]:
+    """The family of a model folder, or why it cannot be converted."""
+    config = _read_config(folder)
+    model_type = str(config.get("model_type", ""))
+    if model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        shown = printable(model_type) or "no model_type"
+        raise InvalidInputError(
+            f"{folder} is of the family {shown}, which cannot be written as GGUF here."
+            f"{did_you_mean(model_type, FAMILIES)}",
+            remedy=f"name a model of one of: {known}",
+        )
+    if config.get("quantization_config"):
+        raise InvalidInputError(
+            f"{folder} is quantized, and its values cannot be had back.",
+            remedy="convert the model that it was made from; tightfit quantize makes small GGUFs",
+        )
+    heads = config.get("architectures") or ["ForCausalLM"]
+    if not str(heads[0]).endswith(("ForCausalLM", "LMHeadModel")):
+        raise InvalidInputError(
+            f"{folder} is a {printable(str(heads[0]))}, not a model that writes text.",
+            remedy="name a model whose architecture ends in ForCausalLM",
+        )
+    return model_type, FAMILIES[model_type]
+
+
+def check_config(model_type: str, config: Any) -> None:
+    """Refuse settings that llama.cpp would silently replace by its own."""
+    family = FAMILIES[model_type]
+    activation = _activation(config)
+    if activation not in family.activations:
+        raise _unsupported(model_type, f"the activation {activation}")
+    wrong = {
+        "falcon": _falcon_oddities,
+        "gpt2": _gpt2_oddities,
+        "bloom": _bloom_oddities,
+        "gemma2": _gemma_oddities,
+        "gemma3_text": _gemma_oddities,
+        "phi3": _square_oddities,
+        "qwen2": _square_oddities,
+    }.get(model_type)
+    found = wrong(config) if wrong is not None else None
+    if found:
+        raise _unsupported(model_type, found)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as fault:
+        raise InvalidInputError(
+            f"{folder / 'config.json'} cannot be read ({fault}).",
+            remedy="name a folder with config.json and weights",
+        ) from fault
+    return found if isinstance(found, dict) else {}
+
+
+def _activation(config: Any) -> str:
+    names = ("hidden_activation", "hidden_act", "activation_function", "activation")
+    found = [getattr(config, name, None) for name in names]
+    return str(next((name for name in found if name), "gelu"))
+
+
+def _falcon_oddities(config: Any) -> str | None:
+    if config.alibi:
+        return "alibi positions"
+    if not config.parallel_attn and not config.new_decoder_architecture:
+        return "attention and feed-forward in sequence (parallel_attn: false)"
+    return "bias in its linear layers" if config.bias else None
+
+
+def _gpt2_oddities(config: Any) -> str | None:
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        return "attention scaled by the layer's number"
+    return None if getattr(config, "scale_attn_weights", True) else "unscaled attention"
+
+
+def _bloom_oddities(config: Any) -> str | None:
+    is_odd = config.apply_residual_connection_post_layernorm
+    return "residuals taken after the norm" if is_odd else None
+
+
+def _gemma_oddities(config: Any) -> str | None:
+    """llama.cpp scales attention by the head's size, but for the layer count of the 27B models."""
+    is_27b = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
+    usual = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+    if config.query_pre_attn_scalar != usual:
+        return f"query_pre_attn_scalar {config.query_pre_attn_scalar} (it would use {usual})"
+    if config.model_type == "gemma3_text" and getattr(config, "use_bidirectional_attention", False):
+        return "attention in both directions"
+    return None
+
+
+def _square_oddities(config: Any) -> str | None:
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim and head_dim * config.num_attention_heads != config.hidden_size:
+        return f"heads of {head_dim} that do not add up to the hidden size"
+    return None
+
+
+def _unsupported(model_type: str, what: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"This {model_type} model has {what}, which llama.cpp cannot compute.",
+        remedy="use it with --engine transformers; tightfit quantize --to nf4 or gptq-4 shrinks it",
+    )

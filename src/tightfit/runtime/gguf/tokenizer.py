@@ -1,0 +1,250 @@
+"""The tokenizer in a GGUF file as tokenizer.json and what belongs beside it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.runtime.gguf.file import GgufFile
+from tightfit.runtime.gguf.pre_tokenizers import PRE_TOKENIZERS, write_steps
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_CONTROL, _UNKNOWN, _USER_DEFINED, _UNUSED = 3, 2, 4, 5
+_MARKS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "eot": "eot_token_id",
+    "eom": "eom_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+}
+_ALIKE = {
+    # Files from before the key, and those that leave it out: transformers reads them so too.
+    "default": "gpt-2",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "smaug-bpe": "dbrx",
+    "deepseek-r1-qwen": "qwen2",
+    "megrez": "qwen2",
+    "stablelm2": "qwen2",
+    "phi-2": "gpt-2",
+    "olmo": "gpt-2",
+    "mpt": "gpt-2",
+    "starcoder": "smollm",
+    "refact": "smollm",
+    "command-r": "smollm",
+    "llama4": "gpt-4o",
+}
+"""Names of llama.cpp that cut as another one does. Source: `llama-vocab.cpp`."""
+
+
+def read_marks(file: GgufFile) -> dict[str, int]:
+    """`bos`, `eos`, `eot`, `eom`, `unk`, `pad`: those that the file names and has."""
+    count = len(_tokens(file))
+    found = {role: file.metadata.get(f"tokenizer.ggml.{key}") for role, key in _MARKS.items()}
+    return {role: int(n) for role, n in found.items() if n is not None and int(n) < count}
+
+
+def write_tokenizer(file: GgufFile, folder: Path) -> None:
+    """tokenizer.json, tokenizer_config.json and the chat templates."""
+    marks = read_marks(file)
+    tokens = _tokens(file)
+    document = _document(file, tokens, marks)
+    (folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False))
+    roles = ("bos", "eos", "unk", "pad")
+    named = {f"{role}_token": tokens[marks[role]] for role in roles if role in marks}
+    settings = named | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    )
+    template = file.metadata.get("tokenizer.chat_template")
+    if template:
+        (folder / "chat_template.jinja").write_text(str(template), encoding="utf-8")
+    others = {
+        key.removeprefix("tokenizer.chat_template."): text
+        for key, text in file.metadata.items()
+        if key.startswith("tokenizer.chat_template.")
+    }
+    for name, text in others.items():
+        (folder / "additional_chat_templates").mkdir(exist_ok=True)
+        path = folder / "additional_chat_templates" / f"{Path(name).name}.jinja"
+        path.write_text(str(text), encoding="utf-8")
+
+
+def _tokens(file: GgufFile) -> list[str]:
+    return [str(token) for token in file.metadata.get("tokenizer.ggml.tokens", ())]
+
+
+def _document(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dict[str, Any]:
+    model = str(file.metadata.get("tokenizer.ggml.model", ""))
+    pre = str(file.metadata.get("tokenizer.ggml.pre", "default"))
+    if model == "gpt2":
+        parts = _byte_level(file, tokens, _ALIKE.get(pre, pre))
+    elif model == "llama":
+        parts = _pieces(file, tokens, marks)
+    elif model == "t5":
+        parts = _unigram(file, tokens, marks)
+    else:
+        raise InvalidInputError(
+            f"{file.path} has a tokenizer of the kind {model or 'unnamed'}, which cannot be "
+            "converted.",
+            remedy="name the model's own folder instead",
+        )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(file, tokens, marks),
+        **parts,
+        "post_processor": _framing(file, tokens, marks),
+    }
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str], pre: str) -> dict[str, Any]:
+    if pre not in PRE_TOKENIZERS:
+        raise InvalidInputError(
+            f"{file.path} cuts text as `{pre}`, whose tokenizer.json form is not known here.",
+            remedy="name the model's own folder instead",
+        )
+    merges = [str(merge) for merge in file.metadata.get("tokenizer.ggml.merges", ())]
+    return {
+        "normalizer": {"type": "NFC"} if pre in ("qwen2", "qwen35") else None,
+        "pre_tokenizer": write_steps(pre),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
+        "model": {
+            "type": "BPE",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": PRE_TOKENIZERS[pre].ignores_merges,
+            "vocab": _vocab(file, tokens),
+            "merges": [merge.split(" ", 1) for merge in merges],
+        },
+    }
+
+
+def _pieces(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dict[str, Any]:
+    """Merges by score: every way to split a piece, best pieces first."""
+    spelt = [token.replace(" ", _SPACE) for token in tokens]
+    vocab = _vocab(file, spelt)
+    scores = [float(score) for score in file.metadata["tokenizer.ggml.scores"]]
+    types = _types(file, tokens)
+    numbers = [n for n in vocab.values() if types[n] not in (_CONTROL, _UNKNOWN)]
+    merges: list[list[str]] = []
+    for number in sorted(numbers, key=lambda n: -scores[n]):
+        piece = spelt[number]
+        if len(piece) == 6 and piece.startswith("<0x"):
+            continue
+        splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+        known = [pair for pair in splits if pair[0] in vocab and pair[1] in vocab]
+        merges += [list(p) for p in sorted(known, key=lambda p: (vocab[p[0]], vocab[p[1]]))]
+    adds_space = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return {
+        "normalizer": _spacing(adds_space),
+        "pre_tokenizer": None,
+        "decoder": _piece_decoder(adds_space),
+        "model": {
+            "type": "BPE",
+            "unk_token": spelt[marks["unk"]] if "unk" in marks else None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": merges,
+        },
+    }
+
+
+def _unigram(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dict[str, Any]:
+    scores = [float(score) for score in file.metadata["tokenizer.ggml.scores"]]
+    adds_space = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    table = file.metadata.get("tokenizer.ggml.precompiled_charsmap")
+    steps: list[dict[str, Any]] = []
+    if table:
+        text = base64.b64encode(bytes(int(byte) & 0xFF for byte in table)).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": text})
+    steps += _spacing(adds_space)["normalizers"]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "decoder": _piece_decoder(adds_space),
+        "model": {
+            "type": "Unigram",
+            "unk_id": marks.get("unk"),
+            "vocab": [list(pair) for pair in zip(tokens, scores, strict=True)],
+            "byte_fallback": False,
+        },
+    }
+
+
+def _spacing(adds_space: bool) -> dict[str, Any]:
+    first = [{"type": "Prepend", "prepend": _SPACE}] if adds_space else []
+    rest = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    return {"type": "Sequence", "normalizers": [*first, rest]}
+
+
+def _piece_decoder(adds_space: bool) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if adds_space:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _vocab(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
+    """Tokens by name; rows that were filled up are no tokens."""
+    types = _types(file, tokens)
+    return {token: n for n, token in enumerate(tokens) if types[n] != _UNUSED}
+
+
+def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
+    stated = file.metadata.get("tokenizer.ggml.token_type")
+    return [int(kind) for kind in stated] if stated is not None else [1] * len(tokens)
+
+
+def _added(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> list[dict[str, Any]]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = set(marks.values())
+    added = []
+    for number, (token, kind) in enumerate(zip(tokens, _types(file, tokens), strict=True)):
+        if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
+            is_special = kind != _USER_DEFINED or number in special
+            added.append({"id": number, "content": token, **flags, "special": is_special})
+    return added
+
+
+def _framing(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dict[str, Any] | None:
+    """The tokens that are put around a text."""
+    is_pieces = file.metadata.get("tokenizer.ggml.model") == "llama"
+    begins = bool(file.metadata.get("tokenizer.ggml.add_bos_token", is_pieces)) and "bos" in marks
+    ends = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)) and "eos" in marks
+    if not begins and not ends:
+        return None
+    used = ([tokens[marks["bos"]]] if begins else []) + ([tokens[marks["eos"]]] if ends else [])
+
+    def around(name: str, type_id: int) -> list[dict[str, Any]]:
+        def special(role: str) -> dict[str, Any]:
+            return {"SpecialToken": {"id": tokens[marks[role]], "type_id": type_id}}
+
+        text = {"Sequence": {"id": name, "type_id": type_id}}
+        return [*([special("bos")] if begins else []), text, *([special("eos")] if ends else [])]
+
+    numbers = {token: n for n, token in enumerate(tokens)}
+    return {
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
+        "pair": [*around("A", 0), *around("B", 1)],
+        "special_tokens": {
+            token: {"id": token, "ids": [numbers[token]], "tokens": [token]} for token in used
+        },
+    }

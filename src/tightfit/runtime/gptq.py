@@ -1,0 +1,326 @@
+"""GPTQ-format folders read with plain torch: codes of 2 to 8 bits, groups, zero points, act order.
+
+Codes lie in a little-endian stream of bits over int32 words, 32 codes in `bits` words. Three
+layouts differ in nothing but the zero points: `gptq` stores them minus one, `gptq_v2` as they
+are, and auto-round says which by its packing format. Sources: GPTQ, arXiv:2210.17323; the
+torch layers of AutoGPTQ and auto-round.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.runtime.answer_attention import choose_answer_attention
+from tightfit.runtime.quiet import silence_libraries
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_UNSUPPORTED = "quantize the model again: tightfit quantize MODEL --to gptq-4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqConfig:
+    """What config.json says of the codes."""
+
+    bits: int
+    group_size: int
+    """-1: one group over the whole width."""
+    zeros_shift: int
+    """What to add to a stored zero point: 1, or 0 in `gptq_v2`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMatrix:
+    """One linear layer's codes, as the files hold them."""
+
+    qweight: torch.Tensor
+    """(in x bits / 32, out), int32."""
+    qzeros: torch.Tensor
+    """(groups, out x bits / 32), int32."""
+    scales: torch.Tensor
+    """(groups, out)."""
+    g_idx: torch.Tensor | None
+    """Group of every input. None: groups follow one another."""
+    zeros_shift: int
+
+    @property
+    def out_features(self) -> int:
+        return int(self.scales.shape[1])
+
+    @property
+    def bits(self) -> int:
+        return int(self.qzeros.shape[1]) * 32 // self.out_features
+
+    @property
+    def in_features(self) -> int:
+        return int(self.qweight.shape[0]) * 32 // self.bits
+
+    def groups(self) -> torch.Tensor:
+        """Group of every input."""
+        if self.g_idx is not None:
+            return self.g_idx.long()
+        num_groups = int(self.scales.shape[0])
+        size = -(-self.in_features // num_groups)
+        return torch.arange(self.in_features, device=self.scales.device) // size
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix as (in, out): scale x (code - zero point), each input by its group."""
+        codes = unpack_bits(self.qweight, self.bits)
+        zeros = unpack_bits(self.qzeros.t(), self.bits).t() + self.zeros_shift
+        groups = self.groups()
+        # fp32 in between: fp16 scales times a difference of codes do not round twice.
+        return (self.scales.float()[groups] * (codes - zeros[groups])).to(dtype)
+
+
+def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes along the first dimension: (words x 32 / bits, ...), int32."""
+    device = words.device
+    starts = torch.arange(words.shape[0] * 32 // bits, device=device) * bits
+    first, shift = starts // 32, (starts % 32).to(torch.int32)
+    mask = (1 << bits) - 1
+    shape = (-1, *[1] * (words.dim() - 1))
+    low = words[first] >> shift.view(shape)
+    if 32 % bits == 0:
+        return low & mask
+    # A code that crosses a word's end has its upper part in the next one. int32 shifts keep
+    # the sign, so only as many bits as belong to the lower part are taken from it.
+    num_low = (32 - shift).clamp(max=bits)
+    low = low & ((1 << num_low) - 1).to(torch.int32).view(shape)
+    following = words[(first + 1).clamp(max=words.shape[0] - 1)]
+    high = following << num_low.to(torch.int32).view(shape)
+    is_split = (num_low < bits).view(shape)
+    return torch.where(is_split, low | high, low) & mask
+
+
+class GptqLinear(nn.Module):
+    """A linear layer that keeps its codes and unpacks them at every use.
+
+    Slower than an unpacked one, and a fourth or less of its memory.
+    """
+
+    def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = packed.in_features, packed.out_features
+        self.bits, self.zeros_shift = packed.bits, packed.zeros_shift
+        self.register_buffer("qweight", packed.qweight)
+        self.register_buffer("qzeros", packed.qzeros)
+        self.register_buffer("scales", packed.scales)
+        self.register_buffer("g_idx", packed.g_idx)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        held: Any = self  # buffers, by name
+        packed = PackedMatrix(
+            qweight=held.qweight,
+            qzeros=held.qzeros,
+            scales=held.scales,
+            g_idx=held.g_idx,
+            zeros_shift=self.zeros_shift,
+        )
+        return packed.unpack(dtype)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        product = values @ self.unpack(values.dtype)
+        return product if self.bias is None else product + self.bias
+
+
+def read_gptq_config(folder: Path) -> GptqConfig:
+    """Bits and layout. Raises where the folder is quantized in a way that is not read here."""
+    stated = _read_stated(folder)
+    bits, size = stated.get("bits"), stated.get("group_size", -1)
+    if bits not in (2, 3, 4, 5, 6, 7, 8) or not isinstance(size, int):
+        raise InvalidInputError(
+            f"{folder / 'config.json'} says {bits} bits in groups of {size}, which is no GPTQ "
+            "format.",
+            remedy=_UNSUPPORTED,
+        )
+    method = str(stated.get("quant_method", "")).lower()
+    layout = str(stated.get("checkpoint_format") or "gptq").lower()
+    if method in ("auto-round", "auto_round"):
+        packing = str(stated.get("packing_format") or stated.get("backend") or "auto_round")
+        layout = "gptq" if "gptq" in packing else "gptq_v2"
+        if "awq" in packing:
+            layout = packing
+    if layout not in ("gptq", "gptq_v2"):
+        raise InvalidInputError(
+            f"{folder} is packed as `{layout}`, which is not read here.", remedy=_UNSUPPORTED
+        )
+    return GptqConfig(bits=bits, group_size=size, zeros_shift=1 if layout == "gptq" else 0)
+
+
+def load_gptq(
+    folder: Path, *, dtype: torch.dtype, device: torch.device, is_packed: bool | None = None
+) -> PreTrainedModel:
+    """The folder's model on `device`, in eval mode.
+
+    `is_packed` keeps the codes and unpacks per use; None: on GPUs only. Elsewhere matrices are
+    unpacked once, into `dtype`.
+    """
+    silence_libraries()
+    settings = read_gptq_config(folder)
+    config = _read_plain_config(folder)
+    keep = device.type == "cuda" if is_packed is None else is_packed
+    load = _load_packed if keep else _load_dense
+    model: Any = load(folder, config, settings, dtype)
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def read_matrices(folder: Path, settings: GptqConfig) -> Iterator[tuple[str, PackedMatrix]]:
+    """Every packed matrix by its layer's name."""
+    for name, part in _read_parts(folder, settings):
+        if isinstance(part, PackedMatrix):
+            yield name, part
+
+
+def _read_parts(
+    folder: Path, settings: GptqConfig
+) -> Iterator[tuple[str, PackedMatrix | torch.Tensor]]:
+    """Packed matrices by their layers' names, and all other tensors by their own."""
+    from safetensors import safe_open
+
+    homes: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        stream: Any = safe_open(str(path), framework="pt")
+        homes |= dict.fromkeys(stream.keys(), stream)
+    layers = [name.removesuffix(".qweight") for name in homes if name.endswith(".qweight")]
+    taken = {f"{layer}.{part}" for layer in layers for part in _PARTS}
+    for name, stream in homes.items():
+        if name not in taken:
+            yield name, stream.get_tensor(name)
+    for layer in layers:
+        held = {
+            part: homes[f"{layer}.{part}"].get_tensor(f"{layer}.{part}")
+            for part in _PARTS
+            if f"{layer}.{part}" in homes
+        }
+        lost = [part for part in _PARTS[:3] if part not in held]
+        if lost:
+            raise InvalidInputError(
+                f"{folder} lacks {layer}.{lost[0]}.", remedy="fetch or make the model again"
+            )
+        yield (
+            layer,
+            PackedMatrix(
+                qweight=held["qweight"],
+                qzeros=held["qzeros"],
+                scales=held["scales"],
+                g_idx=_useful_index(held.get("g_idx"), held["scales"]),
+                zeros_shift=settings.zeros_shift,
+            ),
+        )
+
+
+def _useful_index(index: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
+    """None where groups simply follow one another, as without act order."""
+    if index is None or index.numel() == 0:
+        return None
+    size = -(-index.numel() // scales.shape[0])
+    plain = torch.arange(index.numel(), dtype=index.dtype) // size
+    return None if torch.equal(index, plain) else index
+
+
+def _load_dense(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
+    """By transformers' own loading, from tensors unpacked one at a time."""
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.device("meta"):
+        shell = _auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=config._attn_implementation
+        )
+    transposed = {name for name, part in shell.named_modules() if isinstance(part, Conv1D)}
+    state: dict[str, torch.Tensor] = {}
+    for name, part in _read_parts(folder, settings):
+        if isinstance(part, PackedMatrix):
+            matrix = part.unpack(dtype)
+            state[f"{name}.weight"] = matrix if name in transposed else matrix.t().contiguous()
+        else:
+            state[name] = part.to(dtype) if part.is_floating_point() else part
+    model, info = type(shell).from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        attn_implementation=config._attn_implementation,
+        output_loading_info=True,
+    )
+    _check_missing(folder, sorted(info["missing_keys"]))
+    return model
+
+
+def _load_packed(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
+    """The family's module tree with packed layers in the places of its linear ones."""
+    from tightfit.runtime.random_weights import fill_buffers
+
+    with torch.device("meta"):
+        model = _auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=config._attn_implementation
+        )
+    state: dict[str, torch.Tensor] = {}
+    packed: dict[str, PackedMatrix] = {}
+    for name, part in _read_parts(folder, settings):
+        if isinstance(part, PackedMatrix):
+            packed[name] = part
+        else:
+            state[name] = part.to(dtype) if part.is_floating_point() else part
+    known = dict(model.named_modules())
+    strange = [name for name in packed if name not in known]
+    if strange:
+        raise InvalidInputError(
+            f"{folder} holds {strange[0]}, which a {config.model_type} model has not by that name.",
+            remedy="load it on the CPU (--device cpu), where its matrices are unpacked",
+        )
+    for name, part in packed.items():
+        model.set_submodule(name, GptqLinear(part, state.pop(f"{name}.bias", None)))
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    fill_buffers(model, torch.device("cpu"))
+    _check_missing(folder, [name for name, value in model.named_parameters() if value.is_meta])
+    return model
+
+
+def _check_missing(folder: Path, missing: list[str]) -> None:
+    if missing:
+        raise InvalidInputError(
+            f"{folder} lacks {len(missing)} tensors of the model, {missing[0]} first.",
+            remedy="fetch the model again; these weights are not those of its config.json",
+        )
+
+
+def _read_plain_config(folder: Path) -> Any:
+    """The model's config without the note that it is quantized, so that transformers asks for
+    none of the packages it would use."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._attn_implementation = choose_answer_attention(folder)
+    return config
+
+
+def _read_stated(folder: Path) -> dict[str, Any]:
+    for name, key in (("config.json", "quantization_config"), ("quantize_config.json", None)):
+        try:
+            found = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError):
+            continue
+        stated = found.get(key) if key else found
+        if isinstance(stated, dict):
+            return stated
+    raise InvalidInputError(f"{folder} does not say how it is quantized.", remedy=_UNSUPPORTED)
+
+
+def _auto_class(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -1,0 +1,166 @@
+"""A GGUF file's scores and tokenizer through llama.h: what the HTTP-shaped server does not give."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.runtime.ggml import load_library
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class _Opaque(ctypes.Structure):
+    """Parameters that only llama.cpp itself fills in and reads.
+
+    Larger than any release's struct: one of this size travels by hidden pointer or on
+    the stack, where the callee reads as much as it knows of.
+    """
+
+    _fields_ = (("content", ctypes.c_uint32 * 512),)
+
+
+class _Batch(ctypes.Structure):
+    """`struct llama_batch`, with room behind it for fields of later releases."""
+
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+        ("spare", ctypes.c_uint32 * 16),
+    )
+
+
+class LlamaModel:
+    """One GGUF file in memory with a context of its own. Not for several threads at once."""
+
+    def __init__(self, path: Path, *, num_positions: int = 512, num_threads: int = 1) -> None:
+        self._library = _declare(load_library())
+        self._num_positions = num_positions
+        self._context = None
+        self._model = self._library.llama_model_load_from_file(
+            str(path).encode(), self._library.llama_model_default_params()
+        )
+        if not self._model:
+            raise InvalidInputError(
+                f"llama.cpp cannot load {path}.",
+                remedy="make or fetch the file again; `tightfit models FILE` shows what is in it",
+            )
+        self._vocabulary = self._library.llama_model_get_vocab(self._model)
+        self._context = self._make_context(num_threads)
+        self._batch = self._library.llama_batch_init(num_positions, 0, 1)
+
+    @property
+    def num_vocabulary(self) -> int:
+        return int(self._library.llama_vocab_n_tokens(self._vocabulary))
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Scores of every next token after each of `tokens`, from an empty cache."""
+        import numpy as np
+
+        if not 0 < len(tokens) <= self._num_positions:
+            raise ValueError(f"{len(tokens)} tokens, where 1 to {self._num_positions} fit")
+        batch = self._batch
+        for place, token in enumerate(tokens):
+            batch.token[place] = token
+            batch.pos[place] = place
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = 0
+            batch.logits[place] = 1
+        batch.n_tokens = len(tokens)
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
+        code = self._library.llama_decode(self._context, batch)
+        if code != 0:
+            raise RuntimeError(f"llama_decode returned {code}")
+        scores = self._library.llama_get_logits(self._context)
+        shape = (len(tokens), self.num_vocabulary)
+        copied: NDArray[np.float32] = np.ctypeslib.as_array(scores, shape).copy()
+        return copied
+
+    def tokenize(self, text: str) -> list[int]:
+        """By the file's own tokenizer; control tokens count wherever they stand; none is added."""
+        data = text.encode()
+        room = len(data) + 16
+        tokens = (ctypes.c_int32 * room)()
+        count = self._library.llama_tokenize(
+            self._vocabulary, data, len(data), tokens, room, False, True
+        )
+        if count < 0:
+            raise RuntimeError(f"llama_tokenize wants room for {-count} tokens")
+        return list(tokens[:count])
+
+    def close(self) -> None:
+        """Give the memory back. Safe to call twice."""
+        if self._context:
+            self._library.llama_batch_free(self._batch)
+            self._library.llama_free(self._context)
+            self._context = None
+        if self._model:
+            self._library.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> LlamaModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_context(self, num_threads: int) -> int:
+        settings = self._library.llama_context_default_params()
+        # n_ctx, n_batch, n_ubatch: the first three fields of every release so far.
+        for field in range(3):
+            settings.content[field] = self._num_positions
+        context = self._library.llama_init_from_model(self._model, settings)
+        if not context or self._library.llama_n_ubatch(context) != self._num_positions:
+            self.close()
+            raise RuntimeError("llama.cpp made no context of the wanted size")
+        self._library.llama_set_n_threads(context, num_threads, num_threads)
+        return int(context)
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The functions' C types. Source: llama.h."""
+    pointer, number, flag = ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool
+    signatures: dict[str, tuple[object, list[object]]] = {
+        "llama_model_default_params": (_Opaque, []),
+        "llama_context_default_params": (_Opaque, []),
+        "llama_model_load_from_file": (pointer, [ctypes.c_char_p, _Opaque]),
+        "llama_init_from_model": (pointer, [pointer, _Opaque]),
+        "llama_model_free": (None, [pointer]),
+        "llama_free": (None, [pointer]),
+        "llama_n_ubatch": (ctypes.c_uint32, [pointer]),
+        "llama_set_n_threads": (None, [pointer, number, number]),
+        "llama_model_get_vocab": (pointer, [pointer]),
+        "llama_vocab_n_tokens": (number, [pointer]),
+        "llama_get_memory": (pointer, [pointer]),
+        "llama_memory_clear": (None, [pointer, flag]),
+        "llama_batch_init": (_Batch, [number, number, number]),
+        "llama_batch_free": (None, [_Batch]),
+        "llama_decode": (number, [pointer, _Batch]),
+        "llama_get_logits": (ctypes.POINTER(ctypes.c_float), [pointer]),
+        "llama_tokenize": (
+            number,
+            [
+                pointer,
+                ctypes.c_char_p,
+                number,
+                ctypes.POINTER(number),
+                number,
+                flag,
+                flag,
+            ],
+        ),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,1 @@
+"""Using a model: chat, batches of prompts with statistics, the HTTP API, the compare page."""

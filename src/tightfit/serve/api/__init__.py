@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API over the engines."""

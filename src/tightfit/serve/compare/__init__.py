@@ -1,0 +1,1 @@
+"""The web page with two models side by side."""

@@ -1,0 +1,176 @@
+"""The chat tab: a conversation with either model, streamed; the other can go on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
+from tightfit.engines.protocol import Sampling
+from tightfit.serve.compare.events import QUIET, knows_visitor, name_visitor
+from tightfit.serve.compare.html import describe_figures, render_fault, safe
+from tightfit.serve.compare.models import Models
+from tightfit.serve.compare.settings import (
+    Defaults,
+    lay_out_settings,
+    make_sampling,
+)
+from tightfit.serve.compare.stream import Side
+
+PLACES = (0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Something that was said, by the visitor or by a model."""
+
+    role: str
+    text: str
+    name: str = ""
+    """Of the model that said it."""
+    side: Side | None = None
+    """How the answer came to be, or that it is still coming."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.side is not None and self.side.fault is not None
+
+
+Thread = tuple[Turn, ...]
+
+
+class ChatDesk:
+    """What the tab does, without its looks."""
+
+    def __init__(self, models: Models, defaults: Defaults) -> None:
+        self.models = models
+        self.defaults = defaults
+
+    def say(
+        self,
+        thread: Thread,
+        text: str,
+        place: int | None,
+        *,
+        system: str,
+        sampling: Sampling,
+        visitor: str,
+    ) -> Iterator[Thread]:
+        """The thread with the answer as it grows. Nothing to say is refused at once."""
+        if not text.strip():
+            raise InvalidInputError("The message is empty.", remedy="write one")
+        if place not in PLACES:
+            raise InvalidInputError("No model is chosen.", remedy="choose one above")
+        asked = (*thread, Turn(role=USER, text=text))
+        messages = make_history(asked, system)
+        name = self.models.names[place]
+        sides = self.models.stream((place,), messages, sampling, visitor=visitor)
+        return (
+            (*asked, Turn(role=ASSISTANT, text=side.text, name=name, side=side))
+            for (side,) in sides
+        )
+
+
+def make_history(thread: Thread, system: str) -> list[Message]:
+    """What the model reads: every question that got an answer, and the last one."""
+    history = [Message(SYSTEM, system.strip())] if system.strip() else []
+    for turn, answer in zip(thread, (*thread[1:], None), strict=True):
+        if turn.role == USER and answer is not None and answer.text:
+            history += [Message(USER, turn.text), Message(ASSISTANT, answer.text)]
+    return [*history, Message(USER, thread[-1].text)]
+
+
+def render_thread(thread: Sequence[Turn]) -> str:
+    """All turns; only text, whatever the model writes."""
+    if not thread:
+        inside = '<p class="tf-note">Nothing said yet.</p>'
+    else:
+        inside = "".join(map(_render_turn, thread))
+    return (
+        '<div class="tf-thread" role="log" aria-label="Conversation" tabindex="0">'
+        f"<div class='tf-turns'>{inside}</div></div>"
+    )
+
+
+def _render_turn(turn: Turn) -> str:
+    if turn.role == USER:
+        said = '<span class="tf-visually-hidden">You: </span>'
+        return f'<div class="tf-turn tf-user">{said}<div>{safe(turn.text)}</div></div>'
+    side = turn.side
+    is_coming = side is not None and not side.has_ended
+    cursor = '<span class="tf-cursor"></span>' if is_coming else ""
+    fault = render_fault(side.fault) if side is not None and side.fault is not None else ""
+    figures = describe_figures(side.done) if side is not None and side.done is not None else ""
+    return (
+        f'<div class="tf-turn" aria-busy="{str(is_coming).lower()}">'
+        f"<small>{safe(turn.name)}</small><div>{safe(turn.text)}{cursor}</div>{fault}<small>{safe(figures)}</small></div>"
+    )
+
+
+def lay_out_chat(desk: ChatDesk) -> None:
+    """Draw the tab and connect it."""
+    import gradio as gr
+
+    kept = gr.State(())
+    names = desk.models.names
+    model = gr.Radio(
+        choices=[(names[place], place) for place in PLACES],
+        value=len(PLACES) - 1,
+        label="Talk to",
+        elem_id="tf-chat-model",
+    )
+    shown = gr.HTML(render_thread(()), apply_default_css=False, elem_id="tf-thread")
+    text = gr.Textbox(
+        label="Your message",
+        lines=2,
+        max_lines=10,
+        placeholder="Say something. Ctrl+Enter sends it.",
+        elem_id="tf-ask-chat",
+    )
+    with gr.Row(elem_classes="tf-vote"):
+        go = gr.Button("Send", variant="primary", elem_id="tf-go-chat", scale=3)
+        stop = gr.Button("Stop", interactive=False, elem_id="tf-stop-chat")
+        clear = gr.Button("Start over", elem_id="tf-clear-chat")
+    with gr.Accordion("Settings", open=False, elem_classes="tf-settings"):
+        controls = lay_out_settings(desk.defaults)
+    outputs = [kept, shown, text, go, stop, clear]
+
+    @knows_visitor
+    def run(given: dict[Any, Any], request: Any) -> Iterator[list[Any]]:
+        off, on = gr.update(interactive=False), gr.update(interactive=True)
+        thread, said = given[kept], given[text] or ""
+        try:
+            system, settings = controls.read(given)
+            grown = desk.say(
+                thread,
+                said,
+                given[model],
+                system=system,
+                sampling=make_sampling(settings, desk.defaults.sampling),
+                visitor=name_visitor(request),
+            )
+        except UserError as fault:
+            yield [thread, render_thread(thread) + render_fault(fault), said, on, off, on]
+            return
+        now = thread
+        for now in grown:
+            yield [thread, render_thread(now), "", off, on, off]
+        has_failed = now[-1].has_failed
+        remembered = thread if has_failed else _forget_sides(now)
+        yield [remembered, render_thread(now), said if has_failed else "", on, off, on]
+
+    @knows_visitor
+    def cancel(request: Any) -> None:
+        desk.models.cancel(name_visitor(request))
+
+    form = {kept, text, model, *controls.all}
+    go.click(run, form, outputs, concurrency_limit=8, **QUIET)
+    stop.click(cancel, None, None, concurrency_limit=None, **QUIET)
+    clear.click(lambda: ((), render_thread(())), None, [kept, shown], **QUIET)
+
+
+def _forget_sides(thread: Thread) -> Thread:
+    """Figures of the last answer stay; those of earlier ones would crowd the page."""
+    return (*(replace(turn, side=None) for turn in thread[:-1]), thread[-1])

@@ -1,0 +1,168 @@
+"""The compare page as one web app: four tabs, and headers that let nothing leave the machine."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any
+
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.ledger.run_folder import RunFolder
+from tightfit.serve.compare.events import knows_visitor, name_visitor
+from tightfit.serve.compare.examples import Example
+from tightfit.serve.compare.html import safe
+from tightfit.serve.compare.models import Models
+from tightfit.serve.compare.settings import Defaults
+from tightfit.serve.compare.votes import VoteBox
+
+QUIET_ENVIRONMENT = {
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "GRADIO_SHARE": "False",
+    "GRADIO_MCP_SERVER": "False",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Set before gradio is imported: it looks outside hosts up otherwise."""
+POLICY = "; ".join(
+    (
+        "default-src 'self' data: blob:",
+        "script-src 'self' blob: 'unsafe-inline' 'unsafe-eval'",
+        "style-src 'self' 'unsafe-inline'",
+        "object-src 'none'",
+        "base-uri 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'self'",
+    )
+)
+"""The browser itself refuses every other host, whatever a model or a library asks for."""
+_HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+)
+LOGIN = "Any user name will do. The password is the one given to --password."
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Asgi = Callable[[Scope, Any, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What the page shows and where votes go."""
+
+    models: Models
+    votes: VoteBox
+    defaults: Defaults
+    examples: tuple[Example, ...] = ()
+    runs: tuple[RunFolder, ...] = ()
+    plan_model: str = ""
+    """The name that the plan tab starts with."""
+    plan_on: str = "here"
+    """The hardware that it starts with."""
+    colours: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Of the parts of memory, by name."""
+    password: str | None = None
+
+
+def require_gradio() -> None:
+    """Say how to get what the page needs, and keep it quiet."""
+    os.environ.update(QUIET_ENVIRONMENT)
+    for package in ("gradio", "fastapi", "uvicorn"):
+        if find_spec(package) is None:
+            raise EnvironmentFaultError(
+                f"The page needs {package}, which is not installed.",
+                remedy="pip install 'tightfit[ui]'",
+            )
+
+
+def make_app(page: Page) -> Asgi:
+    """The app to be served. Nothing is loaded or asked yet."""
+    require_gradio()
+    import gradio as gr
+    from fastapi import FastAPI
+
+    from tightfit.serve.compare.style import HEAD, make_theme
+
+    outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app: Any = gr.mount_gradio_app(
+        outer,
+        _make_blocks(page),
+        path="/",
+        footer_links=[],
+        run_history=False,
+        show_error=False,
+        ssr_mode=False,
+        mcp_server=False,
+        pwa=False,
+        enable_monitoring=False,
+        allowed_paths=[str(page.votes.path.resolve())],
+        max_file_size=1,
+        theme=make_theme(),
+        head=HEAD,
+        auth=None if page.password is None else _make_guard(page.password),
+        auth_message=LOGIN,
+    )
+    return with_headers(app)
+
+
+def with_headers(app: Asgi) -> Asgi:
+    """The same app; every answer carries the policy."""
+
+    async def wrapped(scope: Scope, receive: Any, send: Send) -> None:
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            await send(message)
+
+        await app(scope, receive, send_with_headers if scope["type"] == "http" else send)
+
+    return wrapped
+
+
+def _make_guard(password: str) -> Callable[[str, str], bool]:
+    def is_right(_name: str, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), password.encode())
+
+    return is_right
+
+
+def _make_blocks(page: Page) -> Any:
+    import gradio as gr
+
+    from tightfit.serve.compare.chat import ChatDesk, lay_out_chat
+    from tightfit.serve.compare.plan import lay_out_plan
+    from tightfit.serve.compare.round import CompareDesk
+    from tightfit.serve.compare.runs import lay_out_runs
+    from tightfit.serve.compare.tab import lay_out_compare
+
+    names = page.models.names
+    with gr.Blocks(analytics_enabled=False, title=f"{names[0]} and {names[1]}: compare") as blocks:
+        gr.HTML(_render_head(names), apply_default_css=False)
+        with gr.Tabs():
+            with gr.Tab("Compare", id="compare"):
+                lay_out_compare(CompareDesk(page.models, page.votes, page.defaults), page.examples)
+            with gr.Tab("Chat", id="chat"):
+                lay_out_chat(ChatDesk(page.models, page.defaults))
+            with gr.Tab("Plan", id="plan"):
+                lay_out_plan(page.plan_model, page.plan_on, page.colours)
+            with gr.Tab("Runs", id="runs"):
+                lay_out_runs(page.runs)
+
+        @knows_visitor
+        def leave(request: Any) -> None:
+            page.models.cancel(name_visitor(request))
+
+        blocks.unload(leave)
+    blocks.queue(api_open=False)
+    return blocks
+
+
+def _render_head(names: Sequence[str]) -> str:
+    told = f"{safe(names[0])} <b>and</b> {safe(names[1])}"
+    return f'<header class="tf-head"><h1>tightfit compare</h1><p>{told}</p></header>'

@@ -1,0 +1,1 @@
+"""Many prompts answered once each, resumably, with statistics."""

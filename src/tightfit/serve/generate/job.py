@@ -1,0 +1,207 @@
+"""Every prompt answered once: the engine kept full, answers journalled as they end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.files import write_atomic
+from tightfit.engines.answers import answer_all
+from tightfit.engines.protocol import Done, Engine, Failed, FinishReason, Request, Sampling
+from tightfit.serve.generate.journal import Journal, Key, as_json_line
+from tightfit.serve.generate.prompts import Prompt
+
+_SEED_BITS = 31
+"""What every engine takes as a seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateJob:
+    """What is asked, how, and how often."""
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    num_samples: int = 1
+    is_raw: bool = False
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.num_samples
+
+    def keys(self) -> Iterator[Key]:
+        """Every answer that is wanted, in order."""
+        for prompt in self.prompts:
+            for sample in range(self.num_samples):
+                yield Key(prompt.index, sample)
+
+
+class Timing(NamedTuple):
+    """One answer, as far as statistics need it. Times are of `time.monotonic()`."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_new_tokens: int
+    is_cut: bool
+    """Ended by the limit on new tokens, not by the model."""
+    submitted_s: float
+    first_token_s: float
+    finished_s: float
+
+
+class Failure(NamedTuple):
+    """A prompt that could not be answered."""
+
+    prompt: Prompt
+    sample: int
+    fault: UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one run of the command did; answers of earlier ones are in the journal alone."""
+
+    timings: tuple[Timing, ...]
+    failures: tuple[Failure, ...]
+
+
+Watch = Callable[[int, int, int], None]
+"""Told after each answer: answers of this run, prompts failed, new tokens so far."""
+
+
+def generate_answers(
+    engine: Engine, job: GenerateJob, journal: Journal, watch: Watch | None = None
+) -> Outcome:
+    """Answer what the journal has not. A prompt that cannot be answered is set aside.
+
+    What is no fault of a prompt (the engine itself broke) is raised, with all answers so far
+    safe in the journal.
+    """
+    feed = _Feed(engine, job, journal)
+    timings: list[Timing] = []
+    num_tokens = 0
+    try:
+        for number, end in answer_all(engine, feed.requests()):
+            prompt, sample = feed.asked.pop(number)
+            if isinstance(end, Failed):
+                if not isinstance(end.fault, UserError):
+                    raise end.fault
+                feed.failures.append(Failure(prompt, sample, end.fault))
+            elif end.reason is not FinishReason.CANCELLED:
+                journal.add(Key(prompt.index, sample), make_row(prompt, sample, end, job.is_raw))
+                timings.append(_timing(end))
+                num_tokens += end.num_new_tokens
+            if watch is not None:
+                watch(len(timings), len(feed.failures), num_tokens)
+    finally:
+        journal.sync()
+    failures = sorted(feed.failures, key=lambda failure: (failure.prompt.index, failure.sample))
+    return Outcome(timings=tuple(timings), failures=tuple(failures))
+
+
+def derive_seed(base: int, key: Key) -> int:
+    """One seed for each answer, whatever was answered before it."""
+    text = f"{base}:{key.prompt}:{key.sample}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> (64 - _SEED_BITS)
+
+
+def encode_prompt(engine: Engine, prompt: Prompt, *, is_raw: bool) -> tuple[int, ...]:
+    """The tokens behind which the answer is to follow."""
+    try:
+        if is_raw:
+            return engine.prompter.continue_text(prompt.text)
+        return engine.prompter.ask(prompt.messages, place=prompt.place)
+    except UnicodeEncodeError as fault:
+        raise InvalidInputError(
+            f"{prompt.place} holds half of a character (a lone surrogate).",
+            remedy="correct that prompt",
+        ) from fault
+
+
+def make_row(prompt: Prompt, sample: int, done: Done, is_raw: bool) -> dict[str, Any]:
+    """A row that `tightfit train` reads, and how its answer came to be.
+
+    Nothing in it depends on the clock, so that a run that was interrupted gives the same file.
+    """
+    told: dict[str, Any]
+    if is_raw:
+        told = {"prompt": prompt.text, "completion": done.text}
+    else:
+        turns = [message._asdict() for message in prompt.messages]
+        told = {"messages": [*turns, {"role": "assistant", "content": done.text}]}
+    return told | {
+        "prompt_index": prompt.index,
+        "sample": sample,
+        "finish": done.reason.value,
+        "num_prompt_tokens": done.num_prompt_tokens,
+        "num_new_tokens": done.num_new_tokens,
+    }
+
+
+def failures_path(out: Path) -> Path:
+    return out.with_name(f"{out.name}.failed.jsonl")
+
+
+def write_failures(out: Path, failures: Sequence[Failure]) -> Path | None:
+    """The prompts without an answer and why, beside the output; an older such file goes."""
+    path = failures_path(out)
+    if not failures:
+        path.unlink(missing_ok=True)
+        return None
+    rows = (
+        {
+            "prompt_index": failure.prompt.index,
+            "sample": failure.sample,
+            "reason": failure.fault.problem,
+            "remedy": failure.fault.remedy,
+            "place": failure.prompt.place,
+            "messages": [message._asdict() for message in failure.prompt.messages],
+        }
+        for failure in failures
+    )
+    write_atomic(path, b"".join(as_json_line(row) + b"\n" for row in rows))
+    return path
+
+
+class _Feed:
+    """Requests as the engine takes them, and which prompt each one is of."""
+
+    def __init__(self, engine: Engine, job: GenerateJob, journal: Journal) -> None:
+        self.asked: dict[int, tuple[Prompt, int]] = {}
+        self.failures: list[Failure] = []
+        self._engine = engine
+        self._job = job
+        self._journal = journal
+
+    def requests(self) -> Iterator[Request]:
+        number = 0
+        for prompt in self._job.prompts:
+            keys = [Key(prompt.index, sample) for sample in range(self._job.num_samples)]
+            wanted = [key for key in keys if key not in self._journal]
+            if not wanted:
+                continue
+            try:
+                tokens = encode_prompt(self._engine, prompt, is_raw=self._job.is_raw)
+            except UserError as fault:
+                self.failures += [Failure(prompt, key.sample, fault) for key in wanted]
+                continue
+            for key in wanted:
+                self.asked[number] = (prompt, key.sample)
+                number += 1
+                seed = derive_seed(self._journal.seed, key)
+                yield Request(prompt=tokens, sampling=replace(self._job.sampling, seed=seed))
+
+
+def _timing(done: Done) -> Timing:
+    return Timing(
+        num_prompt_tokens=done.num_prompt_tokens,
+        num_cached_tokens=done.num_cached_tokens,
+        num_new_tokens=done.num_new_tokens,
+        is_cut=done.reason is FinishReason.LENGTH,
+        submitted_s=done.submitted_s,
+        first_token_s=done.first_token_s,
+        finished_s=done.finished_s,
+    )

@@ -1,0 +1,90 @@
+"""One run of `generate`: load, answer, let go, and measure all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tightfit.engines.open import EngineRequest, open_engine
+from tightfit.engines.protocol import EngineInfo
+from tightfit.serve.generate.ceilings import probe_ceilings
+from tightfit.serve.generate.job import GenerateJob, Outcome, Watch, generate_answers
+from tightfit.serve.generate.journal import Journal
+from tightfit.serve.generate.meter import RunMeter, count_threads
+from tightfit.serve.generate.plan import Prediction
+from tightfit.serve.generate.statistics import (
+    Ceilings,
+    Measured,
+    RunFacts,
+    Statistics,
+    compute_statistics,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run did and what it took."""
+
+    info: EngineInfo
+    outcome: Outcome
+    measured: Measured
+    num_threads: int
+
+
+def run_engine(
+    request: EngineRequest,
+    job: GenerateJob,
+    journal: Journal,
+    watch: Watch | None = None,
+    *,
+    announce: Callable[[EngineInfo], None] | None = None,
+) -> Run:
+    """Load the model, answer what the journal has not, and let the model go."""
+    with RunMeter() as meter:
+        engine = open_engine(request)
+        try:
+            meter.mark("loaded")
+            if announce is not None:
+                announce(engine.info)
+            outcome = generate_answers(engine, job, journal, watch)
+            meter.mark("answered")
+            info = engine.info
+            num_threads = count_threads(request.threads)
+            measured = meter.measure(device=info.device, num_threads=num_threads)
+            if request.device == "cpu":  # asked for, so no mistake
+                measured = replace(measured, idle_gpu=None)
+            counted = getattr(engine, "num_passes", None)
+            measured = replace(measured, num_passes=counted)
+        finally:
+            engine.close()
+    return Run(info=info, outcome=outcome, measured=measured, num_threads=num_threads)
+
+
+def sum_run(
+    run: Run, job: GenerateJob, prediction: Prediction | None, *, num_earlier: int
+) -> Statistics:
+    """The run's statistics. Measures the device's limits, now that the model has left it."""
+    measured = run.measured
+    ceilings = Ceilings()
+    if prediction is not None:
+        measured = replace(measured, weight_file_bytes=prediction.weight_file_bytes)
+        ceilings = probe_ceilings(
+            prediction.gpu,
+            run.info.device,
+            prediction.job.compute,
+            num_threads=run.num_threads,
+        )
+    return compute_statistics(
+        RunFacts(
+            info=run.info,
+            spec=None if prediction is None else prediction.spec,
+            timings=run.outcome.timings,
+            num_prompts=len(job.prompts),
+            num_samples=job.num_samples,
+            num_earlier=num_earlier,
+            num_failed=len(run.outcome.failures),
+            measured=measured,
+            ceilings=ceilings,
+            prediction=None if prediction is None else prediction.estimate,
+        )
+    )

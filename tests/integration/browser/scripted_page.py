@@ -1,0 +1,60 @@
+"""A compare page over engines without models: `scripted_page.py VOTES TOKEN_SECONDS [PASSWORD]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from scripted_engine import ScriptedEngine, ScriptedPrompter
+from tightfit.data.formats import Message
+from tightfit.engines.protocol import Engine, Sampling
+from tightfit.serve.compare.models import Contestant, Models
+from tightfit.serve.compare.page import Page, make_app
+from tightfit.serve.compare.server import address_of, bound_socket, serve_app
+from tightfit.serve.compare.settings import Defaults
+from tightfit.serve.compare.votes import VoteBox
+
+HOST = "127.0.0.1"
+
+
+class NamedPrompter(ScriptedPrompter):
+    """Has each model say something of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def ask(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return (*super().ask(messages), *map(ord, f" says {self.name} "))
+
+
+def opener(name: str, token_seconds: float) -> Callable[[], Engine]:
+    def open_it() -> Engine:
+        engine = ScriptedEngine(token_seconds=token_seconds)
+        engine.prompter = NamedPrompter(name)
+        return engine
+
+    return open_it
+
+
+def main(votes: str, token_seconds: str, password: str | None = None) -> None:
+    models = Models(
+        [
+            Contestant(name="model-one", open=opener("one", float(token_seconds))),
+            Contestant(name="model-two", open=opener("two", float(token_seconds))),
+        ],
+        is_one_at_a_time=False,
+    )
+    models.load()
+    page = Page(
+        models=models,
+        votes=VoteBox(Path(votes)),
+        defaults=Defaults(sampling=Sampling(max_new_tokens=400)),
+        password=password,
+    )
+    with bound_socket(HOST, 0) as held:
+        serve_app(make_app(page), held, on_ready=lambda: print(address_of(held, HOST), flush=True))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,33 @@
+"""Two tiny models and one server of both, for all tests of the folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from api_processes import ServerProcess, server_process
+
+from small_models import make_llama
+from tightfit.export.convert.convert import GgufRequest, convert_to_gguf
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model folder, and the same as GGUF."""
+    home = tmp_path_factory.mktemp("served")
+    folder = make_llama(home / "tiny")
+    target = home / "tiny-file.gguf"
+    return folder, convert_to_gguf(GgufRequest(source=folder, target=target, dtype="f32"))
+
+
+@pytest.fixture(scope="session")
+def server(
+    tiny: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    ready_file = tmp_path_factory.mktemp("ready") / "ready.json"
+    words = (*tiny, "--name", "plain", "--name", "gguf", "--ready-file", ready_file)
+    with server_process(*words, "--max-queue", 500) as running:
+        assert json.loads(ready_file.read_text()) == running.ready
+        yield running

@@ -1,0 +1,72 @@
+"""schemathesis against what the API says of itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+from api_processes import ServerProcess
+
+pytest_plugins = ("api_served",)
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+)
+"""Not `positive_data_acceptance`: a description cannot say how many tokens a vocabulary has."""
+
+
+def test_schemathesis_finds_no_server_error_and_nothing_undescribed(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    hooks = Path(__file__).with_name("schemathesis_hooks.py")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
+            *("--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing"),
+            *("--max-examples", "25", "--generation-deterministic", "--no-color"),
+            *("--request-timeout", "60"),
+        ],
+        check=False,
+        env={**os.environ, "SCHEMATHESIS_HOOKS": str(hooks)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    answered = httpx.get(f"{server.url}/metrics", trust_env=False, timeout=60).text
+    assert done.returncode == 0, done.stdout[-6000:]
+    (num_cases,) = re.findall(r"(\d+) generated, \d+ passed", done.stdout)
+    assert int(num_cases) > 200
+    assert re.search(r'path="/v1/chat/completions",code="200"} \d{2,}', answered)
+    assert 'code="500"' not in answered
+
+
+def test_the_description_tells_every_error_and_its_body(server: ServerProcess) -> None:
+    told = httpx.get(f"{server.url}/openapi.json", trust_env=False, timeout=60).json()
+
+    assert set(told["paths"]) == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{model_id}",
+        "/health",
+        "/metrics",
+        "/openapi.json",
+    }
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        responses = told["paths"][path]["post"]["responses"]
+        assert set(responses) == {"200", "400", "403", "404", "413", "500", "503", "504"}
+        for code in set(responses) - {"200"}:
+            schema = responses[code]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorBody"}

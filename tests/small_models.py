@@ -1,0 +1,270 @@
+"""Model folders of two layers with a tokenizer and template of their own, for many rooms' tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
+    "+ message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SENTENCES = (
+    "How many singers are older than the average album of every band in this town?",
+    "The quick brown fox jumps over the lazy dog, and 1234567890 more of them.",
+    "SELECT name FROM singer WHERE age > 20 ORDER BY name DESC LIMIT 3;",
+)
+
+
+def make_tokenizer(folder: Path, *, vocab_size: int = 400, cut: Any = None) -> Any:
+    """A byte-level BPE with ChatML marks, saved as a fast tokenizer; `cut`: its pre-tokenizer."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library: Any = transformers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if cut is not None:
+        tokenizer.pre_tokenizer = _read_cut(cut)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    fast = library.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        pad_token="<pad>",
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+def _read_cut(cut: Any) -> Any:
+    """A `pre_tokenizer` entry as the library's object."""
+    import json
+
+    from tokenizers import Tokenizer
+
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    return Tokenizer.from_str(json.dumps({"model": model, "pre_tokenizer": cut})).pre_tokenizer
+
+
+def make_llama(folder: Path, *, seed: int = 3, **changes: Any) -> Path:
+    """A Llama with grouped heads whose scores are spread wide enough to tell tokens apart."""
+    import transformers
+
+    library: Any = transformers
+    fast = make_tokenizer(folder)
+    library.set_seed(seed)
+    settings: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": len(fast),
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 3,
+    }
+    model = library.LlamaForCausalLM(library.LlamaConfig(**(settings | changes)))
+    model.save_pretrained(folder)
+    return folder
+
+
+FAMILIES = (
+    "llama",
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "falcon",
+    "falcon-7b",
+    "bloom",
+)
+"""What `make_family` makes; `falcon` has the grouped heads of the 40B, `falcon-7b` a single one."""
+
+_MORE_TEXT = (
+    "The café was naïve, 3 of 14 said; Привет, мир! 我想 在 家 工作.",
+    "def f(x):\n    return x + 1  # don't, won't, it's\n\n\tif x >= 10: print('ok')",
+    "Two  spaces, three   spaces, four    spaces. https://example.org/a?b=c&d=e",
+)
+_WORDS = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+"""
+_WORDS += r"""[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.12,
+}
+
+
+def make_family(folder: Path, family: str, *, seed: int = 3, **changes: Any) -> Path:
+    """A tiny model of one family with the kind of tokenizer its published models have.
+
+    Vectors are random too, so that a norm or bias that is lost or moved shows.
+    """
+    import torch
+    import transformers
+
+    library: Any = transformers
+    folder.mkdir(parents=True, exist_ok=True)
+    num_tokens = make_family_tokenizer(folder, family)
+    library.set_seed(seed)
+    begin, end = (2, 1) if family.startswith("gemma") else (1, 2)
+    settings = {"vocab_size": num_tokens + 3, "bos_token_id": begin, "eos_token_id": end}
+    name, own = _family_settings(family)
+    config = getattr(library, f"{name}Config")(**(settings | own | changes))
+    model = library.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
+    """The config class's name, and what it is called with."""
+    wide = _SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16}
+    plain = {key: _SIZES[key] for key in ("hidden_size", "num_attention_heads")}
+    plain |= {"num_hidden_layers": 2, "initializer_range": 0.12}
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    grouped = {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False}
+    single = {"new_decoder_architecture": False, "multi_query": True, "bias": False}
+    gpt2: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+    gpt2 |= {"initializer_range": 0.12}
+    known: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", _SIZES),
+        "llama3": ("Llama", _SIZES | {"rope_parameters": llama3, "tie_word_embeddings": True}),
+        "mistral": ("Mistral", _SIZES | {"head_dim": 24, "sliding_window": None}),
+        "qwen2": ("Qwen2", _SIZES | {"tie_word_embeddings": True}),
+        "qwen3": ("Qwen3", _SIZES | {"head_dim": 24}),
+        "gemma": ("Gemma", _SIZES | {"head_dim": 24}),
+        "gemma2": ("Gemma2", wide | {"sliding_window": 64}),
+        "gemma3": ("Gemma3Text", wide | {"num_hidden_layers": 6, "sliding_window": 64}),
+        "phi3": ("Phi3", _SIZES | {"pad_token_id": 0, "sliding_window": None}),
+        "gpt2": ("GPT2", gpt2),
+        "falcon": ("Falcon", plain | grouped),
+        "falcon-7b": ("Falcon", plain | single),
+        "bloom": ("Bloom", plain | {"n_layer": 2, "n_head": 4}),
+    }
+    return known[family]
+
+
+def make_family_tokenizer(folder: Path, family: str) -> int:
+    """SentencePiece where the family has it, else byte-level BPE cut as the family cuts."""
+    if family in ("llama", "mistral", "phi3"):
+        return make_sentencepiece(folder, "LlamaTokenizer", begins_with_space=True)
+    if family.startswith("gemma"):
+        return make_sentencepiece(folder, "GemmaTokenizer", begins_with_space=False)
+    return make_byte_level(folder, family)
+
+
+def make_sentencepiece(folder: Path, kind: str, *, begins_with_space: bool) -> int:
+    """A trained `tokenizer.model`, and the tokenizer.json that transformers makes of it."""
+    import json
+
+    import sentencepiece
+    import transformers
+
+    library: Any = transformers
+    is_gemma = kind == "GemmaTokenizer"
+    names = ["<pad>", "<eos>", "<bos>"] if is_gemma else ["<pad>", "<s>", "</s>"]
+    pad, begins, ends = "<pad>", names[2 if is_gemma else 1], names[1 if is_gemma else 2]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*SENTENCES, *_MORE_TEXT] * 2),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=480,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=begins_with_space,
+        pad_id=0,
+        bos_id=names.index(begins),
+        eos_id=names.index(ends),
+        unk_id=3,
+        pad_piece=pad,
+        bos_piece=begins,
+        eos_piece=ends,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.vocab").unlink()
+    named = {"bos_token": begins, "eos_token": ends, "unk_token": "<unk>", "pad_token": pad}
+    settings = {"tokenizer_class": kind, **named, "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": kind[:5].lower()}))
+    tokenizer = library.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
+def make_byte_level(folder: Path, family: str) -> int:
+    """Byte-level BPE with the pre-tokenizer of the family's published tokenizers."""
+    import json
+
+    make_tokenizer(folder, cut=_pre_tokenizer(family))
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["model"]["ignore_merges"] = family == "llama3"
+    if family.startswith("qwen"):
+        document["normalizer"] = {"type": "NFC"}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return len(document["model"]["vocab"])
+
+
+def _pre_tokenizer(family: str) -> dict[str, Any]:
+    def in_bytes(by_words: bool) -> dict[str, Any]:
+        setting = {"add_prefix_space": False, "trim_offsets": True, "use_regex": by_words}
+        return {"type": "ByteLevel", **setting}
+
+    def split(regex: str) -> dict[str, Any]:
+        setting = {"pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        return {"type": "Split", **setting}
+
+    def together(*parts: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "Sequence", "pretokenizers": list(parts)}
+
+    if family == "llama3":
+        return together(split(_WORDS % "{1,3}"), in_bytes(False))
+    if family.startswith("qwen"):
+        return together(split(_WORDS % ""), in_bytes(False))
+    if family.startswith("falcon"):
+        return together(
+            {"type": "Punctuation", "behavior": "Contiguous"},
+            in_bytes(True),
+            {"type": "Digits", "individual_digits": False},
+            split("[0-9][0-9][0-9]"),
+        )
+    if family == "bloom":
+        return together(split(r" ?[^(\s|[.,!?…。，、।۔،])]+"), in_bytes(False))
+    return in_bytes(True)

@@ -1,0 +1,149 @@
+"""Which engine is chosen from what is asked, what is installed and what the artefact is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.engines.choose import Choice, choose_engine
+from tightfit.engines.installed import Installed, read_gptq_bits
+from tightfit.engines.open import EngineRequest
+from tightfit.runtime.artefacts import Artefact, ArtefactKind
+
+ALL = Installed(has_transformers=True, has_llama=True, has_vllm=True)
+HERE = Installed(has_transformers=True, has_llama=True, has_vllm=False)
+GPU_BOX = Installed(
+    has_transformers=True,
+    has_llama=True,
+    has_vllm=True,
+    gpu_names=("NVIDIA H100", "NVIDIA H100"),
+    num_torch_gpus=2,
+    num_llama_gpus=2,
+)
+HALF_INSTALLED = Installed(
+    has_transformers=True, has_llama=True, has_vllm=False, gpu_names=("NVIDIA H100",)
+)
+
+
+def choose(
+    kind: ArtefactKind, installed: Installed = HERE, *, bits: int | None = None, **asked: Any
+) -> Choice:
+    artefact = Artefact(name="it", kind=kind, path=Path("it"), tokenizer=Path("it"))
+    request = EngineRequest(artefact=artefact, **asked)
+    return choose_engine(artefact, request, installed, gptq_bits=bits)
+
+
+@pytest.mark.parametrize("kind", [k for k in ArtefactKind if k is not ArtefactKind.GGUF])
+def test_folders_and_adapters_run_on_transformers(kind: ArtefactKind) -> None:
+    choice = choose(kind)
+    assert (choice.engine, choice.device) == ("transformers", "cpu")
+    assert "no CUDA GPU here" in choice.why
+
+
+def test_a_gguf_runs_on_llama() -> None:
+    choice = choose(ArtefactKind.GGUF, GPU_BOX)
+    assert (choice.engine, choice.device) == ("llama.cpp", "cuda")
+    assert "2 GPUs (NVIDIA H100)" in choice.why
+
+
+def test_a_gguf_may_be_unpacked_for_transformers() -> None:
+    choice = choose(ArtefactKind.GGUF, engine="transformers", weights=Dtype.BF16)
+    assert choice.engine == "transformers"
+    assert "unpacked" in choice.why
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "asked", "engine"),
+    [
+        (ArtefactKind.MODEL, None, {}, "vllm"),
+        (ArtefactKind.GPTQ, 4, {}, "vllm"),
+        (ArtefactKind.GPTQ, 8, {}, "vllm"),
+        (ArtefactKind.GPTQ, 3, {}, "transformers"),
+        (ArtefactKind.GPTQ, None, {}, "transformers"),
+        (ArtefactKind.ADAPTER, None, {}, "transformers"),
+        (ArtefactKind.ADAPTER, None, {"engine": "vllm"}, "vllm"),
+        (ArtefactKind.MODEL, None, {"weights": Dtype.NF4}, "transformers"),
+        (ArtefactKind.MODEL, None, {"weights": Dtype.BF16}, "vllm"),
+        (ArtefactKind.MODEL, None, {"device": "cpu"}, "transformers"),
+        (ArtefactKind.MODEL, None, {"needs_logits": True}, "transformers"),
+    ],
+)
+def test_vllm_is_taken_unasked_only_where_nothing_is_lost(
+    kind: ArtefactKind, bits: int | None, asked: dict[str, Any], engine: str
+) -> None:
+    assert choose(kind, GPU_BOX, bits=bits, **asked).engine == engine
+
+
+def test_vllm_without_a_gpu_is_not_taken() -> None:
+    assert choose(ArtefactKind.MODEL, ALL).engine == "transformers"
+    with pytest.raises(EnvironmentFaultError, match="needs a GPU"):
+        choose(ArtefactKind.MODEL, ALL, engine="vllm")
+
+
+def test_a_gpu_that_the_software_cannot_use_is_told() -> None:
+    """The classic: torch's CPU build on a GPU machine."""
+    for kind, library in ((ArtefactKind.MODEL, "torch"), (ArtefactKind.GGUF, "llama.cpp")):
+        choice = choose(kind, HALF_INSTALLED)
+        assert choice.device == "cpu"
+        assert "NVIDIA H100" in choice.why
+        assert library in choice.why
+        assert "--device cpu" in choice.why
+        with pytest.raises(EnvironmentFaultError, match="NVIDIA H100"):
+            choose(kind, HALF_INSTALLED, device="cuda")
+        assert "as asked" in choose(kind, HALF_INSTALLED, device="cpu").why
+
+
+def test_one_gpu_by_number() -> None:
+    assert choose(ArtefactKind.MODEL, GPU_BOX, device="cuda:1").device == "cuda:1"
+    with pytest.raises(UsageError, match="2 can be seen"):
+        choose(ArtefactKind.MODEL, GPU_BOX, device="cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "words"),
+    [
+        (ArtefactKind.MODEL, {"engine": "llama.cpp"}, "GGUF"),
+        (ArtefactKind.MODEL, {"engine": "lama"}, "not known"),
+        (ArtefactKind.MODEL, {"hosts": ("a:1",)}, "--hosts"),
+        (ArtefactKind.MODEL, {"threads": 2}, "--threads"),
+        (ArtefactKind.GGUF, {"weights": Dtype.NF4}, "--weights nf4"),
+        (ArtefactKind.GGUF, {"engine": "vllm"}, "GGUF"),
+        (ArtefactKind.GPTQ, {"engine": "vllm"}, "4 or 8 bits"),
+        (ArtefactKind.MODEL, {"engine": "vllm", "needs_logits": True}, "scores"),
+    ],
+)
+def test_contradictions_are_refused(kind: ArtefactKind, asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        choose(kind, GPU_BOX, **asked)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "remedy"),
+    [
+        (ArtefactKind.GGUF, "auto", "tightfit[gguf]"),
+        (ArtefactKind.MODEL, "auto", "tightfit[train]"),
+        (ArtefactKind.MODEL, "vllm", "environment of its own"),
+    ],
+)
+def test_what_is_missing_comes_with_how_to_get_it(
+    kind: ArtefactKind, engine: str, remedy: str
+) -> None:
+    bare = Installed(has_transformers=False, has_llama=False, has_vllm=False)
+    with pytest.raises(EnvironmentFaultError, match="not installed") as caught:
+        choose(kind, bare, engine=engine)
+    assert remedy in caught.value.remedy
+
+
+def test_bits_are_read_from_the_folders_config(tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 3}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    artefact = Artefact(name="it", kind=ArtefactKind.GPTQ, path=tmp_path, tokenizer=tmp_path)
+    assert read_gptq_bits(artefact) == 3
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert read_gptq_bits(artefact) is None

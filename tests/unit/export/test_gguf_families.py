@@ -1,0 +1,507 @@
+"""Every family as GGUF: llama.cpp's scores and tokens beside transformers' own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from small_models import FAMILIES, SENTENCES, make_family, make_llama
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
+from tightfit.export.convert.convert import (
+    ConvertRequest,
+    GgufRequest,
+    convert_gguf_to_hf,
+    convert_model,
+    convert_to_gguf,
+)
+from tightfit.export.convert.gguf_tokenizer_check import TEXTS, compare_scheme
+from tightfit.export.convert.gguf_vocabulary import Scheme, read_vocabulary
+from tightfit.runtime.llama_model import LlamaModel
+
+gguf: Any = pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
+pytest.importorskip("xllamacpp", reason="pip install 'tightfit[gguf]'")
+transformers: Any = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+NUM_POSITIONS = 512
+AGREES = 0.99
+
+Maker = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """A family's folder, made once for all tests that change nothing in it."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_family(tmp_path_factory.mktemp("family") / family, family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def make_file(make: Maker, tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """A family's GGUF, made once."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def get(family: str, dtype: str = "f16") -> Path:
+        if (family, dtype) not in made:
+            target = tmp_path_factory.mktemp("file") / f"{family}.gguf"
+            made[family, dtype] = export(make(family), target, dtype)
+        return made[family, dtype]
+
+    return get
+
+
+def export(source: Path, target: Path, dtype: str = "f16", **settings: Any) -> Path:
+    return convert_to_gguf(GgufRequest(source=source, target=target, dtype=dtype, **settings))
+
+
+def agreement(source: Path, file: Path, *, num_positions: int = NUM_POSITIONS) -> float:
+    """How often both put the same token first."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    numbers = np.random.default_rng(7).integers(4, model.config.vocab_size, num_positions)
+    with torch.no_grad():
+        ours = model(torch.from_numpy(numbers)[None]).logits[0].numpy()
+    with LlamaModel(file, num_positions=num_positions) as llama:
+        theirs = llama.logits(numbers.tolist())
+    assert ours.shape == theirs.shape
+    assert len(set(ours.argmax(-1))) > 20  # a model that always says the same proves nothing
+    return float((ours.argmax(-1) == theirs.argmax(-1)).mean())
+
+
+def metadata(file: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+
+
+def test_no_family_is_left_out() -> None:
+    assert len(FAMILIES) == 13
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_computes_the_same(
+    make: Maker, make_file: Maker, family: str, dtype: str
+) -> None:
+    assert agreement(make(family), make_file(family, dtype)) >= AGREES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_cuts_text_the_same(make: Maker, make_file: Maker, family: str) -> None:
+    tokenizer = Tokenizer.from_file(str(make(family) / "tokenizer.json"))
+
+    with LlamaModel(make_file(family), num_positions=32) as llama:
+        for text in (*TEXTS, *SENTENCES):
+            assert llama.tokenize(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "pre"),
+    [
+        ("llama", "llama", "default"),
+        ("llama3", "gpt2", "llama-bpe"),
+        ("qwen2", "gpt2", "qwen2"),
+        ("gemma", "llama", "default"),
+        ("gpt2", "gpt2", "gpt-2"),
+        ("falcon", "gpt2", "falcon"),
+        ("bloom", "gpt2", "bloom"),
+    ],
+)
+def test_the_way_of_cutting_is_recognised(
+    make_file: Maker, family: str, model: str, pre: str
+) -> None:
+    told = metadata(make_file(family))
+
+    assert (told["tokenizer.ggml.model"], told["tokenizer.ggml.pre"]) == (model, pre)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+FACTORS = {
+    "long_factor": [1.0 + i for i in range(8)],
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 256,
+    **FACTORS,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+GEMMA3_LINEAR = {
+    "full_attention": LINEAR | {"rope_theta": 1_000_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        pytest.param("llama", {"rope_parameters": LINEAR}, id="linear"),
+        pytest.param("llama", {"rope_parameters": LLAMA3}, id="llama3-by-32"),
+        pytest.param("llama", {"rope_parameters": YARN}, id="llama-yarn"),
+        pytest.param("qwen2", {"rope_parameters": YARN}, id="qwen2-yarn"),
+        pytest.param(
+            "qwen3", {"rope_parameters": YARN | {"attention_factor": 1.3}}, id="yarn-with-factor"
+        ),
+        pytest.param(
+            "phi3",
+            {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256},
+            id="longrope-long",
+        ),
+        pytest.param(
+            "phi3",
+            {
+                "rope_parameters": LONGROPE | {"original_max_position_embeddings": 1024},
+                "original_max_position_embeddings": 1024,
+            },
+            id="longrope-short",
+        ),
+        pytest.param("phi3", {"rope_parameters": PARTIAL}, id="part-of-a-head"),
+        pytest.param("gemma3", {"rope_parameters": GEMMA3_LINEAR}, id="gemma3-linear"),
+        pytest.param(
+            "gemma3",
+            {
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            id="gemma3-every-second",
+        ),
+        pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, id="biases"),
+        pytest.param("falcon-7b", {"multi_query": False}, id="falcon-all-heads"),
+        pytest.param("gpt2", {"n_inner": 96}, id="gpt2-narrow"),
+    ],
+)
+def test_settings_that_change_the_arithmetic(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    source = make_family(tmp_path / "model", family, **changes)
+
+    assert agreement(source, export(source, tmp_path / "model.gguf", "f32")) >= AGREES
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "falcon", "bloom"])
+def test_a_layout_left_as_it_was_shows(
+    make: Maker, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models are such that the tests above can fail."""
+    monkeypatch.setattr("tightfit.export.convert.gguf_tensors.choose_change", lambda *_: None)
+
+    file = export(make(family), tmp_path / "model.gguf", "f32")
+
+    assert agreement(make(family), file) < 0.9
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_values_are_those_of_the_folder(make: Maker, tmp_path: Path, dtype: str) -> None:
+    """Matrices in the wanted format, vectors in 32 bit, rows of queries in Meta's order."""
+    from safetensors.torch import load_file
+
+    source = make("llama")
+    stored = load_file(source / "model.safetensors")
+    reader = gguf.GGUFReader(export(source, tmp_path / "model.gguf", dtype))
+    found = {tensor.name: tensor for tensor in reader.tensors}
+
+    wanted = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    down = stored["model.layers.1.mlp.down_proj.weight"].to(wanted)
+    assert found["blk.1.ffn_down.weight"].data.tobytes() == down.view(torch.uint8).numpy().tobytes()
+    norm = found["blk.0.attn_norm.weight"]
+    assert norm.tensor_type.name == "F32"
+    assert np.array_equal(norm.data, stored["model.layers.0.input_layernorm.weight"].numpy())
+    rows = stored["model.layers.0.self_attn.k_proj.weight"].to(wanted)
+    half = rows.shape[0] // 2 // 2
+    second = rows[half].view(torch.uint8).numpy().tobytes()  # the pair of row 0, now beside it
+    width = len(second)
+    assert found["blk.0.attn_k.weight"].data.tobytes()[width : 2 * width] == second
+    assert len(found) == len(stored)
+
+
+def test_shards_and_pickles_give_the_same_file(make: Maker, tmp_path: Path) -> None:
+    source = make("qwen2")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    files = {}
+    for kind in ("sharded", "pickled"):
+        folder = shutil.copytree(source, tmp_path / kind / "qwen2")
+        (folder / "model.safetensors").unlink()
+        if kind == "sharded":
+            model.save_pretrained(folder, max_shard_size="100KB")
+            assert len(list(folder.glob("*.safetensors"))) > 2
+        else:
+            torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        files[kind] = export(folder, tmp_path / f"{kind}.gguf").read_bytes()
+    whole = export(source, tmp_path / "whole.gguf").read_bytes()
+
+    assert files["sharded"] == whole
+    assert files["pickled"] == whole
+
+
+def test_words_beside_the_weights_go_along(make: Maker, tmp_path: Path) -> None:
+    source = shutil.copytree(make("llama3"), tmp_path / "My-Model")
+    stops = {"eos_token_id": [2, 0, 7]}
+    (source / "generation_config.json").write_text(json.dumps(stops))
+
+    told = metadata(export(source, tmp_path / "model.gguf"))
+
+    assert told["general.name"] == "My-Model"
+    assert told["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
+    assert told["general.quantization_version"] == gguf.GGML_QUANT_VERSION
+    assert told["tokenizer.chat_template"] == (source / "chat_template.jinja").read_text()
+    marks = {told[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")}
+    assert marks == {2, 0, 7}
+    assert told["tokenizer.ggml.add_bos_token"] is False
+    config = json.loads((source / "config.json").read_text())
+    assert len(told["tokenizer.ggml.tokens"]) == config["vocab_size"]
+    assert told["tokenizer.ggml.token_type"][-3:] == [gguf.TokenType.UNUSED] * 3
+    assert told["tokenizer.ggml.token_type"][:4] == [gguf.TokenType.CONTROL] * 4
+
+
+def test_a_begin_token_is_written_where_the_tokenizer_puts_one(make_file: Maker) -> None:
+    told = metadata(make_file("gemma"))
+
+    assert told["tokenizer.ggml.add_bos_token"] is True
+    assert told["tokenizer.ggml.add_space_prefix"] is False
+    assert told["tokenizer.ggml.bos_token_id"] == 2
+
+
+def test_a_name_that_llama_cpp_reads_rules_into(make: Maker, tmp_path: Path) -> None:
+    """It fails to load a model called phi3 whose vocabulary is not Phi-3's."""
+    source = shutil.copytree(make("qwen2"), tmp_path / "distilled-from-Phi-3-mini")
+
+    assert agreement(source, export(source, tmp_path / "model.gguf", "f32")) >= AGREES
+
+
+def test_a_tied_head_that_differs_is_a_head(make: Maker, tmp_path: Path) -> None:
+    """transformers keeps both where the weights hold both; so must the file."""
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(make("qwen2"), tmp_path / "qwen2")
+    state = load_file(source / "model.safetensors")
+    head = state["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(state | {"lm_head.weight": head}, source / "model.safetensors", {"format": "pt"})
+
+    assert agreement(source, export(source, tmp_path / "model.gguf", "f32")) >= AGREES
+
+
+def test_gpt2_of_the_hub_has_names_without_a_prefix(make: Maker, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(make("gpt2"), tmp_path / "gpt2")
+    state = load_file(source / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in state.items()}
+    bare["h.0.attn.bias"] = torch.ones(4, 4)
+    save_file(bare, source / "model.safetensors", {"format": "pt"})
+
+    before = export(make("gpt2"), tmp_path / "before.gguf").read_bytes()
+    assert export(source, tmp_path / "after.gguf").read_bytes() == before
+
+
+# Refusals
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mamba"}, r"family mamba.*"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized"),
+        ({"hidden_act": "relu"}, "activation relu"),
+        ({"num_hidden_layers": 3}, "Layer 2 of the model lacks"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not a model that writes text"),
+        ({"tie_word_embeddings": False, "num_hidden_layers": 1}, "layers.1"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    source = make_llama(tmp_path / "llama")
+    change_config(source, **changes)
+
+    with pytest.raises(InvalidInputError, match=said):
+        export(source, tmp_path / "model.gguf")
+    assert list(tmp_path.glob("*.gguf*")) == []
+
+
+def test_an_unknown_family_hears_the_known_ones(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "llama")
+    change_config(source, model_type="qwen")
+
+    with pytest.raises(InvalidInputError, match=r"Did you mean.*`qwen2`") as caught:
+        export(source, tmp_path / "model.gguf")
+    assert "bloom, falcon" in caught.value.remedy
+
+
+def test_values_too_large_for_half_precision(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = make_llama(tmp_path / "llama")
+    state = load_file(source / "model.safetensors")
+    state["model.layers.0.mlp.up_proj.weight"][3, 5] = 1e6
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(InvalidInputError, match="beyond 65,504") as caught:
+        export(source, tmp_path / "model.gguf", "f16")
+    assert "--dtype bf16" in caught.value.remedy
+    assert list(tmp_path.glob("*.gguf*")) == []
+    export(source, tmp_path / "model.gguf", "bf16")
+    state["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInputError, match="no numbers"):
+        export(source, tmp_path / "other.gguf", "bf16")
+
+
+def test_a_tokenizer_that_llama_cpp_cannot_follow(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "llama")
+    path = source / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["normalizer"] = {"type": "Lowercase"}
+    path.write_text(json.dumps(document))
+
+    with pytest.raises(InvalidInputError, match=r"no way of cutting text.*Hello world"):
+        export(source, tmp_path / "model.gguf")
+
+
+def test_another_way_of_cutting_is_found_by_trying(tmp_path: Path) -> None:
+    """A form that is not in the table, and cuts as one that is."""
+    source = make_llama(tmp_path / "llama")
+    path = source / "tokenizer.json"
+    document = json.loads(path.read_text())
+    words = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+    in_bytes = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    parts = [split, in_bytes | {"trim_offsets": True}]
+    document["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
+    path.write_text(json.dumps(document))
+
+    made = convert_model(ConvertRequest(source=str(source)))
+
+    assert metadata(Path(made.path))["tokenizer.ggml.pre"] == "gpt-2"
+
+
+def test_more_tokens_than_rows(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "llama", vocab_size=300)
+
+    with pytest.raises(InvalidInputError, match="rows for 300"):
+        export(source, tmp_path / "model.gguf")
+
+
+def test_a_full_disk_is_seen_before_writing(
+    make: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=10_000))
+
+    with pytest.raises(EnvironmentFaultError, match="free"):
+        export(make("gpt2"), tmp_path / "model.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_the_old_file_and_no_litter(make: Maker, tmp_path: Path) -> None:
+    target = tmp_path / "model.gguf"
+    target.write_bytes(b"old")
+
+    def interrupt(_what: str, done: int, of: int) -> None:
+        if done > of / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(UsageError, match="there already"):
+        export(make("gpt2"), target)
+    with pytest.raises(KeyboardInterrupt):
+        export(make("gpt2"), target, force=True, report=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+    assert target.read_bytes() == b"old"
+    assert export(make("gpt2"), target, force=True).read_bytes()[:4] == b"GGUF"
+
+
+def test_two_writers_of_one_file(make: Maker, tmp_path: Path) -> None:
+    target = tmp_path / "model.gguf"
+
+    def start_another(_what: str, _done: int, _of: int) -> None:
+        with pytest.raises(UsageError, match="right now"):
+            export(make("gpt2"), target)
+
+    assert agreement(make("gpt2"), export(make("gpt2"), target, report=start_another)) >= AGREES
+
+
+UNIGRAM_SPECIALS = ("<unk>", "<|im_start|>", "<|im_end|>", "<pad>")
+
+
+def list_scored_pieces() -> list[tuple[str, float]]:
+    """Single characters and the words of our sentences, no two sums of scores alike.
+
+    A trained vocabulary differs from run to run, and may hold two lengths of one repeated
+    sign: a longer run of it is then cut equally well in two orders, and libraries choose.
+    """
+    letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "\u2581")})
+    words = {word.strip(".,!?") for text in SENTENCES for word in text.split()}
+    pieces = [*letters[:250], *sorted(f"\u2581{word}" for word in words if word.isalpha())]
+    scored = [(piece, -9.0 / len(piece) - 0.00117 * n) for n, piece in enumerate(pieces)]
+    return [*((name, 0.0) for name in UNIGRAM_SPECIALS), *scored]
+
+
+def test_pieces_by_likelihood(tmp_path: Path) -> None:
+    """A Unigram tokenizer is written as llama.cpp's `t5` kind, scores and all."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+    source = make_llama(tmp_path / "llama")
+    tokenizer = Tokenizer(models.Unigram(list_scored_pieces(), unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in UNIGRAM_SPECIALS])
+    tokenizer.save(str(source / "tokenizer.json"))
+    settings = {"unk_token": "<unk>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    file = export(source, tmp_path / "model.gguf", "f32")
+    back = convert_gguf_to_hf(file, tmp_path / "back")
+
+    assert metadata(file)["tokenizer.ggml.model"] == "t5"
+    again = Tokenizer.from_file(str(back / "tokenizer.json"))
+    with LlamaModel(file, num_positions=32) as llama:
+        for text in SENTENCES:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            assert llama.tokenize(text) == ids
+            assert again.encode(text, add_special_tokens=False).ids == ids
+
+
+def test_the_wrong_way_of_cutting_is_seen(make: Maker) -> None:
+    """The vocabulary has tokens of several digits, which `smollm` would never make."""
+    source = make("gpt2")
+    rows = json.loads((source / "config.json").read_text())["vocab_size"]
+    vocabulary, tokenizer = read_vocabulary(source, rows)
+
+    right, _ = compare_scheme(vocabulary, Scheme(model="gpt2", pre="gpt-2"), tokenizer.encode)
+    wrong, _ = compare_scheme(vocabulary, Scheme(model="gpt2", pre="smollm"), tokenizer.encode)
+    unknown, _ = compare_scheme(vocabulary, Scheme(model="gpt2", pre="none"), tokenizer.encode)
+
+    assert right is None
+    assert wrong is not None
+    assert "33" in wrong.text
+    assert unknown is not None

@@ -1,0 +1,273 @@
+"""What the HTTP API refuses, and that every refusal has one shape."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from api_client import Served, read_events, serving, wait_until
+from scripted_engine import ScriptedEngine
+from tightfit.serve.api.errors import ErrorBody
+from tightfit.serve.api.hub import Phase
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "abc"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(ScriptedEngine(), max_body_bytes=20_000) as running:
+        yield running
+
+
+def _error(response: httpx.Response, status: int) -> Any:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    return ErrorBody.model_validate_json(response.content, strict=True).error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"[" * 10_000,
+        b'{"messages": ' + b"9" * 5000 + b"}",
+        b'{"temperature": NaN, "messages": [{"role": "user", "content": "a"}]}',
+        b'{"temperature": 1e999, "messages": [{"role": "user", "content": "a"}]}',
+    ],
+)
+def test_malformed_bodies_are_refused(served: Served, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    _error(served.http.post(CHAT, content=body, headers=headers), 400)
+
+
+def test_a_body_of_another_type_is_refused_as_a_page_elsewhere_would_send_it(
+    served: Served,
+) -> None:
+    content = json.dumps({"messages": HELLO})
+    error = _error(
+        served.http.post(CHAT, content=content, headers={"Content-Type": "text/plain"}), 400
+    )
+
+    assert "application/json" in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "abc"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "pope", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"seed": 2**70}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"model": 5}, "model"),
+    ],
+)
+def test_wrong_values_name_their_field(served: Served, fields: dict[str, Any], param: str) -> None:
+    error = _error(served.http.post(CHAT, json={"messages": HELLO, **fields}), 400)
+
+    assert error.param == param
+    assert error.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "a", "format": "wav"}}, "audio"),
+        ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -0.5}, "presence_penalty"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": [*HELLO, {"role": "tool", "content": "4"}]}, "messages[1].role"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+def test_what_would_change_the_answer_is_not_overlooked(
+    served: Served, fields: dict[str, Any], param: str
+) -> None:
+    error = _error(served.http.post(CHAT, json={"messages": HELLO, **fields}), 400)
+
+    assert (error.code, error.param) == ("unsupported_parameter", param)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"echo": True}, {"best_of": 3}, {"suffix": "x"}, {"logprobs": 2}]
+)
+def test_completions_refuse_theirs(served: Served, fields: dict[str, Any]) -> None:
+    error = _error(served.http.post("/v1/completions", json={"prompt": "a", **fields}), 400)
+
+    assert (error.code, error.param) == ("unsupported_parameter", next(iter(fields)))
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [""], [1.5], [-1], [2**40], [["a"]], None, {}, 5])
+def test_prompts_that_are_none(served: Served, prompt: Any) -> None:
+    _error(served.http.post("/v1/completions", json={"prompt": prompt}), 400)
+
+
+def test_a_token_beyond_the_vocabulary_is_the_callers(served: Served) -> None:
+    error = _error(served.http.post("/v1/completions", json={"prompt": [2**30]}), 400)
+
+    assert "vocabulary" in error.message
+
+
+def test_too_many_answers_at_once(served: Served) -> None:
+    body = {"prompt": ["a"] * 10, "n": 10}
+    assert _error(served.http.post("/v1/completions", json=body), 400).param == "n"
+
+
+def test_prompt_as_long_as_the_context(served: Served) -> None:
+    error = _error(served.chat("a" * 1000), 400)
+
+    assert (error.code, error.param) == ("context_length_exceeded", "messages")
+    assert "1,000 tokens" in error.message
+    assert served.chat("a" * 999).json()["usage"]["completion_tokens"] == 1
+
+
+def test_body_too_large_whether_or_not_its_size_is_told(served: Served) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "a" * 30_000}]}).encode()
+    headers = {"Content-Type": "application/json"}
+
+    assert _error(served.http.post(CHAT, content=body, headers=headers), 413).code == (
+        "body_too_large"
+    )
+    pieces = (body[at : at + 1000] for at in range(0, len(body), 1000))
+    assert _error(served.http.post(CHAT, content=pieces, headers=headers), 413).code == (
+        "body_too_large"
+    )
+    assert served.chat("abc", max_tokens=1).status_code == 200
+
+
+def test_unknown_model_lists_those_there_are(served: Served) -> None:
+    error = _error(served.chat("abc", model="gpt-9"), 404)
+
+    assert (error.code, error.param) == ("model_not_found", "model")
+    assert "`scripted`" in error.message
+    _error(served.http.get("/v1/models/gpt-9"), 404)
+    _error(served.http.get("/v1/models/a/b%2Fc"), 404)
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/redoc", "/v1", "/v1/embeddings", "/v1/chat"])
+def test_unknown_paths(served: Served, path: str) -> None:
+    assert _error(served.http.get(path), 404).code == "unknown_url"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", CHAT, "POST"), ("POST", "/v1/models", "GET"), ("DELETE", "/health", "GET")],
+)
+def test_other_methods_are_told_what_is_allowed(
+    served: Served, method: str, path: str, allowed: str
+) -> None:
+    response = served.http.request(method, path)
+
+    assert _error(response, 405).code == "method_not_allowed"
+    assert response.headers["allow"] == allowed
+
+
+def test_a_template_that_refuses_and_an_engine_that_fails(served: Served) -> None:
+    assert "template" in _error(served.chat("refuse me"), 400).message
+    assert _error(served.chat("?"), 400).message == "The script says so."
+    assert _error(served.chat("!"), 500).code == "internal_error"
+
+
+def test_a_fault_after_the_stream_began_is_its_last_event(served: Served) -> None:
+    events = read_events(served.chat("!", stream=True))
+
+    assert events[-1]["error"]["code"] == "internal_error"
+    assert "[DONE]" not in events
+
+
+def test_a_full_queue_is_told_when_to_come_back() -> None:
+    engine = ScriptedEngine(num_slots=1, token_seconds=0.02)
+    with serving(engine, max_queue=1) as served:
+        model = served.server.hub.models[0]
+        first = [threading.Thread(target=served.chat, args=("abc",)) for _ in range(2)]
+        for one in first:
+            one.start()
+        wait_until(lambda: model.num_owed == 2)
+
+        response = served.chat("abc", max_tokens=1)
+
+        assert _error(response, 503).code == "queue_full"
+        assert int(response.headers["retry-after"]) > 0
+        page = served.http.get("/metrics").text
+        assert 'tightfit_answers_running{model="scripted"} 1\n' in page
+        assert 'tightfit_answers_waiting{model="scripted"} 1\n' in page
+        engine.token_seconds = 0
+        for one in first:
+            one.join()
+        assert served.chat("abc", max_tokens=1).status_code == 200
+
+
+def test_an_idle_model_takes_a_request_larger_than_its_queue() -> None:
+    with serving(ScriptedEngine(num_slots=1), max_queue=0) as served:
+        body = served.chat("abc", n=5, max_tokens=2).json()
+        assert [choice["message"]["content"] for choice in body["choices"]] == ["ab"] * 5
+
+
+def test_an_answer_that_takes_too_long_ends_with_504_and_frees_its_slot() -> None:
+    engine = ScriptedEngine(num_slots=1, token_seconds=0.05)
+    with serving(engine, timeout_seconds=0.3) as served:
+        assert _error(served.chat("abc"), 504).code == "timeout"
+        assert engine.tickets[-1].is_over.wait(5)
+        assert engine.tickets[-1].num_computed < 20
+
+        events = read_events(served.chat("abc", stream=True))
+        assert events[-1]["error"]["code"] == "timeout"
+
+
+def test_while_loading_only_health_answers() -> None:
+    with serving(ScriptedEngine()) as served:
+        served.server.hub.phase = Phase.LOADING
+        assert served.http.get("/health").json() == {"status": "loading"}
+        for response in (served.chat("abc"), served.http.get("/v1/models")):
+            assert _error(response, 503).code == "model_loading"
+            assert "retry-after" in response.headers
+        served.server.hub.phase = Phase.READY
+        assert served.http.get("/health").status_code == 200
+
+
+def test_a_bug_is_a_plain_500_and_is_reported() -> None:
+    told: list[Exception] = []
+    with serving(ScriptedEngine(), report_fault=told.append) as served:
+        served.server.hub.metrics.info = None  # type: ignore[assignment]
+        assert _error(served.http.get("/metrics"), 500).code == "internal_error"
+    assert isinstance(told[0], AttributeError)

@@ -1,0 +1,119 @@
+"""What is read from the machine: counters, cards, and the limits that are measured."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.units import MIB
+from tightfit.hardware.nvml import DriverReading, GpuReading
+from tightfit.serve.generate import ceilings
+from tightfit.serve.generate import meter as meters
+from tightfit.serve.generate.ceilings import probe_copy_bandwidth, probe_matmul_flops
+from tightfit.serve.generate.meter import RunMeter, count_threads, read_disk_bytes, read_host_peak
+
+
+def test_disk_reads_are_those_of_storage_not_of_the_page_cache(tmp_path: Path) -> None:
+    io = tmp_path / "io"
+    io.write_text("rchar: 900\nwchar: 1\nread_bytes: 4096\nwrite_bytes: 7\n", encoding="ascii")
+    assert read_disk_bytes(io) == 4096
+    assert read_disk_bytes(tmp_path / "none") is None
+
+
+def test_the_peak_of_this_process_grows_with_what_it_holds() -> None:
+    before = read_host_peak()
+    held = bytearray(b"x") * (before + 64 * MIB)
+    assert read_host_peak() >= before + 48 * MIB
+    assert held[-1]
+
+
+class FakeNvml:
+    """One card whose memory and energy are what the test says."""
+
+    NVMLError = RuntimeError
+
+    def __init__(self) -> None:
+        self.used, self.millijoules = 2 * 10**9, 1000
+
+    def nvmlInit(self) -> None: ...  # noqa: N802
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, _: int) -> Any:  # noqa: N802
+        return SimpleNamespace(used=self.used)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, _: int) -> int:  # noqa: N802
+        return self.millijoules
+
+
+def test_a_cards_peak_is_what_came_on_top_and_energy_is_of_answering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = FakeNvml()
+    card = GpuReading(
+        index=0,
+        name="NVIDIA H200",
+        uuid="GPU-1",
+        total_bytes=10**11,
+        free_bytes=10**11,
+        compute_capability=(9, 0),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(meters, "read_driver", lambda: DriverReading(gpus=(card,)))
+    monkeypatch.setattr(meters, "SAMPLE_SECONDS", 0.005)
+
+    with RunMeter() as meter:
+        nvml.millijoules = 5000
+        meter.mark("loaded")
+        nvml.used = 9 * 10**9
+        time.sleep(0.2)
+        nvml.used, nvml.millijoules = 3 * 10**9, 8500
+        meter.mark("answered")
+        on_card = meter.measure(device="cuda:0", num_threads=1)
+        on_cpu = meter.measure(device="cpu", num_threads=1)
+
+    assert on_card.device_peak_bytes == 7 * 10**9
+    assert on_card.energy_joules == 3.5
+    assert on_card.idle_gpu is None
+    assert on_cpu.idle_gpu == "NVIDIA H200"
+    assert on_cpu.device_peak_bytes == on_cpu.host_peak_bytes > 0
+
+
+def test_threads_are_those_asked_for_or_those_that_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert count_threads(3) == 3
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(get_num_threads=lambda: 7))
+    assert count_threads(None) == 7
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert count_threads(None) == 5
+
+
+def test_the_copy_rate_is_that_of_a_copy_by_hand() -> None:
+    """Against Python's own memcpy on the same machine; it is shared, so within a wide band."""
+    source = b"x" * ceilings.CPU_COPY_BYTES
+    target = memoryview(bytearray(len(source)))
+    best = 0.0
+    for _ in range(12):
+        began = time.perf_counter()
+        target[:] = source
+        best = max(best, 2 * len(source) / (time.perf_counter() - began))
+
+    found = probe_copy_bandwidth("cpu", num_threads=1)
+
+    assert found is not None
+    assert best / 5 < found < best * 5
+
+
+def test_a_product_runs_at_a_rate_that_processors_have() -> None:
+    found = probe_matmul_flops("cpu", Dtype.FP32)
+    assert found is not None
+    assert 1e8 < found < 1e14
