@@ -4,7 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help install demo test test-bare test-training check bench format docs clean
+# Groups of tests with real processes that take minutes; each has a target of its own.
+TRAINING = chaos train_zero
+SERVING = serve_api browser generate
+TRACING = tracing
+HEAVY = $(TRAINING) $(SERVING) $(TRACING)
+
+.PHONY: help install demo test test-bare test-training test-serving test-tracing check bench format docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -17,16 +23,23 @@ install: .venv/.installed  ## make .venv with everything the project needs
 	$(PIP) torch setuptools wheel ninja py-cpuinfo
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed  # its set-up asks torch, which an isolated build lacks
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps liger-kernel  # traced without its kernels, hence without triton
 	touch $@
 
 demo: install  ## the main job on a CPU with a real small model: no GPU, no hub
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
 test: install test-bare  ## every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/integration/chaos --ignore tests/integration/train_zero
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(foreach group,$(HEAVY),--ignore tests/integration/$(group))
+
+test-serving: install  ## the HTTP API under load, the page in a browser, killed batches: minutes
+	OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=60 $(BIN)/python -m pytest $(addprefix tests/integration/,$(SERVING))
 
 test-training: install  ## runs that are killed, starved and cut off, and ZeRO: real processes, minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/chaos tests/integration/train_zero
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix tests/integration/,$(TRAINING))
+
+test-tracing: install  ## traces of many real models, strategies and shardings: minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(TRACING))
 
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py
@@ -41,6 +54,7 @@ check: install  ## what CI runs before the tests: style, types, rooms, generated
 
 bench: install  ## predicted against published memory and time; fails if it got worse
 	$(BIN)/python benchmarks/h200_memory.py --check
+	$(BIN)/python benchmarks/h200_allocator.py --check
 	$(BIN)/python benchmarks/published_memory.py --check
 	$(BIN)/python benchmarks/published_time.py --check
 

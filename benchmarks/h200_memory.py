@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _provenance import provenance
+from _provenance import check_total, write_result
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.memory import estimate_moments, hold, peak_moment
@@ -141,12 +141,8 @@ def main() -> int:
     total = summarise(rows)
     print(json.dumps(total))
     if arguments.check:
-        before = json.loads(RESULT.read_text())["total"]
-        worse = [name for name in total if "error" in name and total[name] > before[name] + NOISE]
-        print("\n".join(f"fault: {name} got worse" for name in worse) or "measured steps: all good")
-        return 1 if worse or total["cases"] < before["cases"] else 0
-    content = {**provenance("benchmarks/h200_memory.py"), "total": total, "rows": rows}
-    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+        return check_total(total, RESULT, count="cases", noise=NOISE, what="measured steps")
+    write_result(RESULT, "benchmarks/h200_memory.py", total=total, rows=rows)
     return 0
 
 

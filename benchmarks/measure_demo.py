@@ -45,7 +45,7 @@ def main() -> None:
     demo = ROOT / "scripts" / "demo.sh"
     subprocess.run(["bash", demo], check=True, env=os.environ | {"PATH": path})
     report = json.loads((RUN / "report.json").read_text())
-    scores = json.loads((RUN / "eval" / "test.json").read_text())
+    scores = json.loads((RUN / "eval" / "test-first-24.json").read_text())
     stages = read_stages((OUT / "stages.tsv").read_text())
     result = {
         "about": about,

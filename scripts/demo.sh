@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on this machine's CPU: data, model, plan, LoRA, scores before and after, report.
+# The main job on this machine's CPU: data, model, plan, LoRA, merge, fewer bits, scores after each.
 # No GPU, no hub. Leaves its files in demo-out/; of these only the model is kept for the next time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -41,13 +41,22 @@ show prepare tightfit prepare "$recipe" --show 2
 title "4. Plan and tune: LoRA on this CPU, a few minutes"
 show train tightfit train "$recipe"
 
-title "5. Before and after, on tables and phrasings that were never trained on"
-show eval tightfit eval "$run" --data "$out/text_to_sql/test.jsonl" --batch 60
-show answers python examples/text_to_sql/show_answers.py "$run/eval/test-answers.jsonl" 5
+title "5. The adapter into the model, and the check that nothing was lost"
+show merge tightfit merge "$run"
 
-title "6. The whole run on one page"
+title "6. Fewer bits, each held against the merged model"
+show quantize tightfit quantize "$run" --to q8_0 --to q4_k_m --to gptq-8 --rows 8 --tokens 1024
+
+title "7. The whole run on one page"
 show report tightfit runs "$run" --html "$out/report.html"
 
+title "8. Right answers after each step, on tables and phrasings that were never trained on"
+small=$run/quantized/text_to_sql
+show eval tightfit eval "$run" --data "$out/text_to_sql/test.jsonl" --limit 24 --batch 24 \
+    --metric execution --metric exact --beside "$run/merged" \
+    --beside "$small-q8_0.gguf" --beside "$small-q4_k_m.gguf" --beside "$small-gptq-8"
+show answers python examples/text_to_sql/show_answers.py "$run/eval/test-first-24-answers.jsonl" 2
+
 rm -f "$out/.times"
-printf '\n%sDone in %s min %s s.%s Curves and figures: %s; the adapter: %s/adapter\n' \
-    "${bold-}" $((SECONDS / 60)) $((SECONDS % 60)) "${plain-}" "$out/report.html" "$run"
+printf '\n%sDone in %s min %s s.%s Curves and figures: %s; to talk to it:\n  tightfit chat %s\n' \
+    "${bold-}" $((SECONDS / 60)) $((SECONDS % 60)) "${plain-}" "$out/report.html" "$small-q4_k_m.gguf"

@@ -23,10 +23,15 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = RESULTS / "h200_training.json"
 """Whole runs, measured by benchmarks/measure_training.py."""
+GENERATION = RESULTS / "h200_generation.json"
+"""`tightfit generate` and its peers, measured by benchmarks/measure_generation.py."""
+ARTEFACTS = RESULTS / "artefacts.json"
+"""What each step after training loses, measured by benchmarks/measure_artefacts.py."""
 MEMORY, SPEED = "GPU memory, reserved", "tokens per second"
 COLUMNS = 100
 BLOCK = re.compile(r"```console\n\$ (.+)\n(?:.*\n)*?```\n")
 FIGURES = re.compile(r"(<!-- figures -->\n)(?:.*\n)*?(<!-- end of figures -->\n)")
+AFTER = re.compile(r"(<!-- after -->\n)(?:.*\n)*?(<!-- end of after -->\n)")
 
 
 def run_block(match: re.Match[str]) -> str:
@@ -34,6 +39,7 @@ def run_block(match: re.Match[str]) -> str:
     words = shlex.split(command)
     words[0] = str(Path(sys.executable).with_name(words[0]))
     environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+    environment["TIGHTFIT_TRACE"] = "0"  # what planning says without torch
     done = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -114,6 +120,57 @@ def make_training_figures(document: dict[str, Any]) -> list[str]:
     return lines + (["", f"Did not finish: {', '.join(failed)}."] if failed else [])
 
 
+def make_after_figures() -> str:
+    """What is lost by each step, and what generation reaches."""
+    chain = make_chain_figures(json.loads(ARTEFACTS.read_text())) if ARTEFACTS.exists() else []
+    return "\n".join([*chain, *make_generation_figures()]) + "\n"
+
+
+def make_chain_figures(chain: dict[str, Any]) -> list[str]:
+    lines = [
+        f"SmolLM2-135M as `make demo` tunes it, merged, then stored otherwise; "
+        f"{chain['chain']['rows'][0]['num_positions']:,} tokens of wikitext-2 "
+        f"(`benchmarks/results/{ARTEFACTS.name}`):",
+        "",
+        "| stored as | size | same top token | KL | perplexity | SQL answers right |",
+        "|---|---|---|---|---|---|",
+    ]
+    right = next(m for m in chain["task"]["metrics"] if m["name"] == "execution")["scores"]
+    lines.append(f"| adapter, fp32 | | | | | {right['tuned']['value']:.0%} |")
+    rows = [*chain["merge"]["rows"], *chain["chain"]["rows"]]
+    for row in rows:
+        name = Path(row["name"]).name.removesuffix(".gguf")
+        change = row["perplexity"] / row["reference_perplexity"] - 1
+        lines.append(
+            f"| {name} | {row['size_bytes'] / 2**20:,.0f} MiB | {row['top1_fraction']:.1%} "
+            f"| {row['mean_kl']:.2g} | {change:+.1%} | {right[name]['value']:.0%} |"
+        )
+    return [*lines, ""]
+
+
+def make_generation_figures() -> list[str]:
+    cases = json.loads(GENERATION.read_text())["cases"]
+    lines = [
+        "`tightfit generate` of a 7B shape in bf16 on one H200, beside the better of transformers' "
+        f"own batch tools in the same call (`benchmarks/results/{GENERATION.name}`):",
+        "",
+        "| answers at a time | new tokens/s | of the peer | memory | predicted off by "
+        "| bandwidth at its peak, of a copy's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in cases.values():
+        ours = case["ours"]
+        memory = ours["memory"]
+        off = memory["predicted_bytes"] / memory["device_bytes"] - 1
+        peer = f"{case['of_best_peer']:.1f}x" if "of_best_peer" in case else case["weights"]
+        lines.append(
+            f"| {case['parallel']} | {ours['rates']['new_per_second']:,.0f} | {peer} "
+            f"| {memory['device_bytes'] / 2**30:.1f} GiB | {off:+.1%} "
+            f"| {ours['traffic']['peak_fraction']:.0%} |"
+        )
+    return lines
+
+
 def main() -> int:
     is_check = "--check" in sys.argv
     if not TRAINING.exists():
@@ -127,6 +184,7 @@ def main() -> int:
     before = README.read_text()
     after = BLOCK.sub(run_block, before)
     after = FIGURES.sub(lambda match: match.group(1) + make_figures() + match.group(2), after)
+    after = AFTER.sub(lambda match: match.group(1) + make_after_figures() + match.group(2), after)
     if is_check:
         if after != before:
             print("README.md is out of date: run python scripts/write_readme.py")

@@ -21,9 +21,10 @@ def main() -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows[:: max(1, len(rows) // num_rows)][:num_rows]:
         console.print(Text("\n" + find_question(row["prompt"]), style="bold"))
+        widest = max(map(len, row["answers"]))
         for who, answer in row["answers"].items():
             is_right = answer["scores"]["execution"] == 1
-            console.print(render_answer(who, answer["text"], is_right=is_right))
+            console.print(render_answer(who.ljust(widest), answer["text"], is_right=is_right))
 
 
 def find_question(prompt: str) -> str:
@@ -36,7 +37,7 @@ def render_answer(who: str, text: str, *, is_right: bool) -> Text:
     words = " ".join(text.split())
     words = words if len(words) <= WIDTH else f"{words[: WIDTH - 4]} ..."
     return Text(
-        f"  {'right' if is_right else 'wrong'}  {who:<5}  {words}",
+        f"  {'right' if is_right else 'wrong'}  {who}  {words}",
         style="green" if is_right else "red",
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from tightfit.cli.command import VERBS, app
+from tightfit.cli.command import VERBS, build_app
 from tightfit.core.recipe import read_recipe
 from tightfit.core.strategy import Attention, Method, Sharding, Strategy
 from tightfit.data.formats import FORMATS
@@ -139,7 +139,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_commands_in_the_pages_exist() -> None:
     """The generated page of commands is compared with --help elsewhere."""
-    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    verbs = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
     num_options = 0
     for page in PAGES:
         if page.name == "cli.md":

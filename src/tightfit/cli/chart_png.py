@@ -14,29 +14,44 @@ from tightfit.core.units import GIB, render_bytes
 
 def write_png(chart: Chart, path: Path) -> None:
     """Draw into memory, then write the file whole."""
-    try:
-        # The object interface, not pyplot: no display, no global state.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as fault:
-        raise EnvironmentFaultError(
-            "A PNG chart needs matplotlib, which is not installed.",
-            remedy="pip install 'tightfit[plot]'    (or --chart chart.html, which needs nothing)",
-        ) from fault
     heights = [1.1 + 0.34 * len(panel.bars) for panel in chart.panels]
-    figure = Figure(figsize=(10, sum(heights) + 1.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(sum(heights) + 1.6)
     axes = figure.subplots(
         len(chart.panels), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
     )
     for panel, axis in zip(chart.panels, axes[:, 0], strict=True):
         _draw_panel(axis, panel, chart)
     axes[-1, 0].set_xlabel("GiB on each GPU")
-    # Empty last lines keep the first panel's heading off the title.
-    lines = "\n\n" if chart.subtitle else "\n"
-    figure.suptitle(f"{chart.title}{lines}", x=0.01, ha="left", fontsize=13, fontweight="bold")
-    figure.text(0.01, 1 - 0.33 / figure.get_figheight(), chart.subtitle, va="top", fontsize=9)
+    write_title(figure, chart.title, chart.subtitle)
     _draw_legend(figure, chart)
+    save_figure(figure, path)
+
+
+def make_figure(height: float, *, hspace: float | None = None) -> Any:
+    """An empty picture, `height` inches high; `hspace` keeps its panels further apart."""
+    try:
+        # The object interface, not pyplot: no display, no global state.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as fault:
+        raise EnvironmentFaultError(
+            "A PNG chart needs matplotlib, which is not installed.",
+            remedy="pip install 'tightfit[plot]'    (or --chart chart.html, which needs nothing)",
+        ) from fault
+    figure = Figure(figsize=(10, height), dpi=150, layout=ConstrainedLayoutEngine(hspace=hspace))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_title(figure: Any, title: str, subtitle: str) -> None:
+    # Empty last lines keep the first panel's heading off the title.
+    lines = "\n\n" if subtitle else "\n"
+    figure.suptitle(f"{title}{lines}", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.text(0.01, 1 - 0.33 / figure.get_figheight(), subtitle, va="top", fontsize=9)
+
+
+def save_figure(figure: Any, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png", metadata={"Software": "tightfit"})
     write_atomic(path, image.getvalue())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
+from collections.abc import Container
 from typing import Annotated
 
 import typer
@@ -17,18 +20,6 @@ from tightfit.cli.faults import (
     report_lost_output,
     usage_fault,
 )
-from tightfit.cli.flags import (
-    doctor,
-    estimate,
-    eval,
-    hardware,
-    models,
-    plan,
-    prepare,
-    runs,
-    train,
-    version,
-)
 from tightfit.cli.output import OutputLostError, PipeClosedError, silence_stdout, write_out
 from tightfit.core.errors import UserError
 
@@ -36,22 +27,28 @@ from tightfit.core.errors import UserError
 # exception for its parents works with both.
 _ParserFault: type[Exception] = typer.BadParameter.__mro__[2]
 
-app = typer.Typer(
-    name="tightfit",
-    help="Will it fit, how long will it take, on what hardware? Answers before anything runs.",
-    epilog="""\b
+_EPILOG = """\b
 Examples:
   tightfit plan Llama-2-7b --on 4xV100-32GB
   tightfit estimate Qwen2.5-7B --method qlora --on RTX-4090
   tightfit doctor
 
-Exit codes: 0 done, 1 to 7 something you can put right, 70 a bug, 75 saved and stopped;
-see docs/exit-codes.md.""",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+Exit codes: 0 done, 1 to 8 something you can put right, 70 a bug, 75 saved and stopped;
+see docs/exit-codes.md."""
+
+
+def _make_app() -> typer.Typer:
+    app = typer.Typer(
+        name="tightfit",
+        help="Will it fit, how long will it take, on what hardware? Answers before anything runs.",
+        epilog=_EPILOG,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback()(_global)
+    return app
 
 
 def _print_version(is_asked: bool) -> None:
@@ -60,7 +57,6 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _global(
     _version: Annotated[
         bool,
@@ -72,22 +68,49 @@ def _global(
     pass
 
 
-VERBS: dict[str, tuple[type, str]] = {
-    "doctor": (doctor.DoctorFlags, doctor.EXAMPLES),
-    "models": (models.ModelsFlags, models.EXAMPLES),
-    "hardware": (hardware.HardwareFlags, hardware.EXAMPLES),
-    "estimate": (estimate.EstimateFlags, estimate.EXAMPLES),
-    "plan": (plan.PlanFlags, plan.EXAMPLES),
-    "prepare": (prepare.PrepareFlags, prepare.EXAMPLES),
-    "runs": (runs.RunsFlags, runs.EXAMPLES),
-    "eval": (eval.EvalFlags, eval.EXAMPLES),
-    "train": (train.TrainFlags, train.EXAMPLES),
-    "version": (version.VersionFlags, version.EXAMPLES),
+VERBS = {
+    "doctor": "Check this machine; each fault with its remedy.",
+    "models": "List, search or show models.",
+    "hardware": "List, search or show GPUs, or a cluster with --on.",
+    "calibrate": "Measure this machine in under 2 minutes; plans made on it then use it.",
+    "estimate": "Memory, disk and time of one configuration, part by part.",
+    "plan": "The best ways to run a job on given hardware, and why.",
+    "prepare": "Encode data as `train` will, and show what becomes of it.",
+    "train": "Plan, show the plan, tune, and report.",
+    "runs": "List, show, compare and plot runs.",
+    "eval": "Score a run or a model on a data file, before and after tuning.",
+    "merge": "Add a run's adapter to its base model.",
+    "convert": "Turn a model into another format, tensor by tensor.",
+    "quantize": "Shrink a model to fewer bits, and measure what was lost.",
+    "verify": "Hold models against the one they were made from.",
+    "chat": "Talk to a model in the terminal.",
+    "generate": "Answer every prompt of a file, once each.",
+    "serve": "Answer HTTP requests as OpenAI's API does.",
+    "compare": "Open a web page with two models side by side.",
+    "version": "Print the version of tightfit and of Python.",
 }
-"""A verb's options and examples; the verb itself is `tightfit.cli.<verb>.<verb>`."""
+"""What the list of verbs says of each; the rest of it loads when it is called.
 
-for _verb, (_flags, _examples) in VERBS.items():
-    app.command(_verb, epilog=_examples)(make_command(_verb, _flags))
+Its options are `tightfit.cli.flags.<verb>`, the verb itself is `tightfit.cli.<verb>.<verb>`.
+"""
+
+
+def load_flags(verb: str) -> tuple[type, str]:
+    """A verb's options and examples."""
+    module = importlib.import_module(f"tightfit.cli.flags.{verb}")
+    return getattr(module, f"{verb.capitalize()}Flags"), module.EXAMPLES
+
+
+def build_app(verbs: Container[str] = VERBS) -> typer.Typer:
+    """The command with these verbs whole, and of the others no more than the list shows."""
+    app = _make_app()
+    for verb, summary in VERBS.items():
+        if verb in verbs:
+            flags, examples = load_flags(verb)
+            app.command(verb, epilog=examples)(make_command(verb, flags))
+        else:
+            app.command(verb, help=summary)(lambda: None)
+    return app
 
 
 def run(words: list[str]) -> int:
@@ -108,7 +131,8 @@ def run(words: list[str]) -> int:
 
 
 def _run(words: list[str], *, as_json: bool) -> int:
-    command = typer.main.get_command(app)
+    is_completing = any(name.endswith("_COMPLETE") for name in os.environ)
+    command = typer.main.get_command(build_app(VERBS if is_completing else words))
     try:
         code = command.main(args=words, prog_name="tightfit", standalone_mode=False)
     except UserError as fault:

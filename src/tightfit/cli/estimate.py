@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
+from tightfit.cli.chart import check_chart_path
 from tightfit.cli.echo import describe_group, describe_model
 from tightfit.cli.fill_in import choose_strategy
 from tightfit.cli.flags.estimate import EstimateFlags
@@ -13,15 +16,26 @@ from tightfit.cli.json_output import show_json
 from tightfit.cli.network import note_network, state_network
 from tightfit.cli.zero_table import print_zero_table
 from tightfit.core.errors import DoesNotFitError, UsageError
-from tightfit.core.strategy import Method
-from tightfit.estimate.result import Verdict
+from tightfit.core.strategy import Method, Strategy
+from tightfit.estimate.result import Estimate, Verdict
+from tightfit.hardware.types import NodeGroup
 from tightfit.models.resolve import resolve_model
+from tightfit.models.spec import ModelSpec
+from tightfit.planning.case import Case
 from tightfit.planning.judge import judge
 from tightfit.planning.rules import check_lora_targets
+
+if TYPE_CHECKING:
+    from tightfit.cli.traced_estimate import TracedEstimate
 
 
 def estimate(flags: EstimateFlags) -> None:
     """Print one estimate, or the ZeRO table."""
+    if flags.chart is not None and not flags.trace:
+        raise UsageError(
+            "`--chart` draws what a trace has seen, and none was asked for.",
+            remedy=f"--trace --chart {flags.chart}",
+        )
     if flags.zero_table:
         print_zero_table(flags)
     elif flags.model is None and flags.total_params is not None:
@@ -55,18 +69,38 @@ def _estimate_model(flags: EstimateFlags, name: str) -> None:
     notes = (*notes, *cluster.warnings, *judged.assumptions)
     notes = note_network(cluster, dict.fromkeys(notes))
     judged = judged.model_copy(update={"assumptions": notes})
+    traced = _trace(flags, spec, strategy, group, judged) if flags.trace else None
+    final = judged if traced is None else traced.apply(judged)
     if flags.as_json:
         show_json(
             {
                 "model": describe_model(spec),
                 "strategy": strategy.model_dump(mode="json"),
                 "hardware": describe_group(group, cluster),
-                **judged.model_dump(mode="json"),
+                **final.model_dump(mode="json"),
+                **({} if traced is None else traced.describe()),
             }
         )
     else:
         from tightfit.cli.render_estimate import show_estimate
 
-        show_estimate(judged, spec=spec, strategy=strategy, group=group)
-    if flags.check and judged.verdict in (Verdict.DOES_NOT_FIT, Verdict.ILLEGAL):
+        show_estimate(final, spec=spec, strategy=strategy, group=group)
+        if traced is not None:
+            traced.show(judged)
+    if traced is not None and flags.chart is not None:
+        traced.draw(flags.chart, judged)
+    if flags.check and final.verdict in (Verdict.DOES_NOT_FIT, Verdict.ILLEGAL):
         raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _trace(
+    flags: EstimateFlags, spec: ModelSpec, strategy: Strategy, group: NodeGroup, judged: Estimate
+) -> TracedEstimate | None:
+    from tightfit.cli.traced_estimate import trace_estimate
+
+    if judged.verdict is Verdict.ILLEGAL:
+        return None
+    if flags.chart is not None:
+        check_chart_path(flags.chart)
+    case = Case(spec=spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes)
+    return trace_estimate(case, judged)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tightfit.cli.flags.eval import METRICS, EvalFlags
 from tightfit.cli.harmless import shorten
 from tightfit.cli.json_output import show_json
 from tightfit.cli.output import announce
-from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
+from tightfit.cli.progress_bar import progress_bar
+from tightfit.cli.require import require_packages
+from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.suggest import did_you_mean
 
 
@@ -30,11 +30,11 @@ def eval(flags: EvalFlags) -> None:
             f"There is no folder {flags.databases!r}.",
             remedy="--databases FOLDER with one NAME.sqlite for each db_id of the rows",
         )
-    _require_torch()
+    require_packages("Evaluation", "torch", "transformers", "peft", extra="eval")
     from tightfit.evaluate.evaluate import DEFAULT_BATCH, EvaluateRequest, evaluate_model
     from tightfit.evaluate.metrics import Metric
 
-    with _progress() as report:
+    with progress_bar() as report:
         scores = evaluate_model(
             EvaluateRequest(
                 target=flags.target,
@@ -45,6 +45,7 @@ def eval(flags: EvalFlags) -> None:
                 batch=flags.batch or DEFAULT_BATCH,
                 max_new_tokens=flags.max_new_tokens,
                 with_base=flags.base,
+                beside=tuple(flags.beside or ()),
                 template=template,
                 save_to=None if flags.save is None else Path(flags.save),
                 report=report,
@@ -85,34 +86,3 @@ def _read_template(texts: Sequence[str]) -> str | None:
             )
         template = value.strip()
     return template
-
-
-def _require_torch() -> None:
-    from importlib.util import find_spec
-
-    for package in ("torch", "transformers", "peft"):
-        if find_spec(package) is None:
-            raise EnvironmentFaultError(
-                f"Evaluation needs {package}, which is not installed.",
-                remedy="pip install 'tightfit[eval]'",
-            )
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar on stderr where someone watches, and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def report(what: str, done: int, of: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=of)
-            bars.update(tasks[what], completed=done)
-
-        yield report

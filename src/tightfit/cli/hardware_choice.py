@@ -36,9 +36,18 @@ def _find(on: str | None) -> Cluster | None:
     """What was named, else the GPUs of this machine. Its CPU is used only where it is asked for:
     who plans on a laptop mostly plans for another machine."""
     if on is not None:
-        return resolve_hardware(on)
+        return with_measured_rates(resolve_hardware(on))
     try:
         cluster = resolve_hardware("here")
     except UserError:
         return None
-    return None if cluster.groups[0].node.gpu.is_cpu else cluster
+    return None if cluster.groups[0].node.gpu.is_cpu else with_measured_rates(cluster)
+
+
+def with_measured_rates(cluster: Cluster) -> Cluster:
+    """This machine by what `tightfit calibrate` found; hardware that is only named as it is."""
+    if cluster.source != "here":
+        return cluster
+    from tightfit.ledger.calibrations import apply_calibrations
+
+    return apply_calibrations(cluster)

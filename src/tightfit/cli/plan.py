@@ -20,8 +20,10 @@ from tightfit.cli.json_output import show_json
 from tightfit.cli.network import state_network
 from tightfit.cli.output import announce
 from tightfit.cli.saved_plan import read_saved_plans, refuse_new_wishes
+from tightfit.cli.traced_plans import draw_traces, trace_search
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.files import write_atomic
+from tightfit.estimate.trace.result import TracedMemory
 from tightfit.hardware.types import Cluster
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
@@ -50,25 +52,39 @@ def plan(flags: PlanFlags) -> None:
     result = search(job.request, cluster, num_plans=flags.top)
     if not result.plans:
         _refuse(flags, result)
-    _tell(flags, result, cluster=cluster)
+    traced = trace_search(result, asked=flags.trace)
+    _tell(flags, traced.result, cluster=cluster, traces=traced.traces)
 
 
-def _tell(flags: PlanFlags, result: SearchResult, *, cluster: Cluster | None) -> None:
+def _tell(
+    flags: PlanFlags,
+    result: SearchResult,
+    *,
+    cluster: Cluster | None,
+    traces: Sequence[TracedMemory | None] = (),
+) -> None:
     """A person sees the answer even if a file cannot be written; JSON stays one document."""
     if flags.as_json:
-        _write_files(flags, result)
+        _write_files(flags, result, traces)
         show_json(describe_result(result))
     else:
         from tightfit.cli.render_plan import show_plans
 
         show_plans(result, cluster=cluster, is_explained=flags.explain)
-        _write_files(flags, result)
+        _write_files(flags, result, traces)
 
 
-def _write_files(flags: PlanFlags, result: SearchResult) -> None:
+def _write_files(
+    flags: PlanFlags, result: SearchResult, traces: Sequence[TracedMemory | None]
+) -> None:
     if flags.save is not None:
         save_plan(result.plans[0], flags.save)
-    if flags.chart is not None:
+    if flags.chart is None:
+        return
+    drawn = [pair for pair in zip(result.plans, traces, strict=False) if pair[1] is not None]
+    if drawn:
+        draw_traces(drawn[:NUM_DRAWN], flags.chart)
+    else:
         write_chart(_draw(result.plans), flags.chart)
 
 

@@ -15,6 +15,9 @@ from tightfit.cli.table import Cell
 from tightfit.evaluate.intervals import Interval
 from tightfit.evaluate.scores import MetricScore, Scores
 
+MAX_ACROSS = 3
+"""Models side by side; more of them stand below each other."""
+
 
 def show_scores(scores: Scores) -> None:
     show(_render(scores))
@@ -27,25 +30,43 @@ def _render(scores: Scores) -> Iterator[RenderableType]:
         how.append(f"greedy, at most {scores.max_new_tokens:,} tokens")
     yield plain(", ".join(how))
     yield ""
-    has_difference = any(metric.difference is not None for metric in scores.metrics)
-    columns = [Column(title="", style="bold")]
-    columns += [Column(title=name, right=True) for name in scores.columns]
-    columns += [Column(title="difference", right=True)] if has_difference else []
-    yield make_table(columns, [_row(metric, scores, has_difference) for metric in scores.metrics])
+    yield _down(scores) if len(scores.columns) > MAX_ACROSS else _across(scores)
     yield ""
     yield plain("In brackets the 95% interval, by resampling rows.")
     yield from render_notes("Beware", scores.notes)
 
 
+def _across(scores: Scores) -> RenderableType:
+    """A column for each model."""
+    has_difference = any(metric.difference is not None for metric in scores.metrics)
+    columns = [Column(title="", style="bold")]
+    columns += [Column(title=name, right=True) for name in scores.columns]
+    columns += [Column(title="difference", right=True)] if has_difference else []
+    return make_table(columns, [_row(metric, scores, has_difference) for metric in scores.metrics])
+
+
+def _down(scores: Scores) -> RenderableType:
+    """A line for each model, in the order they were made."""
+    columns = [Column(title="", style="bold")]
+    columns += [Column(title=metric.title, right=True) for metric in scores.metrics]
+    lines: list[list[Cell]] = [
+        [name, *(_told(metric.scores.get(name), metric) for metric in scores.metrics)]
+        for name in scores.columns
+    ]
+    return make_table(columns, lines)
+
+
 def _row(metric: MetricScore, scores: Scores, has_difference: bool) -> list[Cell]:
     row: list[Cell] = [metric.title]
-    row += [_told(metric.scores[name], metric) for name in scores.columns]
+    row += [_told(metric.scores.get(name), metric) for name in scores.columns]
     if has_difference:
         row.append(_difference(metric))
     return row
 
 
-def _told(interval: Interval, metric: MetricScore) -> str:
+def _told(interval: Interval | None, metric: MetricScore) -> str:
+    if interval is None:
+        return ""
     to = "–" if speaks_unicode() else " to "
     low, high = _number(interval.low, metric), _number(interval.high, metric)
     return f"{_number(interval.value, metric)} [{low.removesuffix('%')}{to}{high}]"

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from tightfit.cli.flags.train import TrainFlags
+from tightfit.cli.hardware_choice import with_measured_rates
 from tightfit.cli.harmless import shorten
 from tightfit.cli.network import state_network
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
@@ -27,7 +28,7 @@ def find_hardware(flags: TrainFlags, on: str | None) -> Cluster:
             f"`--on {shorten(said)}` is for planning; training happens where it is started.",
             remedy="start it inside the job, with --on here    (plan: tightfit plan)",
         )
-    cluster = state_network(resolve_hardware(said), flags.network)
+    cluster = state_network(with_measured_rates(resolve_hardware(said)), flags.network)
     if cluster.source != "here":
         _refuse_absent(cluster, said)
     limit = read_limit(flags, os.environ)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tightfit.cli.describe import count_of
 from tightfit.cli.flags.train import TrainFlags
+from tightfit.cli.traced_plans import trace_search
 from tightfit.cli.train_data import encode_for
 from tightfit.cli.train_hardware import find_hardware
 from tightfit.cli.train_recipe import Wish, fixed_fields
@@ -83,6 +84,8 @@ def make_ready(
     )
     num_plans = max(NUM_PLANS, wish.plan_number)
     result = search(request, cluster, num_plans=num_plans, known=_recall(request.spec))
+    if result.plans:
+        result = trace_search(result, asked=None).result
     return Ready(plan=_warn(_pick(result, wish, flags), encoded), encoded=encoded)
 
 

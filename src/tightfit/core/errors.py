@@ -6,7 +6,8 @@ UserError                 1   anything else the user can fix
 ├── InvalidInputError     4   a file or value that cannot be understood
 ├── DoesNotFitError       5   the job cannot run on this hardware
 ├── EnvironmentFaultError 6   this machine lacks something: a tool, a package, space
-└── DivergedError         7   training ran, and its numbers stopped making sense
+├── DivergedError         7   training ran, and its numbers stopped making sense
+└── CheckFailedError      8   a model was made or found, and is not what it should be
 """
 
 from __future__ import annotations
@@ -69,3 +70,9 @@ class DivergedError(UserError):
     """The loss or a gradient is not finite, or has exploded: going on would learn nothing."""
 
     exit_code = 7
+
+
+class CheckFailedError(UserError):
+    """A model was checked against the one it came from, and did not pass."""
+
+    exit_code = 8

@@ -8,6 +8,7 @@ measurements they were checked against.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
@@ -297,6 +298,16 @@ def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) 
     return strategy.attention is Attention.SDPA and (
         spec.model_type in POSITION_BIAS or (has_no_flash and is_grouped)
     )
+
+
+def find_score_kernel(
+    spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
+) -> Literal["eager", "math"] | None:
+    """Which attention writes its scores out; None for a fused kernel."""
+    if _is_eager(spec, strategy):
+        return "eager"
+    numerics = _numerics(spec, strategy, is_cpu=is_cpu)
+    return "math" if _uses_math_kernel(spec, strategy, numerics) else None
 
 
 def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:

@@ -61,11 +61,13 @@ def estimate_slack_bytes(
     )
 
 
-def estimate_context_bytes(world_size: int, *, is_cpu: bool = False) -> int:
-    """What the process holds outside torch's allocator."""
+def estimate_context_bytes(
+    world_size: int, *, is_cpu: bool = False, measured_bytes: int | None = None
+) -> int:
+    """What the process holds outside torch's allocator; `measured_bytes` without NCCL's share."""
     if is_cpu:
-        return CPU_CONTEXT_BYTES
-    return CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0)
+        return measured_bytes or CPU_CONTEXT_BYTES
+    return (measured_bytes or CONTEXT_BYTES) + (NCCL_BYTES if world_size > 1 else 0)
 
 
 def estimate_cpu_slack_bytes(*, transient_bytes: int, dropped_bytes: int) -> int:

@@ -54,6 +54,8 @@ class Links:
     """To host memory."""
     host_memory: float
     """Host memory itself, shared by the node's GPUs."""
+    inside_latency: float = INSIDE_LATENCY_SECONDS
+    """Seconds of a gather of next to no bytes inside the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Transfers:
 
 def find_links(node: Node, *, network_bytes_per_second: float | None) -> Links:
     """Effective speeds of a node's links; see `describe_network` for what an unstated one means."""
-    paper = node.link_bytes_per_second
+    paper, measured = node.link_bytes_per_second, node.gpu.measured
     over_nvlink = paper == node.gpu.nvlink_bytes_per_second
     network = network_bytes_per_second or ASSUMED_NETWORK_BYTES_PER_SECOND
     host_memory = ASSUMED_HOST_BYTES_PER_SECOND
@@ -94,11 +96,19 @@ def find_links(node: Node, *, network_bytes_per_second: float | None) -> Links:
         host_memory = min(
             node.num_cores * HOST_BYTES_PER_SECOND_PER_CORE, MOST_HOST_BYTES_PER_SECOND
         )
+    inside = paper * (NVLINK_FRACTION if over_nvlink else PCIE_FRACTION)
+    host = node.gpu.pcie_bytes_per_second * HOST_COPY_FRACTION
+    latency = INSIDE_LATENCY_SECONDS
+    if measured is not None:
+        inside = measured.link_bytes_per_second or inside
+        host = measured.host_link_bytes_per_second or host
+        latency = measured.link_latency_seconds or latency
     return Links(
-        inside=paper * (NVLINK_FRACTION if over_nvlink else PCIE_FRACTION),
+        inside=inside,
         network=network * NETWORK_FRACTION,
-        host=node.gpu.pcie_bytes_per_second * HOST_COPY_FRACTION,
+        host=host,
         host_memory=host_memory,
+        inside_latency=latency,
     )
 
 
@@ -124,7 +134,7 @@ def gather_seconds(
         return 0.0
     moved = num_bytes * (ranks - 1) / ranks
     seconds = moved / links.inside if gpus_per_node > 1 else 0.0
-    latency = INSIDE_LATENCY_SECONDS
+    latency = links.inside_latency
     if num_nodes > 1:
         seconds = max(seconds, moved / links.network)
         latency = NETWORK_LATENCY_SECONDS

@@ -11,7 +11,9 @@ from math import sqrt
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Strategy
 from tightfit.estimate.flops import Adapters, Workload
+from tightfit.estimate.measured import attention_rates, bandwidth_at, find_table, stream_rate
 from tightfit.estimate.weights import is_dora, is_target
+from tightfit.hardware.measured_rates import MeasuredRates
 from tightfit.hardware.types import Gpu
 from tightfit.models.spec import ModelSpec
 
@@ -118,7 +120,7 @@ rows on A100 agree. Experts that GPTQ packed run one by one and do not pay it.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one GPU sustains."""
+    """What one device and its host sustain: measured where somebody did, else by the fractions."""
 
     matmul_flops_per_second: float
     adapter_flops_per_second: float
@@ -126,30 +128,83 @@ class Rates:
     """At long sequences."""
     stream_bytes_per_second: float
     elementwise_bytes_per_second: float
+    loss_bytes_per_second: float
+    kernel_gap_seconds: float = KERNEL_GAP_SECONDS
+    host_forward_seconds: float = HOST_FORWARD_SECONDS
+    host_backward_seconds: float = HOST_BACKWARD_SECONDS
+    host_checkpoint_seconds: float = HOST_CHECKPOINT_SECONDS
+    measured_attention: tuple[float, float] | None = None
+    """FLOP/s forward and backward at the job's own length, where they were measured."""
+    measured: MeasuredRates | None = None
 
 
-def find_rates(gpu: Gpu, strategy: Strategy, *, head_dim: int) -> Rates:
+def find_rates(
+    gpu: Gpu,
+    strategy: Strategy,
+    *,
+    head_dim: int,
+    seq_len: float | None = None,
+    tensor_bytes: float | None = None,
+) -> Rates:
     """Sustained rates for the strategy's arithmetic.
 
-    fp32 runs without tensor cores: torch leaves TF32 off unless asked.
+    fp32 runs without tensor cores: torch leaves TF32 off unless asked. `seq_len` and
+    `tensor_bytes` say at which length and size measured rates are read.
     """
-    compute = strategy.compute
+    compute, measured = strategy.compute, gpu.measured
     # Adapters in fp32 beside a 16-bit model that no autocast covers multiply in fp32.
     narrow = compute if strategy.is_autocast else strategy.adapter_dtype
     matmul = sustained_flops(gpu, compute)
+    length = float(strategy.seq_len) if seq_len is None else seq_len
+    # Another width, or another kernel, is another rate.
+    is_sdpa = strategy.attention is Attention.SDPA and (
+        measured is not None and compute.value_bytes == measured.attention_value_bytes
+    )
+    elementwise = ELEMENTWISE_FRACTION * gpu.memory_bytes_per_second
+    loss = elementwise
+    if measured is not None and measured.elementwise:
+        largest = measured.elementwise[-1][0]
+        elementwise = bandwidth_at(measured.elementwise, tensor_bytes or largest)
+        loss = measured.loss_bytes_per_second or bandwidth_at(measured.elementwise, largest)
     return Rates(
         matmul_flops_per_second=matmul,
         adapter_flops_per_second=matmul if narrow is compute else sustained_flops(gpu, narrow),
         attention_flops_per_second=min(
             matmul, _flash_fraction(gpu, strategy.attention, head_dim) * gpu.flops(compute)
         ),
-        stream_bytes_per_second=STREAM_FRACTION * gpu.memory_bytes_per_second,
-        elementwise_bytes_per_second=ELEMENTWISE_FRACTION * gpu.memory_bytes_per_second,
+        stream_bytes_per_second=stream_bytes_per_second(gpu),
+        elementwise_bytes_per_second=elementwise,
+        loss_bytes_per_second=loss,
+        measured_attention=attention_rates(measured, head_dim=head_dim, seq_len=length)
+        if is_sdpa
+        else None,
+        measured=measured,
+        **_host_seconds(gpu),
     )
 
 
+def _host_seconds(gpu: Gpu) -> dict[str, float]:
+    """What the host takes per kernel and layer; only what is not as `Rates` has it."""
+    found = {"host_forward_seconds": CPU_CALL_SECONDS, "host_backward_seconds": CPU_CALL_SECONDS}
+    found = found | {"host_checkpoint_seconds": 0.0} if gpu.is_cpu else {}
+    names = ("kernel_gap", "host_forward", "host_backward", "host_checkpoint")
+    for name in (f"{name}_seconds" for name in names):
+        told = None if gpu.measured is None else getattr(gpu.measured, name)
+        if told is not None:
+            found[name] = told
+    return found
+
+
+def stream_bytes_per_second(gpu: Gpu) -> float:
+    """Copies and matmul operands."""
+    return stream_rate(gpu.measured) or STREAM_FRACTION * gpu.memory_bytes_per_second
+
+
 def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
-    """The best a long matmul reaches: a fraction of the peak, or what the power limit allows."""
+    """The best a long matmul reaches: measured, a fraction of the peak, or what power allows."""
+    table = find_table(gpu.measured, dtype)
+    if table is not None:
+        return table.best_flops_per_second
     peak = gpu.flops(dtype)
     if gpu.is_cpu:
         kind = dtype.value if dtype.value in gpu.peak_flops else "fp32"
@@ -189,6 +244,9 @@ def matmul_seconds(rates: Rates, *, flops: float, num_bytes: float) -> float:
 
 def attention_seconds(rates: Rates, *, flops: float, seq_len: float, backward: bool) -> float:
     """A fused attention kernel; `flops` are the forward pass's."""
+    if rates.measured_attention is not None:
+        forward_rate, backward_rate = rates.measured_attention
+        return FLASH_BACKWARD_FLOPS * flops / backward_rate if backward else flops / forward_rate
     ramp = 1.0 + FLASH_HALF_SPEED_LENGTH / seq_len
     work = flops * (FLASH_BACKWARD_FLOPS * FLASH_BACKWARD_SLOWDOWN if backward else 1.0)
     return ramp * work / rates.attention_flops_per_second
@@ -349,6 +407,11 @@ def optimizer_seconds_per_param(strategy: Strategy, rates: Rates) -> float:
     num_bytes = fixed + per_byte * value
     if strategy.sharding.is_zero and value == 2:
         num_bytes = max(num_bytes, ZERO_MASTER_BYTES)
+    told = {} if rates.measured is None else rates.measured.adamw_seconds_per_param
+    fused = told.get("fp32" if value == 4 else "bf16")
+    if fused is not None:
+        fixed, per_byte = OPTIMIZER_BYTES[Optimizer.ADAMW]
+        return fused * num_bytes / (fixed + per_byte * value)
     return num_bytes / rates.stream_bytes_per_second
 
 
@@ -371,30 +434,11 @@ def dequantize_seconds(
     """Unpacking every quantized matrix once, plus what int8 does to activations."""
     if not dtype.is_quantized:
         return 0.0
-    num_bytes = work.packed_weights(dtype) * DEQUANTIZE_BYTES[dtype]
+    packed = work.packed_weights(dtype)
+    nf4_rate = None if rates.measured is None else rates.measured.nf4_weights_per_second
+    if dtype is Dtype.NF4 and nf4_rate is not None:
+        return packed / nf4_rate
+    num_bytes = packed * DEQUANTIZE_BYTES[dtype]
     if dtype is Dtype.INT8 and not backward:
         num_bytes = INT8_ACTIVATION_BYTES * tokens * (work.inputs_used + work.outputs_used)
     return num_bytes / rates.stream_bytes_per_second
-
-
-def count_forward_kernels(
-    work: Workload, adapters: Adapters, strategy: Strategy, *, is_rms_norm: bool
-) -> float:
-    """Kernels of one forward pass through the blocks."""
-    fused = strategy.fused_kernels or strategy.compile
-    norm = 1 if fused or not is_rms_norm else 6
-    rotary = 1 if fused else 10
-    attention = 8 if strategy.attention is Attention.EAGER else 2
-    around = 2 if strategy.compile else 4
-    adapter = 4 if strategy.adapter_dtype is not Dtype.FP32 else 7
-    if strategy.compile:
-        adapter = 3
-    linear = 1 if strategy.weights is strategy.compute else 3  # unpacked or cast first
-    return (
-        norm * (work.num_norms + work.num_head_norms)
-        + (rotary + attention) * work.num_attentions
-        + around * work.num_layers
-        + linear * work.num_linears_used
-        + adapter * adapters.num_used
-        + 20 * work.num_expert_layers
-    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, render_bytes
@@ -77,33 +79,37 @@ def _gpu_memory(
     spec: ModelSpec, strategy: Strategy, node: Node
 ) -> tuple[GpuMemory, tuple[Phase, ...]]:
     is_cpu = node.gpu.is_cpu
+    context = node.gpu.measured_context_bytes
+    held = partial(hold, strategy=strategy, is_cpu=is_cpu, measured_context_bytes=context)
     moments = estimate_moments(spec, strategy, is_cpu=is_cpu) if strategy.is_trained else []
     around = estimate_phases(spec, strategy, is_cpu=is_cpu)
     peak = peak_moment(moments or [m for m in around if m.name in ("load", "inference")][:1])
-    components = hold(peak, moments, strategy, is_cpu=is_cpu)
+    components = held(peak, moments)
     gpu = GpuMemory(
         peak_phase=peak.name,
         peak_allocated_bytes=peak.allocated_bytes,
         peak_reserved_bytes=sum(components.values()),
-        context_bytes=estimate_context_bytes(strategy.world_size, is_cpu=is_cpu),
+        context_bytes=estimate_context_bytes(
+            strategy.world_size, is_cpu=is_cpu, measured_bytes=context
+        ),
         capacity_bytes=node.free_gpu_memory_bytes or node.gpu.memory_bytes,
         components=components,
     )
     host = estimate_phase_host_bytes(spec, strategy)
 
-    def phase(moment: Moment, held: dict[str, int]) -> Phase:
-        total = sum(held.values())
+    def phase(moment: Moment, parts: dict[str, int]) -> Phase:
+        total = sum(parts.values())
         on_host = strategy.gpus_per_node * total if is_cpu else None
         return Phase(
             name=moment.name,
             peak_allocated_bytes=moment.allocated_bytes,
             peak_reserved_bytes=total,
-            components=held,
+            components=parts,
             host_peak_bytes=on_host or host.get(moment.name, host["step"]),
         )
 
-    steps = (phase(m, _within(gpu, hold(m, moments, strategy, is_cpu=is_cpu))) for m in moments)
-    load, *later = (phase(m, hold(m, [], strategy, is_cpu=is_cpu)) for m in around)
+    steps = (phase(m, _within(gpu, held(m, moments))) for m in moments)
+    load, *later = (phase(m, held(m, [])) for m in around)
     return gpu, (load, *steps, *later)
 
 
@@ -172,6 +178,8 @@ def _assumptions(
             f"the experts stay in 16 bit: {strategy.weights.value} loading packs linear modules, "
             "and transformers keeps experts as bare parameters"
         )
+    if node.gpu.measured is not None:
+        found.append(f"rates measured here on {node.gpu.measured.date} by tightfit calibrate")
     if node.gpu.memory_bytes < GIB:
         device = "CPU" if node.gpu.is_cpu else "GPU"
         found.append(f"the {device} has less than 1 GiB of memory")

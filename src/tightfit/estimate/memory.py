@@ -265,15 +265,23 @@ def peak_moment(moments: list[Moment]) -> Moment:
 
 
 def hold(
-    moment: Moment, moments: Sequence[Moment], strategy: Strategy, *, is_cpu: bool = False
+    moment: Moment,
+    moments: Sequence[Moment],
+    strategy: Strategy,
+    *,
+    is_cpu: bool = False,
+    measured_context_bytes: int | None = None,
 ) -> dict[str, int]:
     """Components of what the process holds on the card: tensors, slack and context."""
+    context = estimate_context_bytes(
+        strategy.world_size, is_cpu=is_cpu, measured_bytes=measured_context_bytes
+    )
     if is_cpu:
         return moment.components | {
             "allocator_slack": estimate_cpu_slack_bytes(
                 transient_bytes=moment.transient_bytes, dropped_bytes=moment.dropped_bytes
             ),
-            "process": estimate_context_bytes(strategy.world_size, is_cpu=True),
+            "process": context,
         }
     return moment.components | {
         "allocator_slack": estimate_slack_bytes(
@@ -283,7 +291,7 @@ def hold(
             stream_bytes=moment.components.get("communication", 0),
             varying_lengths=strategy.quirks.varying_lengths,
         ),
-        "cuda_context": estimate_context_bytes(strategy.world_size),
+        "cuda_context": context,
     }
 
 
@@ -298,7 +306,20 @@ def _missing_bytes(moment: Moment, other: Moment) -> int:
     )
 
 
-def estimate_step_peak_bytes(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> int:
+def estimate_step_peak_bytes(
+    spec: ModelSpec,
+    strategy: Strategy,
+    *,
+    is_cpu: bool = False,
+    measured_context_bytes: int | None = None,
+) -> int:
     """What the process holds at the worst moment of the step: the planner's quick question."""
     moments = estimate_moments(spec, strategy, is_cpu=is_cpu)
-    return sum(hold(peak_moment(moments), moments, strategy, is_cpu=is_cpu).values())
+    held = hold(
+        peak_moment(moments),
+        moments,
+        strategy,
+        is_cpu=is_cpu,
+        measured_context_bytes=measured_context_bytes,
+    )
+    return sum(held.values())

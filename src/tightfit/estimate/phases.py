@@ -6,6 +6,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Strategy
 from tightfit.estimate.activations import estimate_layer_bytes
 from tightfit.estimate.buffers import estimate_buffer_bytes
+from tightfit.estimate.inference import inference_components, kv_row_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
 from tightfit.estimate.memory import Moment
 from tightfit.estimate.state import StateBytes, estimate_state_bytes
@@ -104,30 +105,21 @@ def _quantize(spec: ModelSpec) -> Moment:
 
 
 def kv_cache_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """Keys and values of every layer for `micro_batch` rows of `seq_len` tokens.
-
-    Layers with a sliding window keep no more than the window.
-    """
-    per_token = 2 * spec.num_kv_heads * spec.head_dim * 2
-    decoder_layers = sum(b.num_layers for b in spec.blocks if b.kind == "decoder")
-    sliding = min(spec.num_sliding_layers, decoder_layers)
-    window = min(strategy.seq_len, spec.sliding_window or strategy.seq_len)
-    slots = (decoder_layers - sliding) * strategy.seq_len + sliding * window
-    cross = decoder_layers * strategy.seq_len if spec.is_encoder_decoder else 0
-    return strategy.micro_batch * (slots + cross) * per_token
+    """Keys and values of every layer for `micro_batch` rows of `seq_len` tokens."""
+    return strategy.micro_batch * kv_row_bytes(spec, strategy.seq_len)
 
 
 def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
     """Generation on one GPU with the base weights as stored and a full KV cache."""
     weights = estimate_weight_bytes(spec, strategy)
-    value = strategy.compute.value_bytes
-    widest = 2 * spec.intermediate_size + 4 * spec.hidden_size
-    return _moment(
-        "inference",
-        weights=weights.packed + weights.plain,
-        quantization=weights.quantization_state,
-        kv_cache=kv_cache_bytes(spec, strategy),
-        activations=strategy.tokens_per_micro_batch * widest * value,
-        logits=strategy.micro_batch * spec.vocab_size * (value + 4),
-        dequantized=2 * largest_matrix(spec) if strategy.weights.is_quantized else 0,
+    parts = inference_components(
+        spec,
+        weight_bytes=weights.packed + weights.plain,
+        kv_bytes=kv_cache_bytes(spec, strategy),
+        compute=strategy.compute,
+        num_rows=strategy.micro_batch,
+        pass_tokens=strategy.tokens_per_micro_batch,
     )
+    parts["quantization"] = weights.quantization_state
+    parts["dequantized"] = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    return _moment("inference", **parts)

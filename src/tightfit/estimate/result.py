@@ -6,6 +6,8 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
+from tightfit.estimate.trace.result import Peak
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,3 +109,5 @@ class Estimate(_Frozen):
     """What was not stated and had to be assumed."""
     tier: str = "closed-form"
     """`closed-form`, or `traced` once a trace replaced the formulas."""
+    peak: Peak | None = None
+    """What stands at the peak, tensor by tensor, where it was traced."""

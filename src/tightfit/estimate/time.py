@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from math import ceil, log
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Loss, Method, Sharding, Strategy
+from tightfit.core.strategy import Attention, Method, Sharding, Strategy
 from tightfit.core.workload import DataProfile
 from tightfit.estimate import communication as comms
 from tightfit.estimate import efficiency as eff
+from tightfit.estimate.activations import find_score_kernel
 from tightfit.estimate.flops import (
     Adapters,
     Workload,
     count_pairs,
-    estimate_adapter_flops,
     estimate_step_flops,
     skips_masked_pairs,
     sum_adapters,
     sum_workload,
 )
+from tightfit.estimate.launches import count_forward_kernels, host_launch_seconds
+from tightfit.estimate.products import Batch, Products, estimate_products
 from tightfit.estimate.result import StepTime
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
@@ -137,12 +139,16 @@ def _describe_job(
         waste = padding_waste(profile, strategy.micro_batch)
         seq_len = min(seq_len, max(profile.mean_tokens, 1.0) / (1.0 - waste))
         context = seq_len
+    stream = strategy.micro_batch * seq_len * spec.hidden_size * eff.stream_value_bytes(strategy)
+    rates = eff.find_rates(
+        node.gpu, strategy, head_dim=spec.head_dim, seq_len=context, tensor_bytes=stream
+    )
     return _Job(
         spec=spec,
         strategy=strategy,
         work=sum_workload(spec),
         adapters=sum_adapters(spec, strategy),
-        rates=eff.find_rates(node.gpu, strategy, head_dim=spec.head_dim),
+        rates=rates,
         seq_len=seq_len,
         context_len=context,
         is_cpu=node.gpu.is_cpu,
@@ -175,9 +181,10 @@ def padding_waste(profile: DataProfile, micro_batch: int) -> float:
 def _compute_parts(job: _Job) -> dict[str, float]:
     """Seconds of all micro-batches by cause, and of one forward and backward pass for overlap."""
     strategy = job.strategy
-    blocks, head = _blocks_forward(job), _head_forward(job)
+    products = estimate_products(_batch(job))
+    blocks, head = _blocks_forward(job, products), _head_forward(job, products)
     if strategy.is_trained:
-        backward, repeated = _backward(job, blocks, head), job.recomputed_fraction * blocks.total
+        backward, repeated = _backward(job, products), job.recomputed_fraction * blocks.total
     else:
         backward, repeated = _Pass(), 0.0
     forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated
@@ -196,32 +203,26 @@ def _compute_parts(job: _Job) -> dict[str, float]:
     }
 
 
-def _matmul(job: _Job, *, flops: float, weights: float, values: float) -> float:
-    """`weights` and `values` (inputs and outputs) each go through memory once."""
-    num_bytes = job.strategy.compute.value_bytes * (weights + values)
-    return eff.matmul_seconds(job.rates, flops=flops, num_bytes=num_bytes)
-
-
-def _blocks_forward(job: _Job) -> _Pass:
-    work, strategy, spec = job.work, job.strategy, job.spec
-    tokens = job.tokens
-    touched = min(work.weights_held, work.weights_used * tokens)
-    matmul = _matmul(
-        job,
-        flops=2.0 * tokens * work.weights_used,
-        weights=touched,
-        values=tokens * (work.inputs_used + work.outputs_used),
+def _batch(job: _Job) -> Batch:
+    return Batch(
+        spec=job.spec,
+        strategy=job.strategy,
+        work=job.work,
+        adapters=job.adapters,
+        rates=job.rates,
+        tokens=job.tokens,
     )
-    adapter_flops = estimate_adapter_flops(spec, strategy, tokens=tokens)
-    matmul += adapter_flops / job.rates.adapter_flops_per_second
+
+
+def _blocks_forward(job: _Job, products: Products) -> _Pass:
     attention, traffic = _attention(job, backward=False)
     return _Pass(
-        matmul=matmul,
+        matmul=products.blocks + products.adapters,
         attention=attention,
         memory_bound=(traffic + _moved_bytes(job, backward=False))
         / job.rates.elementwise_bytes_per_second,
         dequantize=eff.dequantize_seconds(
-            work, job.rates, strategy.weights, tokens=tokens, backward=False
+            job.work, job.rates, job.strategy.weights, tokens=job.tokens, backward=False
         ),
     )
 
@@ -264,6 +265,9 @@ def _attention(job: _Job, *, backward: bool) -> tuple[float, float]:
         )
     # Documents packed into one row attend among themselves.
     pairs *= strategy.micro_batch * job.seq_len / length
+    measured = _measured_scores(job, backward=backward)
+    if measured is not None:
+        return measured, 0.0
     width = job.spec.num_heads * job.spec.head_dim
     flops = 4.0 * pairs * width
     if strategy.attention is not Attention.EAGER:
@@ -273,45 +277,41 @@ def _attention(job: _Job, *, backward: bool) -> tuple[float, float]:
     return times * flops / job.rates.matmul_flops_per_second, traffic
 
 
-def _head_forward(job: _Job) -> _Pass:
+def _measured_scores(job: _Job, *, backward: bool) -> float | None:
+    """Seconds of attention that writes its scores out, where that was measured."""
+    told = {} if job.rates.measured is None else job.rates.measured.score_seconds
+    kernel = find_score_kernel(job.spec, job.strategy, is_cpu=job.is_cpu)
+    if kernel is None or kernel not in told:
+        return None
+    # Measured in 16 bit on a GPU, in fp32 on a CPU.
+    wider = job.strategy.compute.value_bytes / (4 if job.is_cpu else 2)
+    num_layers = sum(group.num_layers for group in job.work.attention)
+    scores = num_layers * job.spec.num_heads * job.tokens * job.context_len
+    return told[kernel][backward] * max(1.0, wider) * scores
+
+
+def _head_forward(job: _Job, products: Products) -> _Pass:
     """The head and the loss; the loss's backward traffic is counted here too."""
-    work = job.work
-    values = job.tokens * (work.hidden_size + work.vocab_size)
-    slices = _head_slices(job)
     return _Pass(
-        matmul=_matmul(
-            job,
-            flops=2.0 * job.tokens * work.head_weights,
-            weights=slices * work.head_weights,
-            values=values,
-        ),
+        matmul=products.head,
         memory_bound=job.tokens
-        * eff.loss_bytes_per_token(work, job.strategy)
-        / job.rates.elementwise_bytes_per_second,
+        * eff.loss_bytes_per_token(job.work, job.strategy)
+        / job.rates.loss_bytes_per_second,
     )
 
 
-def _head_slices(job: _Job) -> float:
-    """The fused loss reads the head once per slice of tokens."""
-    if job.strategy.loss is not Loss.FUSED:
-        return 1.0
-    return min(ceil(job.work.vocab_size / job.work.hidden_size), max(1.0, job.tokens))
-
-
-def _backward(job: _Job, blocks: _Pass, head: _Pass) -> _Pass:
+def _backward(job: _Job, products: Products) -> _Pass:
     """Gradients of inputs always; of weights where they are trained."""
     strategy = job.strategy
     is_full = strategy.method is Method.FULL
-    head_times = 2.0 if is_full or strategy.train_embeddings else 1.0
-    adapter = (
-        estimate_adapter_flops(job.spec, strategy, tokens=job.tokens)
-        / job.rates.adapter_flops_per_second
-    )
+    matmul = products.blocks_inputs + products.head_inputs + products.adapters_backward
+    if is_full:
+        matmul += products.blocks_weights
+    if is_full or strategy.train_embeddings:
+        matmul += products.head_weights
     attention, traffic = _attention(job, backward=True)
     return _Pass(
-        matmul=(2.0 if is_full else 1.0) * (blocks.matmul - adapter)
-        + 2.0 * adapter
-        + head_times * head.matmul,
+        matmul=matmul,
         attention=attention,
         memory_bound=(traffic + _moved_bytes(job, backward=True))
         / job.rates.elementwise_bytes_per_second,
@@ -324,21 +324,16 @@ def _backward(job: _Job, blocks: _Pass, head: _Pass) -> _Pass:
 def _launch_seconds(job: _Job, *, forward: float, backward: float) -> float:
     """Gaps between kernels, and the host's lag where it cannot launch as fast as kernels end."""
     strategy, work = job.strategy, job.work
-    kernels = eff.count_forward_kernels(
-        work, job.adapters, strategy, is_rms_norm=job.spec.is_rms_norm
-    )
-    calls = kernels + eff.HOST_ADAPTER_KERNELS * job.adapters.num_used
+    kernels = count_forward_kernels(work, job.adapters, strategy, is_rms_norm=job.spec.is_rms_norm)
+    rates, again = job.rates, job.recomputed_fraction
+    launched, host = host_launch_seconds(kernels, job.adapters, strategy, rates)
+    host += again * (launched + work.num_layers * rates.host_checkpoint_seconds)
     if job.is_cpu:  # nothing runs beside the program that calls it
-        passes = 1 + (2 + job.recomputed_fraction) * strategy.is_trained
-        return passes * calls * eff.CPU_CALL_SECONDS
-    launched = calls * eff.HOST_FORWARD_SECONDS
-    waited = max(kernels * eff.KERNEL_GAP_SECONDS, launched - forward)
+        return launched + host * strategy.is_trained
+    waited = max(kernels * rates.kernel_gap_seconds, launched - forward)
     if strategy.is_trained:
-        host, gaps = 2 * calls * eff.HOST_BACKWARD_SECONDS, 2 * kernels
-        again = job.recomputed_fraction
-        host += again * (launched + work.num_layers * eff.HOST_CHECKPOINT_SECONDS)
-        gaps += again * kernels
-        waited += max(gaps * eff.KERNEL_GAP_SECONDS, host - backward)
+        gaps = (2 + again) * kernels
+        waited += max(gaps * rates.kernel_gap_seconds, host - backward)
     if strategy.sharding is Sharding.ZERO3:
         modules = work.num_linears_held + work.num_norms + 4 * work.num_layers
         passes = 1 + (1 + job.recomputed_fraction) * strategy.is_trained

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+from typing import Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from tightfit.core.dtypes import Dtype
+from tightfit.hardware.measured_rates import MeasuredRates
 
 
 class _Frozen(BaseModel):
@@ -49,9 +60,26 @@ class Gpu(_Frozen):
     achievable_bf16_flops: PositiveFloat | None = None
     """The best matrix multiplication that was measured, where someone did."""
     tdp_watts: PositiveFloat | None = None
+    measured: MeasuredRates | None = None
+    """What `tightfit calibrate` found this very device to sustain; estimates then go by it."""
     prices: tuple[Price, ...] = ()
     source: str
     notes: str = ""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_what_was_not_measured(
+        self, serialize: SerializerFunctionWrapHandler
+    ) -> dict[str, Any]:
+        """Plans and catalogues of uncalibrated devices say nothing of it."""
+        found: dict[str, Any] = serialize(self)
+        if self.measured is None:
+            found.pop("measured", None)
+        return found
+
+    @property
+    def measured_context_bytes(self) -> int | None:
+        """A process's memory outside torch's allocator, where it was measured."""
+        return None if self.measured is None else self.measured.context_bytes
 
     @property
     def vendor(self) -> str:

@@ -55,12 +55,16 @@ def list_config_files() -> tuple[str, ...]:
 def load_row(row: CatalogueRow) -> ModelSpec:
     """Read one row's config."""
     source = f"catalogue:{row.model}"
-    data = files(_PACKAGE).joinpath(_FOLDER).joinpath(row.file).read_bytes()
-    spec = read_config(parse_json(data, source=source), name=row.model, source=source)
+    spec = read_config(parse_json(read_row(row), source=source), name=row.model, source=source)
     if row.config_kind != "unverified":
         return spec
     warning = "No public copy of this config was found; its sizes are not verified."
     return spec.model_copy(update={"warnings": (*spec.warnings, warning)})
+
+
+def read_row(row: CatalogueRow) -> bytes:
+    """One row's config.json as it lies in the catalogue."""
+    return files(_PACKAGE).joinpath(_FOLDER).joinpath(row.file).read_bytes()
 
 
 def search_models(word: str) -> list[CatalogueRow]:

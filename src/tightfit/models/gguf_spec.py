@@ -66,8 +66,9 @@ def _as_config(header: GgufHeader, path: Path) -> dict[str, object]:
         if value is not None:
             config[name] = _one_number(value, key, path)
     config["model_type"] = _MODEL_TYPES.get(architecture, architecture)
-    if config.get("num_experts") == 0:
-        del config["num_experts"]
+    for name in ("num_experts", "sliding_window"):  # llama.cpp writes 0 for none
+        if config.get(name) == 0:
+            del config[name]
     if architecture == "llama" and "num_experts" in config:
         config["model_type"] = "mixtral"
     names = {tensor.name for tensor in header.tensors}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from tightfit.core.strategy import Strategy
@@ -47,8 +48,10 @@ def find_limit(known: Iterable[KnownOutcome], spec: ModelSpec, node: Node) -> Kn
     A failure is forgotten where a later run finished with no smaller a need: the card
     may have been shared, or the software has changed.
     """
+    is_cpu, context = node.gpu.is_cpu, node.gpu.measured_context_bytes
+    predict = partial(estimate_step_peak_bytes, is_cpu=is_cpu, measured_context_bytes=context)
     told = [
-        (outcome, estimate_step_peak_bytes(spec, outcome.strategy, is_cpu=node.gpu.is_cpu))
+        (outcome, predict(spec, outcome.strategy))
         for outcome in known
         if outcome.model_name == spec.name
         and outcome.gpu_name == node.gpu.name

@@ -170,14 +170,17 @@ class Sieve:
         Where none fits with room to spare, the smallest may still be a tight fit.
         """
         capacity = capacity_of(layout.group.node)
-        is_cpu = layout.group.node.gpu.is_cpu
+        gpu = layout.group.node.gpu
         low, high, probe = 0, len(sizes), 0  # the smallest first: most misses end here
         smallest = 0
         limit = self.limits.get(layout.group.name)
         failed = capacity * 2 if limit is None else limit.need_bytes
         while low < high:
             peak = estimate_step_peak_bytes(
-                self.request.spec, resize(strategy, sizes[probe]), is_cpu=is_cpu
+                self.request.spec,
+                resize(strategy, sizes[probe]),
+                is_cpu=gpu.is_cpu,
+                measured_context_bytes=gpu.measured_context_bytes,
             )
             smallest = smallest or peak
             if peak * (1 + MODEL_ERROR_FRACTION) <= capacity and peak < failed:

@@ -25,9 +25,9 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
 
     B starts at zero, so the model's answers are the base model's until the first step.
     """
+    silence_libraries()  # before the import that makes libraries talk
     from peft import LoraConfig, TaskType, get_peft_model
 
-    silence_libraries()
     targets = strategy.lora_targets
     if targets != (ALL_LINEAR,):
         _check_targets(model, targets)
@@ -55,9 +55,9 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, is_trainable: bool = False) -> PeftModel:
     """The model with the adapter that lies in `folder`, in the dtype it was saved in."""
+    silence_libraries()  # before the import that makes libraries talk
     from peft import PeftModel
 
-    silence_libraries()
     _check_adapter_files(folder)
     try:
         adapted: PeftModel = PeftModel.from_pretrained(

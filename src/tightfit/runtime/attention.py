@@ -35,14 +35,21 @@ PACKED = "tightfit_packed"
 _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 
 
-def choose_attention_name(strategy: Strategy, *, is_packed: bool) -> str:
-    """What the plan's attention is called on this machine; `fit_attention` has the last word."""
+def choose_attention_name(
+    strategy: Strategy, *, is_packed: bool, has_varlen: bool | None = None
+) -> str:
+    """What the plan's attention is called; `fit_attention` has the last word.
+
+    `has_varlen`: whether the card has a kernel for documents. None: as this machine's has.
+    """
     if strategy.attention is Attention.EAGER:
         return "eager"
     if strategy.attention is Attention.FLASH:
         # transformers' own flash path sees documents only in batches of one row.
         return VARLEN if is_packed or not _has_flash_attn() else "flash_attention_2"
-    if is_packed and strategy.compute is not Dtype.FP32 and _has_varlen_device():
+    if has_varlen is None:
+        has_varlen = _has_varlen_device()
+    if is_packed and strategy.compute is not Dtype.FP32 and has_varlen:
         return PACKED
     return REPEAT if strategy.repeat_keys else "sdpa"
 

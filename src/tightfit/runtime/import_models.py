@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit.core.cache import cache_folder
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UserError
@@ -17,6 +17,9 @@ from tightfit.core.files import sync
 from tightfit.core.units import render_bytes
 from tightfit.models.gguf_spec import read_gguf_model
 from tightfit.runtime.quiet import silence_libraries
+
+if TYPE_CHECKING:
+    import torch
 
 LARGE_MODEL_PARAMS = 2_000_000_000
 """Beyond this, dequantized values are written in bf16 instead of fp32 to spare the disk."""
@@ -26,7 +29,7 @@ _SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"
 
 def import_gguf(path: Path) -> Path:
     """The folder of a GGUF file's model with its matrices unpacked; made on the first call."""
-    home = cache_folder() / "models" / f"gguf-{_digest(path)}"
+    home = _gguf_home(path)
     if (home / "config.json").is_file():
         return home
     num_params = read_gguf_model(path).num_params  # also refuses a file that is cut short
@@ -34,6 +37,23 @@ def import_gguf(path: Path) -> Path:
     _check_room(home, num_params * (2 if is_large else 4))
     _make_once(home, lambda folder: _write_gguf(path, folder, is_large=is_large))
     return home
+
+
+def import_gguf_tokenizer(path: Path) -> Path:
+    """A folder with the tokenizer and template of a GGUF file; its weights stay unread."""
+    unpacked = _gguf_home(path)
+    if (unpacked / "tokenizer.json").is_file():
+        return unpacked
+    home = unpacked.with_name(f"{unpacked.name}-tokenizer")
+    if not (home / "tokenizer.json").is_file():
+        read_gguf_model(path)  # refuses a file that is cut short
+        _make_once(home, lambda folder: _write_gguf_tokenizer(path, folder))
+    return home
+
+
+def _gguf_home(path: Path) -> Path:
+    """Where the file's model lies once unpacked. Another number: it is unpacked otherwise."""
+    return cache_folder() / "models" / f"gguf-2-{_digest(path)}"
 
 
 def import_tokenizer(folder: Path) -> Path:
@@ -109,6 +129,21 @@ def _check_room(home: Path, needed_bytes: int) -> None:
 
 def _write_gguf(path: Path, folder: Path, *, is_large: bool) -> None:
     import torch
+
+    _require_gguf(path)
+    from tightfit.runtime.gguf.config import is_known
+    from tightfit.runtime.gguf.file import GgufFile
+    from tightfit.runtime.gguf.unpack import fill_unpacked, plan_unpack
+
+    dtype = torch.bfloat16 if is_large else torch.float32
+    if is_known(GgufFile(path)):
+        fill_unpacked(plan_unpack(path, dtype), folder)
+    else:
+        _write_by_transformers(path, folder, dtype)
+
+
+def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Families that our own reader does not know."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,7 +152,6 @@ def _write_gguf(path: Path, folder: Path, *, is_large: bool) -> None:
     # Where transformers has GgufConfig it keeps matrices packed unless told; before, it unpacked.
     packing = getattr(transformers, "GgufConfig", None)
     extra = {} if packing is None else {"quantization_config": packing(dequantize=True)}
-    dtype = torch.bfloat16 if is_large else torch.float32
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting stops
             model: Any = AutoModelForCausalLM.from_pretrained(
@@ -129,6 +163,37 @@ def _write_gguf(path: Path, folder: Path, *, is_large: bool) -> None:
     model.hf_quantizer = None  # or saving would write what is no longer there
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
+
+
+def _write_gguf_tokenizer(path: Path, folder: Path) -> None:
+    _require_gguf(path)
+    from tightfit.runtime.gguf.config import is_known
+    from tightfit.runtime.gguf.file import GgufFile
+    from tightfit.runtime.gguf.tokenizer import read_marks
+    from tightfit.runtime.gguf.unpack import write_speech
+
+    file = GgufFile(path)
+    if is_known(file):
+        write_speech(file, read_marks(file), folder)
+        return
+    from transformers import AutoTokenizer
+
+    silence_libraries()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path.parent), gguf_file=path.name, local_files_only=True
+            )
+    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as fault:
+        raise _unconvertible(path, fault) from fault
+    tokenizer.save_pretrained(str(folder))
+
+
+def _require_gguf(path: Path) -> None:
+    try:
+        import gguf  # noqa: F401
+    except ImportError as fault:
+        raise _unconvertible(path, fault) from fault
 
 
 def _unconvertible(path: Path, fault: Exception) -> UserError:

@@ -16,12 +16,7 @@ MOST_ERROR = 0.15
 
 def check_unpacking(model: Any, device: torch.device) -> None:
     """Pack and unpack a few rows of every width that the model has; raise where they differ."""
-    widths = {
-        module.in_features
-        for module in model.modules()
-        if type(getattr(module, "weight", None)).__name__ == "Params4bit"
-    }
-    for width in sorted(widths):
+    for width in list_widths(model):
         error = measure_unpacking(width, device)
         if error > MOST_ERROR:
             raise EnvironmentFaultError(
@@ -31,8 +26,23 @@ def check_unpacking(model: Any, device: torch.device) -> None:
             )
 
 
+def list_widths(model: Any) -> list[int]:
+    """Widths of the matrices that are packed in 4 bits, each once."""
+    widths = {
+        module.in_features
+        for module in model.modules()
+        if type(getattr(module, "weight", None)).__name__ == "Params4bit"
+    }
+    return sorted(widths)
+
+
 def measure_unpacking(width: int, device: torch.device) -> float:
     """Norm of what is lost by packing normal values, as a share of their norm."""
+    return float(pack_and_unpack(width, device))
+
+
+def pack_and_unpack(width: int, device: torch.device) -> torch.Tensor:
+    """`measure_unpacking`'s answer while it is still on `device`."""
     import torch
     from bitsandbytes import functional
 
@@ -41,4 +51,5 @@ def measure_unpacking(width: int, device: torch.device) -> float:
     values = drawn.to(device)
     codes, state = bnb.quantize_4bit(values, quant_type="nf4")
     lost = bnb.dequantize_4bit(codes, state) - values
-    return float(lost.norm() / values.norm())
+    share: torch.Tensor = lost.norm() / values.norm()
+    return share

@@ -12,6 +12,9 @@ def silence_libraries() -> None:
     # A forked data worker would otherwise print advice about tokenizers' threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    # Every file is local by the time a library loads it; some look for kernels on the hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it deplores the kernels it lacks
     import torch
     from huggingface_hub import utils as hub
     from transformers.utils import logging as logging_of_transformers
@@ -24,5 +27,3 @@ def silence_libraries() -> None:
     quiet.disable_progress_bar()
     progress: Any = hub
     progress.disable_progress_bars()
-    # It mentions optional kernels it would have liked to download.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

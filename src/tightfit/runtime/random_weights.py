@@ -26,7 +26,7 @@ def draw_model(
         model: Any = build_model(config, request)
     if request.weights.is_quantized:
         packing = packing_config(request)
-        for name, linear in _list_packable(model):
+        for name, linear in list_packable(model):
             model.set_submodule(name, _draw_packed(linear, request, packing, device))
         kind = "is_loaded_in_8bit" if request.weights is Dtype.INT8 else "is_loaded_in_4bit"
         setattr(model, kind, True)
@@ -98,7 +98,7 @@ def _family_of(model: nn.Module, module: nn.Module) -> Any:
     return around[-1]
 
 
-def _list_packable(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def list_packable(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """What transformers packs when it loads: every linear layer but the head and fp32 keepers."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D

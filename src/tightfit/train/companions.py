@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,7 @@ from tightfit.data.encode_cache import REPORT_FILE
 from tightfit.data.report import DataReport
 from tightfit.data.token_store import TokenStore
 from tightfit.ledger.run_folder import RunFolder
-
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-"""Files of the base model that its tuned self needs."""
+from tightfit.runtime.companion_files import copy_companions
 
 
 def write_companions(run: RunFolder, base: Path, folder: Path) -> None:
@@ -37,9 +21,7 @@ def write_companions(run: RunFolder, base: Path, folder: Path) -> None:
     A template that was named instead of the tokenizer's own goes along; a pad token
     that was also the trained stop token is replaced; every stop token ends generation.
     """
-    for name in COPIED:
-        if (base / name).is_file():
-            shutil.copyfile(base / name, folder / name)
+    copy_companions(base, folder)
     try:
         store = TokenStore(Path(run.read_tokens().train))
         report = DataReport.model_validate_json((store.folder.parent / REPORT_FILE).read_bytes())

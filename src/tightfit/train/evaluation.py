@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,17 @@ from tightfit.train.place import Place
 
 _MAX_LOSS = 80.0
 """Its exponential still fits into a JSON number that people can read."""
+
+
+@contextmanager
+def evaluating(engine: Any) -> Iterator[None]:
+    """The engine's model as it answers: no dropout, no gradients, the arithmetic of training."""
+    engine.module.eval()
+    try:
+        with torch.no_grad(), engine.autocast():
+            yield
+    finally:
+        engine.module.train()
 
 
 class Evaluation:
@@ -35,15 +47,11 @@ class Evaluation:
     def run(self, engine: Any, step: int) -> EvalRecord:
         """Mean loss per trained token after `step` steps."""
         start = time.perf_counter()
-        engine.module.eval()
         loss_sum, num_trained = 0.0, 0
-        try:
-            with torch.no_grad(), engine.autocast():
-                for batch in self._batches():
-                    num_trained += count_trained(batch, is_encoder_decoder=self._is_encoder_decoder)
-                    loss_sum += float(engine.module(**to_device(batch, self._place)))
-        finally:
-            engine.module.train()
+        with evaluating(engine):
+            for batch in self._batches():
+                num_trained += count_trained(batch, is_encoder_decoder=self._is_encoder_decoder)
+                loss_sum += float(engine.module(**to_device(batch, self._place)))
         total, count = sum_over_ranks(loss_sum, num_trained, device=self._place.device)
         loss = total / max(1.0, count)
         return EvalRecord(

@@ -45,7 +45,7 @@ def load_state(
         key.startswith("optimizer.") for key in reader.read_metadata().state_dict_metadata
     )
     if has_optimizer and not optimizer.state:
-        _prime(optimizer)
+        prime_optimizer(optimizer)
     state = _state(module, optimizer, scaler)
     try:
         with _no_advice():
@@ -109,7 +109,7 @@ def _optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[nn.Paramet
     return {parameter: name for name, parameter in named if parameter in optimizer.state}
 
 
-def _prime(optimizer: Optimizer) -> None:
+def prime_optimizer(optimizer: Optimizer) -> None:
     """Have the optimizer make its state, by a step that moves nothing."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -164,7 +164,7 @@ def build_zero_engine(plan: Plan, place: Place) -> ZeroEngine:
             remedy="tightfit train RECIPE.YAML",
         )
     deepspeed = start_deepspeed(place)
-    strategy = _as_deepspeed_sees(plan.strategy)
+    strategy = as_deepspeed_sees(plan.strategy)
     config = make_zero_config(plan)
     loading = announce_partitioning(config) if _is_partitioned_at_once(strategy) else None
     model = finish_model(_load(strategy, training, place), strategy, training)
@@ -180,7 +180,7 @@ def build_zero_engine(plan: Plan, place: Place) -> ZeroEngine:
     return ZeroEngine(engine, strategy=plan.strategy, place=place, loading=loading)
 
 
-def _as_deepspeed_sees(strategy: Strategy) -> Strategy:
+def as_deepspeed_sees(strategy: Strategy) -> Strategy:
     """Weights and adapters in the dtype of the arithmetic; fp32 lives in the master copy."""
     if strategy.compute.value_bytes != 2:
         return strategy

@@ -59,7 +59,7 @@ def _precision(compute: Dtype) -> dict[str, Any]:
 
 def _zero(plan: Plan, strategy: Strategy) -> dict[str, Any]:
     stage = _STAGES[strategy.sharding]
-    fields = _stage3(plan.model.hidden_size) if stage == 3 else _stages_1_and_2()
+    fields = make_stage3_fields(plan.model.hidden_size) if stage == 3 else _stages_1_and_2()
     is_pinned = not plan.hardware.node.gpu.is_cpu
     if strategy.offload.moves_optimizer:
         fields["offload_optimizer"] = {"device": "cpu", "pin_memory": is_pinned}
@@ -79,7 +79,7 @@ def _stages_1_and_2() -> dict[str, Any]:
     }
 
 
-def _stage3(hidden_size: int) -> dict[str, Any]:
+def make_stage3_fields(hidden_size: int) -> dict[str, Any]:
     """Buckets of one square matrix, one for gradients and one ahead of the layer in use."""
     return {
         "reduce_bucket_size": hidden_size**2,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +19,9 @@ from tightfit.cli.flags.options import (
     On,
     SeqLen,
     Settings,
+    Trace,
     count_option,
+    path_option,
     refuse_empty,
     switch_option,
     text_option,
@@ -30,6 +33,7 @@ Examples:
   tightfit estimate Llama-2-7b --on V100-32GB
   tightfit estimate Llama-2-7b --method full --sharding fsdp --on 8xA100-80GB --seq-len 4096
   tightfit estimate Qwen2.5-7B --method qlora --micro-batch 4 --loss fused --on RTX-4090 --json
+  tightfit estimate Llama-3.1-8B --on H100-80GB --trace --chart step.html
   tightfit estimate t5-3b --zero-table --gpus-per-node 8 --nodes 1
   tightfit estimate --zero-table --total-params 2851e6 --largest-layer-params 32e6 --gpus-per-node 8
 """
@@ -182,6 +186,15 @@ class EstimateFlags:
             "N",
             "For --zero-table without a model: 32e6 or 32M.",
             example="32M",
+        ),
+    ] = None
+    trace: Trace = None
+    chart: Annotated[
+        Path | None,
+        path_option(
+            "--chart",
+            "With --trace: draw memory over the step into a .png or .html file.",
+            example="step.html",
         ),
     ] = None
     check: Annotated[

@@ -21,6 +21,7 @@ Examples:
   tightfit eval runs/sql --data test.jsonl
   tightfit eval runs/sql --data test.jsonl --databases databases --limit 100
   tightfit eval runs/summaries --data samsum_test.jsonl --metric rouge
+  tightfit eval runs/sql --data test.jsonl --beside runs/sql/merged --beside small.gguf
   tightfit eval ./my-model --data wiki.txt --metric loss --json
 """
 
@@ -97,6 +98,17 @@ class EvalFlags:
         bool,
         typer.Option("--base/--no-base", help="Score the base model too.", show_default=True),
     ] = True
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--beside",
+            metavar="MODEL|FILE",
+            help="Score another artefact of the same model too: merged, quantized, a GGUF file. "
+            "Repeatable.",
+            autocompletion=complete_model,
+            show_default=False,
+        ),
+    ] = None
     save: Annotated[
         str | None,
         text_option(

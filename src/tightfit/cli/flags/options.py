@@ -86,6 +86,14 @@ def switch_option(names: str, help: str) -> Any:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Trace = Annotated[
+    bool | None,
+    switch_option(
+        "--trace/--no-trace",
+        "Run the very step on fake tensors and replay its allocations. [default: plan does, where "
+        "torch is installed]",
+    ),
+]
 On = Annotated[
     str | None,
     typer.Option(

@@ -19,6 +19,7 @@ from tightfit.cli.flags.options import (
     PlanMethod,
     SeqLen,
     Settings,
+    Trace,
     count_option,
     path_option,
     refuse_empty,
@@ -88,4 +89,5 @@ class PlanFlags:
         ),
     ] = None
     settings: Settings = None
+    trace: Trace = None
     as_json: Json = False

@@ -1,0 +1,96 @@
+"""`tightfit calibrate`: measure this machine, and keep what was found for plans made on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tightfit.cli.choices import read_word
+from tightfit.cli.flags.calibrate import DEVICES, CalibrateFlags
+from tightfit.cli.json_output import show_json
+from tightfit.cli.output import announce
+from tightfit.cli.progress_bar import progress_bar
+from tightfit.cli.require import require_packages
+from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
+from tightfit.hardware.calibration import Calibration
+from tightfit.hardware.cpu import probe_cpu
+from tightfit.hardware.local import probe_here
+from tightfit.hardware.types import Cluster, Node
+from tightfit.ledger.calibrations import (
+    prepare_folder,
+    read_calibration,
+    write_calibration,
+)
+
+
+def calibrate(flags: CalibrateFlags) -> None:
+    """Measure and store, or show what was stored."""
+    device = None if flags.device is None else read_word(flags.device, DEVICES, option="--device")
+    if flags.show and flags.seconds is not None:
+        raise UsageError("--show measures nothing; --seconds would be ignored.", remedy="--show")
+    cluster = _find_machine(device)
+    node = cluster.groups[0].node
+    if flags.show:
+        found, path = _read_stored(node)
+    else:
+        require_packages("Calibration", "torch")
+        prepare_folder()  # 90 seconds are not to be lost for a folder
+        found = _measure(node, flags.seconds)
+        path = write_calibration(found)
+    _tell(flags, found, node, path)
+    if not flags.show:
+        announce(path)
+
+
+def _find_machine(device: str | None) -> Cluster:
+    if device == "cpu":
+        return probe_cpu()
+    cluster = probe_here()
+    if device == "cuda" and cluster.groups[0].node.gpu.is_cpu:
+        raise EnvironmentFaultError(
+            "No GPU is to be seen on this machine.",
+            remedy="tightfit calibrate --device cpu    (tightfit doctor says why)",
+        )
+    if len(cluster.groups) > 1:
+        names = ", ".join(group.node.gpu.name for group in cluster.groups)
+        raise EnvironmentFaultError(
+            f"The GPUs of this machine differ ({names}), and one kind is measured at a time.",
+            remedy="CUDA_VISIBLE_DEVICES=0 tightfit calibrate",
+        )
+    return cluster
+
+
+def _read_stored(node: Node) -> tuple[Calibration, Path]:
+    stored = read_calibration(node.gpu.name)
+    if stored.calibration is None or stored.path is None:
+        raise NotFoundError(
+            stored.fault or f"{node.gpu.name} of this machine was not calibrated.",
+            remedy="tightfit calibrate",
+        )
+    return stored.calibration, stored.path
+
+
+def _measure(node: Node, seconds: float | None) -> Calibration:
+    from tightfit.runtime.calibrate.measure import DEFAULT_SECONDS, measure_machine
+
+    with progress_bar() as report:
+        return measure_machine(node, budget_seconds=seconds or DEFAULT_SECONDS, report=report)
+
+
+def _tell(flags: CalibrateFlags, found: Calibration, node: Node, path: Path) -> None:
+    from tightfit.runtime.calibrate.compare import compare_rates
+
+    compared = compare_rates(found, node)
+    if flags.as_json:
+        show_json(
+            {
+                "path": str(path),
+                "calibration": found.model_dump(mode="json"),
+                "compared": [
+                    row.model_dump(mode="json") | {"ratio": row.ratio} for row in compared
+                ],
+            }
+        )
+        return
+    from tightfit.cli.render_calibrate import show_calibration
+
+    show_calibration(found, compared)

@@ -1,0 +1,131 @@
+"""Between the measured points of one device: seconds of a product, rates by length and size."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import exp, log, log2
+
+from tightfit.core.dtypes import Dtype
+from tightfit.hardware.measured_rates import BandwidthRow, MatmulRow, MeasuredRates
+
+NUM_NEIGHBOURS = 4
+"""Measured products that one between them is told by."""
+SAME_SHAPE_DISTANCE = 1e-3
+"""In squared doublings: below it a shape is the measured one."""
+
+
+class MatmulTable:
+    """Seconds of any (m x k) by (k x n) product, from some that were measured.
+
+    A roofline of the best rate and the bandwidth gives the scale; what the nearest measured
+    shapes took beside theirs corrects it, weighed by the inverse square of the distance in
+    doublings. Leaves out: memory layouts, which libraries hide well.
+    """
+
+    def __init__(
+        self, rows: Sequence[MatmulRow], *, value_bytes: int, bytes_per_second: float
+    ) -> None:
+        self.best_flops_per_second = max(2.0 * m * n * k / s for m, n, k, s in rows)
+        self._value_bytes = value_bytes
+        self._bytes_per_second = bytes_per_second
+        self._rows = [
+            (log2(m), log2(n), log2(k), log(seconds / self._roofline(m, n, k)))
+            for m, n, k, seconds in rows
+        ]
+        self._seen: dict[tuple[float, float, float], float] = {}
+
+    def seconds(self, m: float, n: float, k: float) -> float:
+        found = self._seen.get((m, n, k))
+        if found is None:
+            if len(self._seen) >= 65_536:
+                self._seen.clear()
+            found = self._roofline(m, n, k) * exp(self._correction(log2(m), log2(n), log2(k)))
+            self._seen[m, n, k] = found
+        return found
+
+    def _roofline(self, m: float, n: float, k: float) -> float:
+        moved = self._value_bytes * (m * n + m * k + n * k)
+        return 2.0 * m * n * k / self.best_flops_per_second + moved / self._bytes_per_second
+
+    def _correction(self, m: float, n: float, k: float) -> float:
+        near = sorted(
+            ((a - m) ** 2 + (b - n) ** 2 + (c - k) ** 2, told) for a, b, c, told in self._rows
+        )[:NUM_NEIGHBOURS]
+        weights = [1.0 / (distance + SAME_SHAPE_DISTANCE) for distance, _ in near]
+        return sum(w * told for w, (_, told) in zip(weights, near, strict=True)) / sum(weights)
+
+
+_tables: dict[tuple[int, Dtype], tuple[MeasuredRates, MatmulTable | None]] = {}
+
+
+def find_table(measured: MeasuredRates | None, dtype: Dtype) -> MatmulTable | None:
+    """The table of one dtype, made once; None where it was not measured."""
+    if measured is None:
+        return None
+    found = _tables.get((id(measured), dtype))
+    if found is None:
+        if len(_tables) >= 256:
+            _tables.clear()
+        # Held beside its table, so that its id cannot become another one's.
+        found = (measured, _make_table(measured, dtype))
+        _tables[id(measured), dtype] = found
+    return found[1]
+
+
+def _make_table(measured: MeasuredRates, dtype: Dtype) -> MatmulTable | None:
+    rows = measured.matmuls.get(dtype.value, ())
+    stream = stream_rate(measured)
+    if not rows or stream is None:
+        return None
+    return MatmulTable(rows, value_bytes=dtype.value_bytes, bytes_per_second=stream)
+
+
+def stream_rate(measured: MeasuredRates | None) -> float | None:
+    """Copies of the largest tensor that was tried."""
+    return measured.copies[-1][1] if measured is not None and measured.copies else None
+
+
+def bandwidth_at(rows: Sequence[BandwidthRow], tensor_bytes: float) -> float:
+    """Between two sizes by their logarithms; the ends hold beyond."""
+    points = [(float(size), rate) for size, rate in rows]
+    return _between(points, tensor_bytes)
+
+
+def attention_rates(
+    measured: MeasuredRates | None, *, head_dim: int, seq_len: float
+) -> tuple[float, float] | None:
+    """Causal FLOP/s forward and backward; between head widths as between lengths."""
+    if measured is None or not measured.attention:
+        return None
+    widths = sorted({row[0] for row in measured.attention})
+    rates = []
+    for direction in (2, 3):
+        points = [
+            (
+                float(width),
+                _between(
+                    sorted(
+                        (float(row[1]), row[direction])
+                        for row in measured.attention
+                        if row[0] == width
+                    ),
+                    seq_len,
+                ),
+            )
+            for width in widths
+        ]
+        rates.append(_between(points, float(head_dim)))
+    return rates[0], rates[1]
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """A power law between neighbours, the ends' own values beyond them."""
+    place = bisect_left([x for x, _ in points], at)
+    if place == 0:
+        return points[0][1]
+    if place == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    share = log(at / x0) / log(x1 / x0)
+    return y0 * exp(share * log(y1 / y0))

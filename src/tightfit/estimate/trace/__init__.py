@@ -1,0 +1,1 @@
+"""The tracer: one fake training step, recorded and replayed through torch's allocator."""

@@ -1,0 +1,85 @@
+"""What the host takes per traced operation, by what was measured over whole layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tightfit.estimate import efficiency as eff
+from tightfit.estimate.trace.operations import (
+    ADAPTER,
+    AGAIN,
+    BACKWARD,
+    HOST,
+    SHARD,
+    TRITON,
+    Operation,
+)
+
+VIEW_WEIGHT = 0.25
+"""A view beside an operation that starts a kernel: most are made inside of another call."""
+TRITON_WEIGHT = 3.0
+"""A launch by triton likewise: its arguments are looked at in Python."""
+TENSOR_WEIGHT = 0.1
+"""Each tensor of a list beside an operation of one."""
+LIBRARY_WEIGHT = 3.0
+"""Added to an operation whose kernel is registered in Python: checks, a device guard, ctypes."""
+SHARD_WEIGHT = 35.0
+"""FSDP2's Python around one collective: flattening, setting parameters, events. From three FSDP
+jobs on one H200 whose collectives did nothing."""
+LAYER_FORWARD_WEIGHT = 47.5
+LAYER_BACKWARD_WEIGHT = 88.5
+"""Operations of the decoder layer that calibration times, in these weights."""
+ADAPTER_FORWARD_WEIGHT = 5.5
+"""Operations of a LoRA module in the model's own dtype, likewise."""
+LAYER_KERNELS = 35.0
+"""What `launches.count_forward_kernels` counts in that layer."""
+
+_IN_PYTHON = ("bitsandbytes::", TRITON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPace:
+    """Seconds of the host."""
+
+    forward: float
+    """Per operation that Python calls."""
+    backward: float
+    """Per operation that autograd's engine calls."""
+    gap: float
+    """From kernel to kernel on the device, with a full queue."""
+    around: Mapping[str, float] = field(default_factory=dict)
+    """Python that comes with some operations."""
+
+    def seconds(self, one: Operation) -> float:
+        """Of one call."""
+        weight = VIEW_WEIGHT if one.kind == HOST else one.num_calls
+        if one.name == TRITON:
+            weight = TRITON_WEIGHT
+        weight += TENSOR_WEIGHT * (one.num_tensors - 1)
+        is_engine = one.stage == BACKWARD
+        if one.name.startswith(_IN_PYTHON):
+            is_engine = False  # the engine calls Python, which calls these
+            weight += LIBRARY_WEIGHT * (one.name != TRITON)
+        each = self.backward if is_engine else self.forward
+        return weight * each + self.around.get(one.around, 0.0)
+
+
+def find_host_pace(rates: eff.Rates) -> HostPace:
+    """From seconds per kernel as the closed form counts them, measured or assumed."""
+    forward = rates.host_forward_seconds * LAYER_KERNELS / LAYER_FORWARD_WEIGHT
+    adapter = eff.HOST_ADAPTER_KERNELS * rates.host_forward_seconds
+    told = rates.measured
+    if told is not None and told.host_adapter_forward_seconds is not None:
+        beyond = told.host_adapter_forward_seconds - ADAPTER_FORWARD_WEIGHT * forward
+        adapter = max(0.0, beyond)
+    return HostPace(
+        forward=forward,
+        backward=2 * rates.host_backward_seconds * LAYER_KERNELS / LAYER_BACKWARD_WEIGHT,
+        gap=rates.kernel_gap_seconds,
+        around={
+            ADAPTER: adapter,
+            AGAIN: rates.host_checkpoint_seconds,
+            SHARD: SHARD_WEIGHT * forward,
+        },
+    )

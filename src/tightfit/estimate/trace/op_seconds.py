@@ -1,0 +1,187 @@
+"""Seconds of a traced step: a device that works off a queue, and a host that fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Strategy
+from tightfit.estimate import efficiency as eff
+from tightfit.estimate.measured import bandwidth_at, find_table
+from tightfit.estimate.trace.op_host import HostPace, find_host_pace
+from tightfit.estimate.trace.operations import (
+    ATTENTION,
+    COMMUNICATION,
+    DEQUANTIZE,
+    HOST,
+    LOSS,
+    MATMUL,
+    MEMORY_BOUND,
+    OPTIMIZER,
+    RECOMPUTE,
+    STAGES,
+    Operation,
+    OperationLog,
+)
+from tightfit.estimate.trace.time_result import TracedTime
+from tightfit.hardware.types import Gpu
+
+LAUNCH = "launch"
+"""Gaps between kernels, and time in which the device waits for its host."""
+CAUSAL_FRACTION = 0.5
+"""Of all pairs, those that a causal mask leaves."""
+
+
+def estimate_traced_time(
+    log: OperationLog, gpu: Gpu, strategy: Strategy, *, pace: HostPace | None = None
+) -> TracedTime:
+    """Walk through the step: the host issues each operation, the device does them in turn.
+
+    The host runs ahead of the device unless it must read a value; a GPU idles while nothing
+    is queued. A CPU does both by itself. `pace` is the device's own unless given.
+    Leaves out: collectives, which run beside all this; copies that other streams hide.
+    """
+    seconds = DeviceSeconds(gpu, strategy)
+    pace = pace or find_host_pace(seconds.rates)
+    walk = _Walk(is_cpu=gpu.is_cpu)
+    costs = [
+        _Cost(
+            work=one.count * seconds.of(one),
+            gaps=0.0 if gpu.is_cpu else one.count * pace.gap * one.num_kernels,
+            host=one.count * pace.seconds(one),
+        )
+        for one in log.operations
+    ]
+    for stretch in log.stretches:
+        for _ in range(stretch.count):
+            for place in stretch.operations:
+                walk.run(log.operations[place], costs[place])
+    return walk.finish(flops=log.sum_flops())
+
+
+class _Cost(NamedTuple):
+    """Seconds of an operation, all its calls together."""
+
+    work: float
+    gaps: float
+    host: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """When the host is free, when the device will have done all, and what it all went to."""
+
+    is_cpu: bool
+    host: float = 0.0
+    device: float = 0.0
+    end: float = 0.0
+    host_needs: float = 0.0
+    device_needs: float = 0.0
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    causes: dict[str, float] = field(default_factory=dict)
+
+    def run(self, one: Operation, cost: _Cost) -> None:
+        start = self.host
+        self.host += cost.host + (cost.work if self.is_cpu else 0.0)
+        if one.num_kernels and not self.is_cpu:
+            # Of several calls the device begins with the first, and ends after the last.
+            first = start + cost.host / one.count
+            self.device = max(max(self.device, first) + cost.work + cost.gaps, self.host)
+        end = max(self.host, self.device)
+        if one.waits:
+            self.host = self.device = end
+        self.stages[one.stage] += end - self.end
+        self.end = end
+        cause = _cause(one)
+        self.causes[cause] = self.causes.get(cause, 0.0) + cost.work
+        self.host_needs += cost.host
+        self.device_needs += cost.work + cost.gaps
+
+    def finish(self, *, flops: float) -> TracedTime:
+        launch = max(0.0, self.end - sum(self.causes.values()))
+        return TracedTime(
+            seconds_per_step=self.end,
+            stages=self.stages,
+            components={**self.causes, LAUNCH: launch},
+            host_seconds=self.host_needs,
+            device_seconds=self.device_needs,
+            flops=flops,
+        )
+
+
+def _cause(one: Operation) -> str:
+    if one.stage == RECOMPUTE:
+        return "recompute"
+    return MEMORY_BOUND if one.kind in (LOSS, HOST, COMMUNICATION) else one.kind
+
+
+class DeviceSeconds:
+    """What operations take on one device, gaps between kernels left out."""
+
+    def __init__(self, gpu: Gpu, strategy: Strategy) -> None:
+        self._gpu = gpu
+        self._strategy = strategy
+        self.rates = eff.find_rates(gpu, strategy, head_dim=128)
+        self._by_kind: dict[str, Callable[[Operation], float]] = {
+            MATMUL: self._multiply,
+            ATTENTION: self._attend,
+            MEMORY_BOUND: self._move,
+            LOSS: lambda one: one.num_bytes / self.rates.loss_bytes_per_second,
+            DEQUANTIZE: lambda one: self._unpack(one.shape[0]),
+            OPTIMIZER: self._update,
+        }
+
+    def of(self, one: Operation) -> float:
+        """One call."""
+        seconds = self._by_kind.get(one.kind)
+        return 0.0 if seconds is None else seconds(one)
+
+    def _multiply(self, one: Operation) -> float:
+        m, n, k, times, *packed = one.shape
+        unpacking = self._unpack(n * k) if packed else 0.0
+        dtype = Dtype(one.dtype) if one.dtype in _PLAIN else self._strategy.compute
+        table = find_table(self._gpu.measured, dtype)
+        stream = one.num_bytes / self.rates.stream_bytes_per_second
+        if table is not None:
+            # Many small products fill the device as one of as many rows does.
+            return unpacking + max(table.seconds(m * times, n, k), stream if times > 1 else 0.0)
+        rate = eff.sustained_flops(self._gpu, dtype)
+        return unpacking + one.flops / rate + stream
+
+    def _attend(self, one: Operation) -> float:
+        width, length, is_causal, is_backward = one.shape
+        rates = eff.find_rates(self._gpu, self._strategy, head_dim=width, seq_len=float(length))
+        flops = one.flops / (eff.FLASH_BACKWARD_FLOPS if is_backward else 1.0)
+        return eff.attention_seconds(
+            rates,
+            flops=flops * (CAUSAL_FRACTION if is_causal else 1.0),
+            seq_len=float(length),
+            backward=bool(is_backward),
+        )
+
+    def _move(self, one: Operation) -> float:
+        """Rates are known by the size of one tensor of two or three."""
+        told = self._gpu.measured
+        if told is None or not told.elementwise or not one.num_bytes:
+            return one.num_bytes / self.rates.elementwise_bytes_per_second
+        return one.num_bytes / bandwidth_at(told.elementwise, one.num_bytes / 2)
+
+    def _unpack(self, num_weights: int) -> float:
+        told = self._gpu.measured
+        if told is not None and told.nf4_weights_per_second is not None:
+            return num_weights / told.nf4_weights_per_second
+        return eff.DEQUANTIZE_BYTES[Dtype.NF4] * num_weights / self.rates.stream_bytes_per_second
+
+    def _update(self, one: Operation) -> float:
+        if one.dtype == "int8":
+            return one.shape[0] * eff.EIGHT_BIT_SECONDS_PER_PARAM
+        told = self._gpu.measured
+        each = None if told is None else told.adamw_seconds_per_param.get(one.dtype)
+        if each is not None:
+            return one.shape[0] * each
+        return one.num_bytes / self.rates.stream_bytes_per_second
+
+
+_PLAIN = ("fp32", "fp16", "bf16")

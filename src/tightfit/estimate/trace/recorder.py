@@ -1,0 +1,364 @@
+"""Recorder: sees every tensor operation of a fake run, and notes what it allocates and frees."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tightfit.estimate.trace.card_habits import CardHabits
+from tightfit.estimate.trace.no_kernels import LISTENERS
+from tightfit.estimate.trace.op_costs import describe_launch
+from tightfit.estimate.trace.op_notes import Moment, OperationNotes
+from tightfit.estimate.trace.operations import RECOMPUTE, TRITON
+from tightfit.estimate.trace.recording import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    LOGITS,
+    TEMPORARY,
+    WEIGHTS,
+    Allocation,
+    Recording,
+)
+from tightfit.estimate.trace.shadows import Shadows
+
+_aten = torch.ops.aten
+_WRAPPERS = ("torch._compile", "torch._dynamo")
+"""Modules of torch's that stand between an operation and a dispatch mode."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An allocation while it is recorded; what it served is known only at its end."""
+
+    num_bytes: int
+    op: str
+    module: str
+    stage: str
+    step: int
+    layer: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    category: str | None = None
+    stream: int = 0
+    end_stage: str | None = None
+    """The stage it was freed in, if in the same step."""
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the beginning and end of every storage that operations make under it.
+
+    Run it inside a `FakeTensorMode` of CPU tensors: sizes are those of the card, and what
+    the card's kernels allocate beyond their results is added by `habits`. Whole numbers
+    and masks are computed for real (`Shadows`), because shapes depend on them.
+    """
+
+    def __init__(self, habits: CardHabits, *, vocab_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stage = "load"
+        self.step = 0
+        self.layer: int | None = None
+        self.module_names: list[str] = [""]
+        self.purpose: str | None = None
+        """The category of whatever is made now, where the caller knows it."""
+        self.is_paused = False
+        """Whether operations that run now are none of the job's."""
+        self._habits = habits
+        self._of_card = ExitStack()
+        self._vocab_size = vocab_size
+        self._shadows = Shadows()
+        self.notes = OperationNotes(vocab_size=vocab_size)
+        """What the operations of the last step do."""
+        self._drafts: list[_Draft] = []
+        self._events: list[int] = []
+        self._live: dict[int, int] = {}
+        self._emptied: dict[int, int] = {}
+        self._streams: list[Any] = [torch.cpu.current_stream()]
+        self._is_open = True
+        self._sole_owner = _count_owners()
+        self._sharded = _sharded_tensor()
+
+    def __enter__(self) -> Any:
+        self._of_card.enter_context(self._habits.functions())
+        LISTENERS.append(self._hear)
+        self._of_card.callback(LISTENERS.remove, self._hear)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *fault: Any) -> None:
+        super().__exit__(*fault)  # type: ignore[no-untyped-call]
+        self._of_card.close()
+
+    # What the caller tells
+
+    def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Tensors that stand in memory from now on, whoever made them."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live:
+                self._begin(storage, "", tensor)
+            if storage._cdata in self._live:  # an empty shard takes nothing
+                draft = self._drafts[self._live[storage._cdata]]
+                draft.category, draft.op = category, ""
+
+    def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """What tensors that were recorded before turned out to be."""
+        for tensor in tensors:
+            index = self._live.get(tensor.untyped_storage()._cdata)
+            if index is not None and self._drafts[index].category in (None, COMMUNICATION):
+                self._drafts[index].category = category
+
+    @contextmanager
+    def in_stage(self, stage: str) -> Iterator[None]:
+        before, self.stage = self.stage, stage
+        try:
+            yield
+        finally:
+            self.stage = before
+
+    def finish(self) -> Recording:
+        """The recording; nothing is noted any more."""
+        self._is_open = False
+        return Recording(
+            allocations=[self._settle(draft) for draft in self._drafts], events=self._events
+        )
+
+    # What torch tells
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._sharded in types:
+            return NotImplemented  # its shard comes by itself
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if func is _aten.add.Tensor and self._is_accumulation(args, kwargs):
+            # torch adds gradients that meet in place, but not those of tensor subclasses.
+            func = _aten.add_.Tensor
+        elif func is _aten.index_put.default and self._is_gradient_of_index(args):
+            func = _aten._index_put_impl_.default
+        scratch = self._habits.scratch_bytes(func, args, kwargs)
+        is_first = bool(scratch) and self._habits.takes_scratch_first(func)
+        taken = self._take(scratch, func) if is_first else []
+        result = self._habits.as_made(func, self._shadows.run(func, args, kwargs))
+        self.notes.note(self._moment(), (func, args, kwargs, result))
+        if self.stage == "save" and func is _aten._to_copy.default:
+            return result  # into host memory, on its way to the disk
+        for leaf in self._habits.order_results(func, tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf, func)
+        self._stand(func, args)
+        self._give_back(taken or self._take(scratch, func))
+        return result
+
+    def _hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A kernel of triton's, which torch does not see."""
+        if not self.is_paused:
+            self.notes.add(self._moment(), TRITON, describe_launch(args, kwargs))
+
+    def _moment(self) -> Moment:
+        # No module is called in a backward pass, unless it is computed again.
+        is_again = self.stage == "backward" and len(self.module_names) > 1
+        stage = RECOMPUTE if is_again else self.stage
+        return Moment(self.step, stage, self.layer, self.module_names[-1])
+
+    def _note(self, tensor: torch.Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._live:
+            self._begin(storage, func, tensor)
+
+    def _stand(self, func: Any, args: tuple[Any, ...]) -> None:
+        """What the card's libraries take at a first call and keep, when the results are there."""
+        thread = "autograd" if self.stage == "backward" else "main"
+        for index in self._take(self._habits.standing_bytes(func, args, thread), func):
+            self._drafts[index].layer = None  # whichever layer came first
+
+    def _take(self, sizes: list[int], func: Any) -> list[int]:
+        """Blocks that the card's kernel needs beside its results."""
+        taken = [self._add(size, str(func), (size,), "uint8") for size in sizes]
+        for index in taken:
+            self._drafts[index].category = TEMPORARY
+        return taken
+
+    def _give_back(self, taken: list[int]) -> None:
+        self._events.extend(-(index + 1) for index in taken)
+
+    def _is_accumulation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this is the engine adding a second gradient to one that nobody else holds."""
+        if self.stage != "backward" or kwargs or not _is_engines_own():
+            return False
+        first, second = args[0], args[1]
+        return (
+            isinstance(first, torch.Tensor)
+            and isinstance(second, torch.Tensor)
+            and first.shape == second.shape
+            and first.dtype == second.dtype
+            and _count_uses(first) <= self._sole_owner
+        )
+
+    def _is_gradient_of_index(self, args: tuple[Any, ...]) -> bool:
+        """`index_backward` (TensorAdvancedIndexing.cpp) copies zeros for tensor subclasses only."""
+        is_adding = len(args) > 3 and bool(args[3])
+        return self.stage == "backward" and is_adding and _is_engines_own()
+
+    def _begin(self, storage: torch.UntypedStorage, op: Any, tensor: torch.Tensor) -> None:
+        size = storage.nbytes()
+        if not size:
+            return
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        index = self._add(size, str(op), tuple(tensor.shape), dtype)
+        key = storage._cdata
+        self._live[key] = index
+        weakref.finalize(storage, self._end, key, index)
+
+    def _add(self, size: int, op: str, shape: tuple[int, ...], dtype: str) -> int:
+        index = len(self._drafts)
+        self._drafts.append(
+            _Draft(
+                size,
+                op,
+                self.module_names[-1],
+                self.stage,
+                self.step,
+                self.layer,
+                shape,
+                dtype,
+                self.purpose,
+                self._number_stream(),
+            )
+        )
+        self._events.append(index + 1)
+        return index
+
+    def _number_stream(self) -> int:
+        """FSDP2 names streams on a CPU too, where they do nothing."""
+        stream = torch.cpu.current_stream()
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
+
+    def _end(self, key: int, index: int) -> None:
+        if self._live.get(key) != index:
+            return  # resized away before
+        del self._live[key]
+        if self._is_open:
+            self._events.append(-(index + 1))
+            draft = self._drafts[index]
+            draft.end_stage = self.stage if draft.step == self.step else None
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees and remakes gathered parameters by resizing their storage."""
+        key = storage._cdata
+        index = self._live.get(key)
+        if index is not None:
+            self._end(key, index)
+            self._emptied[key] = index
+        size = storage.nbytes()
+        if size and self._is_open:
+            before = self._drafts[self._emptied[key]] if key in self._emptied else None
+            shape, dtype = (before.shape, before.dtype) if before else ((size,), "uint8")
+            new = self._add(size, "resize_", shape, dtype)
+            self._live[key] = new
+            weakref.finalize(storage, self._end, key, new)
+
+    def _settle(self, draft: _Draft) -> Allocation:
+        return Allocation(
+            num_bytes=draft.num_bytes,
+            op=draft.op,
+            module=draft.module,
+            stage=draft.stage,
+            step=draft.step,
+            layer=draft.layer,
+            shape=draft.shape,
+            dtype=draft.dtype,
+            category=draft.category or self._judge(draft),
+            stream=draft.stream,
+        )
+
+    def _judge(self, draft: _Draft) -> str:
+        """What an allocation served, by where it began and ended."""
+        if draft.stage == "load":
+            return TEMPORARY if draft.end_stage == "load" else WEIGHTS
+        if draft.shape and draft.shape[-1] == self._vocab_size and draft.stage != "update":
+            return LOGITS
+        if draft.stage == "forward" and draft.end_stage != "forward":
+            return ACTIVATIONS
+        return TEMPORARY
+
+
+def _is_engines_own() -> bool:
+    """Whether autograd's engine runs this operation itself, not a backward function in Python."""
+    # Layers that are recomputed in the backward pass record gradients; the engine does not.
+    if torch.is_grad_enabled():
+        return False
+    frame: Any = sys._getframe(3)  # beyond the dispatch method and its question
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "torch.autograd.graph"
+
+
+class _Uses(NamedTuple):
+    """References that C++ holds to a tensor and to its storage; a view shares its base's."""
+
+    tensor: int
+    storage: int
+
+    def __le__(self, other: object) -> bool:
+        most = cast("_Uses", other)
+        return self.tensor <= most.tensor and self.storage <= most.storage
+
+
+def _count_uses(tensor: torch.Tensor) -> _Uses:
+    """0 for the tensor where this torch does not tell."""
+    counter: Any = getattr(tensor, "_use_count", None)
+    of_storage: Any = torch._C._storage_Use_Count
+    return _Uses(
+        tensor=0 if counter is None else int(counter()),
+        storage=int(of_storage(tensor.untyped_storage()._cdata)),
+    )
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes how often the engine's own gradient is referred to when another meets it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = _Uses(tensor=0, storage=0)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _aten.add.Tensor and not torch.is_grad_enabled():
+            self.seen = _count_uses(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _count_owners() -> _Uses:
+    """References to a gradient that only the engine holds, as seen from a dispatch mode."""
+    value = torch.ones(2, requires_grad=True)
+    summed = (value * 2 + value * 3).sum()
+    with _Counter() as counter:
+        summed.backward()  # type: ignore[no-untyped-call]
+    seen: _Uses = counter.seen
+    return seen
+
+
+def _sharded_tensor() -> type:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor

@@ -1,0 +1,86 @@
+"""Recording: every allocation of a traced job and its end, in order. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+ACTIVATIONS = "activations"
+LOGITS = "logits"
+COMMUNICATION = "communication"
+INPUTS = "inputs"
+TEMPORARY = "temporary"
+CATEGORIES = (
+    WEIGHTS,
+    GRADIENTS,
+    OPTIMIZER,
+    ACTIVATIONS,
+    LOGITS,
+    COMMUNICATION,
+    INPUTS,
+    TEMPORARY,
+)
+"""What an allocation serves, in the order in which pictures stack them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """One block of device memory, from the moment it was asked for."""
+
+    num_bytes: int
+    """As asked for; the allocator rounds."""
+    op: str
+    """`aten.mm`, `bitsandbytes.dequantize_4bit`; empty for what stood there before."""
+    module: str
+    """`model.layers.3.mlp.down_proj`; empty where no module was running."""
+    stage: str
+    """`load`, `forward`, `backward`, `update`, `eval`, `generate`, `save` or `resume`."""
+    step: int
+    """The training step it was made in, from 1; 0 outside of steps."""
+    layer: int | None
+    """The decoder layer it belongs to."""
+    shape: tuple[int, ...]
+    dtype: str
+    category: str
+    stream: int = 0
+    """Of the device; a stream's free blocks serve no other. 0 is the one that computes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """Allocations, and the order of their beginnings and ends.
+
+    An event `i + 1` makes `allocations[i]`, an event `-(i + 1)` ends it. What is never
+    ended stays to the end of the job.
+    """
+
+    allocations: list[Allocation] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each allocation, as the allocator model takes them."""
+        return [allocation.num_bytes for allocation in self.allocations]
+
+    @property
+    def streams(self) -> list[int]:
+        """The device stream of each allocation."""
+        return [allocation.stream for allocation in self.allocations]
+
+    def walk(self) -> Iterator[tuple[Allocation, bool]]:
+        """Each event as its allocation, and whether it begins."""
+        for event in self.events:
+            yield self.allocations[abs(event) - 1], event > 0
+
+
+def find_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
+    """The largest sum of live bytes, and the position in `events` at which it is reached."""
+    live = peak = at = 0
+    for position, event in enumerate(events):
+        live += sizes[event - 1] if event > 0 else -sizes[-event - 1]
+        if live > peak:
+            peak, at = live, position
+    return peak, at

@@ -1,0 +1,75 @@
+"""TracedMemory: what a trace says of a job. The shape on disk and under `--json`."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TracedStage(_Frozen):
+    """One stage of the job and its peak on the traced GPU."""
+
+    name: str
+    """`load`, `first step`, `steady step`, `eval`, `generate`, `save` or `resume`."""
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt
+
+
+class PeakTensor(_Frozen):
+    """Like tensors that stand at the peak."""
+
+    num_bytes: NonNegativeInt
+    """Of all of them."""
+    count: PositiveInt
+    category: str
+    op: str
+    module: str
+    """The layer's number replaced by `*`."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Peak(_Frozen):
+    """The instant at which most memory is allocated, and what stands there."""
+
+    stage: str
+    op: str
+    module: str
+    components: dict[str, int]
+    """Category to bytes, summing to the peak."""
+    tensors: tuple[PeakTensor, ...]
+    """The largest groups, largest first."""
+
+
+class Timeline(_Frozen):
+    """Allocated bytes by category over the job, thinned out so that peaks stay."""
+
+    categories: tuple[str, ...]
+    bytes: tuple[tuple[int, ...], ...]
+    """One row per category."""
+    stages: tuple[tuple[int, str], ...]
+    """The column at which each stage begins."""
+
+
+class TracedMemory(_Frozen):
+    """Memory of one GPU, from a fake run of the very step. The CUDA context is in none of it."""
+
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt
+    """On a card without a limit."""
+    smallest_capacity_bytes: NonNegativeInt
+    """What torch's allocator must be able to reserve for the job to survive."""
+    stages: tuple[TracedStage, ...]
+    peak: Peak
+    timeline: Timeline
+    num_layers: NonNegativeInt
+    num_traced_layers: NonNegativeInt
+    refusal: str = ""
+    """Why every layer was traced instead of a few; empty where a few were enough."""
+    seconds: NonNegativeFloat
+    """That the trace took."""
+    versions: dict[str, str]
+    """Of the libraries that ran."""

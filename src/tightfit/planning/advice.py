@@ -1,0 +1,235 @@
+"""Advice that follows from a traced peak: single changes that lower it, each traced in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
+from tightfit.estimate.trace.result import Peak, PeakTensor, TracedMemory
+from tightfit.planning.case import Case
+from tightfit.planning.request import describe_recomputing
+from tightfit.planning.rules import find_first_violation
+
+MOST_ALTERNATIVES = 5
+LEAST_SAVING_FRACTION = 0.02
+"""Of the peak; less is no advice."""
+
+_Fields = dict[str, Any]
+_Wish = tuple[str, _Fields, float]
+"""Words, fields of the strategy, and bytes of the peak that they may be expected to take away."""
+
+
+class Advice(BaseModel):
+    """One change, traced: what it saves and how to ask for it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    words: str
+    """`chunked loss`."""
+    setting: dict[str, str]
+    """Fields as `--set` takes them."""
+    saving_bytes: PositiveInt
+    """Of the peak, on each GPU."""
+    new_peak_bytes: NonNegativeInt
+    """Allocated."""
+    makes_it_fit: bool
+    """The job did not survive on this card before, and does now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A change that may lower the peak, not yet traced."""
+
+    words: str
+    setting: dict[str, str]
+    strategy: Strategy
+    expected_bytes: float
+    """How much of the peak it is about; for the order only."""
+
+
+def list_alternatives(case: Case, peak: Peak) -> list[Alternative]:
+    """Single changes that touch what stands at this peak, most promising first.
+
+    Each is legal on the case's node. What is expected of one is a guess from the peak alone:
+    once it is pulled, another moment may be the fullest.
+    """
+    least = LEAST_SAVING_FRACTION * sum(peak.components.values())
+    found = []
+    for list_wishes in _KINDS:
+        for words, fields, expected in list_wishes(case, peak):
+            strategy = case.strategy.model_copy(update=fields)
+            if expected <= least or find_first_violation(replace(case, strategy=strategy)):
+                continue
+            setting = {name: _write(value) for name, value in fields.items()}
+            found.append(
+                Alternative(
+                    words=words, setting=setting, strategy=strategy, expected_bytes=expected
+                )
+            )
+    found.sort(key=lambda alternative: -alternative.expected_bytes)
+    return found[:MOST_ALTERNATIVES]
+
+
+def judge_alternatives(
+    alternatives: Sequence[Alternative],
+    trace: Callable[[Strategy], TracedMemory | None],
+    *,
+    before: TracedMemory,
+    capacity_bytes: int,
+) -> tuple[Advice, ...]:
+    """Those that save at least 2% of the peak, largest saving first.
+
+    `trace` says None of what cannot be traced. `capacity_bytes` is what torch may reserve: the
+    card's memory less the CUDA context.
+    """
+    judged = []
+    for alternative in alternatives:
+        after = trace(alternative.strategy)
+        if after is None:
+            continue
+        saving = before.peak_allocated_bytes - after.peak_allocated_bytes
+        if saving < max(1, LEAST_SAVING_FRACTION * before.peak_allocated_bytes):
+            continue
+        judged.append(
+            Advice(
+                words=alternative.words,
+                setting=alternative.setting,
+                saving_bytes=saving,
+                new_peak_bytes=after.peak_allocated_bytes,
+                makes_it_fit=after.smallest_capacity_bytes
+                <= capacity_bytes
+                < before.smallest_capacity_bytes,
+            )
+        )
+    return tuple(sorted(judged, key=lambda advice: -advice.saving_bytes))
+
+
+def _list_optimizers(case: Case, peak: Peak) -> Iterator[_Wish]:
+    used = case.strategy.optimizer
+    if used is Optimizer.ADAMW_FOREACH and "update" in peak.stage:
+        made = _sum(peak, "temporary")
+        yield "fused AdamW", {"optimizer": Optimizer.ADAMW}, made
+    if used in (Optimizer.ADAMW, Optimizer.ADAMW_FOREACH):
+        # Two moments of 2 or 4 bytes each become two of one.
+        kept = 2 if _is_halved(case.strategy) else 4
+        saved = _sum(peak, "optimizer") * (1 - 1 / kept)
+        yield "8-bit optimizer state", {"optimizer": Optimizer.ADAMW_8BIT}, saved
+
+
+def _list_losses(case: Case, peak: Peak) -> Iterator[_Wish]:
+    logits, used = _sum(peak, "logits"), case.strategy.loss
+    if used in (Loss.PLAIN, Loss.KERNEL):
+        # The 16-bit logits and their gradient stay; the fp32 copies go.
+        yield "chunked loss", {"loss": Loss.CHUNKED}, 0.6 * logits
+    if used is not Loss.FUSED:
+        yield "fused loss", {"loss": Loss.FUSED}, 0.9 * logits
+
+
+def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Wish]:
+    num_layers, strategy = case.spec.num_layers, case.strategy
+    done = strategy.count_recomputed(num_layers)
+    left = num_layers - done
+    if left <= 0:
+        return
+    kept = _sum(peak, "activations")
+    half = -(-num_layers // 2)
+    for count in (half, num_layers):
+        if count <= done:
+            continue
+        fields: _Fields = {"checkpointing": True}
+        if count < num_layers or strategy.recomputed_layers is not None:
+            fields["recomputed_layers"] = count
+        words = "checkpointing"
+        if count < num_layers:
+            words = describe_recomputing(strategy.model_copy(update=fields))
+        yield words, fields, 0.9 * kept * (count - done) / left
+
+
+def _list_attention(case: Case, peak: Peak) -> Iterator[_Wish]:
+    if case.strategy.attention is not Attention.EAGER:
+        return
+    scores = sum(tensor.num_bytes for tensor in peak.tensors if _holds_scores(tensor))
+    fields: _Fields = {"attention": Attention.SDPA}
+    if case.is_below(8) and case.spec.num_kv_heads < case.spec.num_heads:
+        fields["repeat_keys"] = True  # else SDPA holds the scores itself
+    yield "sdpa attention", fields, scores
+
+
+def _list_batches(case: Case, peak: Peak) -> Iterator[_Wish]:
+    """Halved, or as near to it as divides the sequences evenly."""
+    size, sequences = (
+        case.strategy.micro_batch,
+        case.strategy.micro_batch * case.strategy.grad_accum,
+    )
+    if size == 1:
+        return
+    less = next(part for part in range(size // 2, 0, -1) if sequences % part == 0)
+    fields = {"micro_batch": less, "grad_accum": sequences // less}
+    parts = ["activations", "logits", "inputs"]
+    if "update" not in peak.stage:
+        parts.append("temporary")
+    following = _sum(peak, *parts)
+    yield f"micro-batch {less} x {sequences // less}", fields, following * (1 - less / size)
+
+
+def _list_weights(case: Case, peak: Peak) -> Iterator[_Wish]:
+    strategy = case.strategy
+    stored = {Dtype.FP32: 32, Dtype.BF16: 16, Dtype.FP16: 16, Dtype.INT8: 8}
+    bits = stored.get(strategy.weights)
+    if strategy.method is Method.LORA and bits is not None:
+        # Embeddings, norms and head stay as they are.
+        saved = _sum(peak, "weights") * (1 - 4.5 / bits) * 0.9
+        yield "nf4 weights", {"weights": Dtype.NF4}, saved
+
+
+def _list_shardings(case: Case, peak: Peak) -> Iterator[_Wish]:
+    strategy = case.strategy
+    if strategy.world_size == 1 or strategy.sharding.shards_weights:
+        return
+    gone = 1 - 1 / strategy.world_size
+    state = _sum(peak, "weights", "gradients", "optimizer")
+    if strategy.sharding.is_zero:
+        yield "zero3", {"sharding": Sharding.ZERO3}, _sum(peak, "weights", "gradients") * gone
+    else:
+        yield "fsdp", {"sharding": Sharding.FSDP}, state * gone
+
+
+_KINDS: tuple[Callable[[Case, Peak], Iterator[_Wish]], ...] = (
+    _list_optimizers,
+    _list_losses,
+    _list_attention,
+    _list_batches,
+    _list_recomputing,
+    _list_shardings,
+    _list_weights,
+)
+"""Of two that promise the same, what costs less time or quality first."""
+
+
+def _sum(peak: Peak, *categories: str) -> int:
+    return sum(peak.components.get(name, 0) for name in categories)
+
+
+def _is_halved(strategy: Strategy) -> bool:
+    """Whether the optimizer's state is 16 bit: it is as the values it trains."""
+    trained = strategy.weights if strategy.method is Method.FULL else strategy.adapter_dtype
+    return trained in (Dtype.BF16, Dtype.FP16)
+
+
+def _holds_scores(tensor: PeakTensor) -> bool:
+    """Of every token with every other, heads and more in front; or their mask."""
+    is_square = len(tensor.shape) >= 3 and tensor.shape[-1] == tensor.shape[-2]
+    return is_square and tensor.category in ("activations", "temporary", "inputs")
+
+
+def _write(value: object) -> str:
+    """A field's value as `--set` takes it."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,256 @@
+"""What a trace changes in an estimate and in the order of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tightfit.core.strategy import Strategy
+from tightfit.core.units import render_bytes
+from tightfit.estimate.job import estimate_job
+from tightfit.estimate.result import Estimate, GpuMemory, Phase, Verdict
+from tightfit.estimate.trace.result import TracedMemory
+from tightfit.estimate.trace.summary import judge_traced
+from tightfit.hardware.types import Node
+from tightfit.planning.assume import assume_host
+from tightfit.planning.plan import Plan
+from tightfit.planning.ranking import handicap_total, measure_seconds
+from tightfit.planning.search import SearchResult
+
+TRACED = "traced"
+NUM_HALVINGS = 2
+"""Of the micro-batch, before a plan is given up."""
+_STAGE_PHASES = {"load": "load", "eval": "eval", "save": "save", "generate": "inference"}
+"""A trace's stages that the closed form knows as phases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """One job to trace: a strategy of a model on a node."""
+
+    strategy: Strategy
+    node: Node
+    room_bytes: int
+    """What the card leaves to torch's allocator."""
+    wants_fewest_recomputed: bool = False
+    """Whether to look for the smallest number of recomputed layers that fits `room_bytes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What came of a wish."""
+
+    traced: TracedMemory | None
+    fewest_recomputed: int | None = None
+    """Layers that must be recomputed; `traced` is then of a job that recomputes as many. None
+    where it was not asked for, or where nothing fits."""
+    problem: str = ""
+    """Why there is no trace."""
+    remedy: str = ""
+
+
+Trace = Callable[[Sequence[Wish]], list[Found]]
+"""The tracer, handed in by whoever may start processes. One answer per wish."""
+
+
+def make_wish(plan: Plan) -> Wish:
+    gpu = plan.estimate.gpu
+    return Wish(
+        strategy=plan.strategy,
+        node=plan.hardware.node,
+        room_bytes=max(0, gpu.capacity_bytes - gpu.context_bytes),
+        wants_fewest_recomputed=plan.strategy.checkpointing,
+    )
+
+
+def apply_trace(estimate: Estimate, traced: TracedMemory, node: Node) -> Estimate:
+    """The estimate with traced memory in place of the formulas'; illegal stays illegal."""
+    gpu = estimate.gpu
+    room = gpu.capacity_bytes - gpu.context_bytes
+    held = min(traced.peak_reserved_bytes, max(traced.smallest_capacity_bytes, room))
+    components = dict(traced.peak.components)
+    components["allocator_slack"] = held - sum(components.values())
+    components["cuda_context"] = gpu.context_bytes
+    memory = GpuMemory(
+        peak_phase=traced.peak.stage,
+        peak_allocated_bytes=traced.peak_allocated_bytes,
+        peak_reserved_bytes=held + gpu.context_bytes,
+        context_bytes=gpu.context_bytes,
+        capacity_bytes=gpu.capacity_bytes,
+        components={name: size for name, size in components.items() if size > 0},
+    )
+    verdict, reason = estimate.verdict, estimate.reason
+    if verdict is not Verdict.ILLEGAL and not _lacks_host(estimate):
+        verdict = judge_traced(
+            traced, context_bytes=gpu.context_bytes, capacity_bytes=gpu.capacity_bytes
+        )
+        reason = _reason(verdict, traced, memory, node)
+    return estimate.model_copy(
+        update={
+            "gpu": memory,
+            "verdict": verdict,
+            "reason": reason,
+            "phases": _phases(estimate, traced, gpu.context_bytes),
+            "tier": TRACED,
+            "peak": traced.peak,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedSearch:
+    """A search whose first plans were traced."""
+
+    result: SearchResult
+    traces: tuple[TracedMemory | None, ...]
+    """Of the first plans, in their order."""
+    lost: tuple[Plan, ...]
+    """Plans that fit by formula and do not by trace."""
+    notes: tuple[str, ...]
+    """Why some could not be traced."""
+
+
+def trace_plans(result: SearchResult, trace: Trace, *, num_traced: int) -> TracedSearch:
+    """Trace the first plans and order them anew.
+
+    What may recompute layers recomputes no more than it must. What does not fit after all
+    tries half its micro-batch, and is lost when that is of no use. A plan that cannot be
+    traced keeps its formulas and its place among the others.
+    """
+    chosen, rest = result.plans[:num_traced], result.plans[num_traced:]
+    settled = _trace_all(chosen, trace)
+    for _ in range(NUM_HALVINGS):
+        smaller = {place: _halve(one.plan) for place, one in enumerate(settled) if one.is_lost}
+        tried = {place: plan for place, plan in smaller.items() if plan is not None}
+        if not tried:
+            break
+        for place, one in zip(tried, _trace_all(list(tried.values()), trace), strict=True):
+            settled[place] = one
+    fitting = sorted((one for one in settled if not one.is_lost), key=lambda one: _rank(one.plan))
+    problems = dict.fromkeys(one.found.problem for one in settled if one.found.traced is None)
+    return TracedSearch(
+        result=replace(result, plans=(*(one.plan for one in fitting), *rest)),
+        traces=tuple(one.found.traced for one in fitting),
+        lost=tuple(one.plan for one in settled if one.is_lost),
+        notes=tuple(f"not traced: {problem}" for problem in problems),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settled:
+    """A plan after its trace."""
+
+    plan: Plan
+    found: Found
+
+    @property
+    def is_lost(self) -> bool:
+        return self.plan.estimate.verdict not in (Verdict.FITS, Verdict.TIGHT)
+
+
+def _trace_all(plans: Sequence[Plan], trace: Trace) -> list[_Settled]:
+    answers = trace([make_wish(plan) for plan in plans])
+    return [
+        _Settled(plan=_settle(plan, found), found=found)
+        for plan, found in zip(plans, answers, strict=True)
+    ]
+
+
+def _halve(plan: Plan) -> Plan | None:
+    """Half as many sequences at once, twice as often; None where one is left."""
+    strategy = plan.strategy
+    if strategy.micro_batch < 2:
+        return None
+    micro_batch = strategy.micro_batch // 2
+    per_step = strategy.micro_batch * strategy.grad_accum
+    update = {"micro_batch": micro_batch, "grad_accum": -(-per_step // micro_batch)}
+    return _change(plan, strategy.model_copy(update=update))
+
+
+def _settle(plan: Plan, found: Found) -> Plan:
+    """The plan with what its trace says; as it was where there is none."""
+    if found.traced is None:
+        return plan
+    plan = _recompute(plan, found.fewest_recomputed)
+    estimate = apply_trace(plan.estimate, found.traced, plan.hardware.node)
+    return plan.model_copy(update={"estimate": estimate})
+
+
+def _recompute(plan: Plan, num_recomputed: int | None) -> Plan:
+    """The plan with so many recomputed layers, and the time that this takes."""
+    num_layers = plan.model.num_layers
+    if num_recomputed is None or num_recomputed == plan.strategy.count_recomputed(num_layers):
+        return plan
+    is_some = 0 < num_recomputed < num_layers
+    strategy = plan.strategy.model_copy(
+        update={
+            "checkpointing": num_recomputed > 0,
+            "recomputed_layers": num_recomputed if is_some else None,
+        }
+    )
+    why = f"recomputes {num_recomputed} of {num_layers} layers: traced, and fewer do not fit"
+    return _change(plan, strategy).model_copy(update={"why": (*plan.why, why)})
+
+
+def _change(plan: Plan, strategy: Strategy) -> Plan:
+    """The plan with another strategy, estimated by formula."""
+    estimate = estimate_job(
+        spec=plan.model,
+        strategy=strategy,
+        node=assume_host(plan.hardware.node),
+        network_bytes_per_second=plan.hardware.network_bytes_per_second,
+        profile=plan.data,
+    )
+    told = estimate.model_copy(update={"assumptions": plan.estimate.assumptions})
+    sequences = strategy.micro_batch * strategy.grad_accum * strategy.world_size
+    return plan.model_copy(
+        update={"strategy": strategy, "estimate": told, "effective_batch": sequences}
+    )
+
+
+def _rank(plan: Plan) -> tuple[int, float]:
+    seconds = measure_seconds(plan.estimate) * handicap_total(plan.strategy)
+    return (0 if plan.estimate.verdict is Verdict.FITS else 1, float(f"{seconds:.3g}"))
+
+
+def _lacks_host(estimate: Estimate) -> bool:
+    return estimate.verdict is Verdict.DOES_NOT_FIT and "host memory" in estimate.reason
+
+
+def _phases(estimate: Estimate, traced: TracedMemory, context_bytes: int) -> tuple[Phase, ...]:
+    """Traced stages first; what a trace does not run (merge, quantize) as it was."""
+    replaced = {_STAGE_PHASES.get(stage.name) for stage in traced.stages}
+    hosts = {phase.name: phase.host_peak_bytes for phase in estimate.phases}
+    step_host = max((phase.host_peak_bytes for phase in estimate.phases), default=0)
+    made = [
+        Phase(
+            name=stage.name,
+            peak_allocated_bytes=stage.peak_allocated_bytes,
+            peak_reserved_bytes=stage.peak_reserved_bytes + context_bytes,
+            components={
+                "tensors": stage.peak_allocated_bytes,
+                "allocator_slack": stage.peak_reserved_bytes - stage.peak_allocated_bytes,
+                "cuda_context": context_bytes,
+            },
+            host_peak_bytes=hosts.get(_STAGE_PHASES.get(stage.name, ""), step_host),
+        )
+        for stage in traced.stages
+    ]
+    kept = [p for p in estimate.phases if p.name in ("merge", "quantize", "inference", "save")]
+    return (*made, *(phase for phase in kept if phase.name not in replaced))
+
+
+def _reason(verdict: Verdict, traced: TracedMemory, gpu: GpuMemory, node: Node) -> str:
+    has = f"{node.gpu.name} has {render_bytes(gpu.capacity_bytes)}"
+    least = render_bytes(traced.smallest_capacity_bytes + gpu.context_bytes)
+    held = render_bytes(traced.peak_reserved_bytes + gpu.context_bytes)
+    if verdict is Verdict.FITS:
+        spare = render_bytes(gpu.capacity_bytes - gpu.context_bytes - traced.peak_reserved_bytes)
+        return f"traced: holds {held} per GPU; {has} ({spare} to spare)"
+    if verdict is Verdict.TIGHT:
+        return (
+            f"traced: would hold {held} per GPU and survives in {least}; {has}: the allocator "
+            "has to give memory back and ask again"
+        )
+    short = render_bytes(traced.smallest_capacity_bytes + gpu.context_bytes - gpu.capacity_bytes)
+    return f"traced: needs at least {least} per GPU; {has} ({short} short)"

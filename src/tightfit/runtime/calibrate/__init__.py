@@ -1,0 +1,1 @@
+"""Measuring one machine: what its device, its host and its links sustain."""

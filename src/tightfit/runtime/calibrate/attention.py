@@ -1,0 +1,121 @@
+"""Attention forward and backward, by kind, head width and length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tightfit.hardware.calibration import AttentionTime
+from tightfit.runtime.calibrate.bench import Bench, Work
+
+HEAD_DIMS = (64, 128)
+LENGTHS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (256, 512, 1024, 2048)}
+TOKENS = {"cuda": 8192, "cpu": 1024}
+"""Of one call at least, in as many rows as that makes: short sequences come in batches."""
+WIDTH = {"cuda": 4096, "cpu": 512}
+"""Of all heads."""
+FULL_LENGTH = 1024
+"""Measured without a causal mask too, to be shown beside it."""
+CALLS = {"cuda": 6, "cpu": 3}
+"""Runs that one measurement of a long call takes."""
+
+
+WRITTEN_LENGTHS = {"cuda": (1024, 2048), "cpu": (512,)}
+"""For attention that writes its scores out, whose time grows with their number alone."""
+Shape = tuple[int, int, int, int]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def measure_attention(bench: Bench) -> list[AttentionTime]:
+    kind = bench.device.type
+    wanted = [
+        ("sdpa", length, head_dim, is_causal)
+        for length in LENGTHS[kind]
+        for head_dim in HEAD_DIMS
+        for is_causal in ((True, False) if length == FULL_LENGTH else (True,))
+    ]
+    wanted[4:4] = [
+        (name, length, 128, False) for length in WRITTEN_LENGTHS[kind] for name in ("eager", "math")
+    ]
+    rows: list[AttentionTime] = []
+    for name, length, head_dim, is_causal in wanted:
+        row = _measure(bench, name, length, head_dim, is_causal=is_causal)
+        rows += [] if row is None else [row]
+    if len(rows) < len(wanted):
+        missing = len(wanted) - len(rows)
+        bench.skipped.append(f"{missing} attention shapes: no time or memory left")
+    return rows
+
+
+def _measure(
+    bench: Bench, name: str, length: int, head_dim: int, *, is_causal: bool
+) -> AttentionTime | None:
+    kind = bench.device.type
+    batch, heads = max(1, TOKENS[kind] // length), WIDTH[kind] // head_dim
+    shape = (batch, heads, length, head_dim)
+    scores = 0 if name == "sdpa" else 12 * batch * heads * length * length
+    room = 20.0 * batch * heads * length * head_dim * bench.dtype.itemsize + 2.0 * scores
+    if bench.seconds_left <= 0 or not bench.has_room(room):
+        return None
+    attend = _choose(name, length, bench, is_causal=is_causal)
+    forward = bench.try_seconds(partial(_prepare_forward, bench, shape, attend))
+    # Both directions take about 3.5 times as long, a few times over.
+    if forward is None or bench.seconds_left < 3.5 * CALLS[kind] * forward:
+        return None
+    both = bench.try_seconds(partial(_prepare_both, bench, shape, attend))
+    if both is None:
+        return None
+    return AttentionTime.model_validate(
+        {
+            "kind": name,
+            "dtype": str(bench.dtype).removeprefix("torch."),
+            **dict(zip(("batch", "heads", "length", "head_dim"), shape, strict=True)),
+            "is_causal": is_causal,
+            "forward_seconds": forward,
+            "backward_seconds": max(both - forward, 0.5 * forward),
+        }
+    )
+
+
+def _choose(name: str, length: int, bench: Bench, *, is_causal: bool) -> Attend:
+    if name == "sdpa":
+        return partial(functional.scaled_dot_product_attention, is_causal=is_causal)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=bench.device).triu(1)
+    mask = torch.zeros(length, length, dtype=bench.dtype, device=bench.device)
+    mask = mask.masked_fill(hidden, torch.finfo(bench.dtype).min)[None, None]
+    return partial(attend_eagerly if name == "eager" else _attend_by_math, mask=mask)
+
+
+def attend_eagerly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor
+) -> torch.Tensor:
+    """Operation by operation as transformers' `eager_attention_forward`."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
+    weights = functional.softmax(scores + mask, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights, v).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _attend_by_math(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor
+) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _prepare_forward(bench: Bench, shape: Shape, attend: Attend) -> Work:
+    q, k, v = (bench.randn(*shape).requires_grad_() for _ in range(3))
+    return partial(attend, q, k, v)
+
+
+def _prepare_both(bench: Bench, shape: Shape, attend: Attend) -> Work:
+    q, k, v = (bench.randn(*shape).requires_grad_() for _ in range(3))
+    gradient = bench.randn(*shape)
+
+    def step() -> object:
+        return torch.autograd.grad(attend(q, k, v), (q, k, v), gradient)
+
+    return step

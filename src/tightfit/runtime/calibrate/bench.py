@@ -1,0 +1,145 @@
+"""Bench: one device, a clock that sees the device alone, and a time by which to be done."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+
+from tightfit.runtime.devices import is_out_of_memory
+
+ROUND_SECONDS = {"cuda": 0.1, "cpu": 0.05}
+"""How long one round of repeats should take: long enough for the clock, short enough for all."""
+MOST_REPEATS = 60
+"""More would fill the driver's queue, and the host would wait inside the measured stretch."""
+NUM_ROUNDS = 3
+SPIN_HZ = 2.0e9
+"""Cycles of the device's clock in a second of waiting; slower clocks wait longer, which is safe."""
+MOST_SPIN_SECONDS = 0.2
+ROOM_FRACTION = {"cuda": 0.5, "cpu": 0.25}
+"""Of the free memory, what one measurement may take."""
+
+Work = Callable[[], object]
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Where measurements happen, and until when."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """What the device trains in: bf16, or fp16 without it, or fp32."""
+    supports_bf16: bool
+    deadline: float
+    """Of the part under way, on `time.monotonic`."""
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    @contextmanager
+    def part(self, fraction: float) -> Iterator[None]:
+        """A stretch that may take this share of the time left."""
+        end = self.deadline
+        self.deadline = end - (1.0 - fraction) * max(self.seconds_left, 0.0)
+        try:
+            yield
+        finally:
+            self.deadline = end
+
+    def has_room(self, num_bytes: float) -> bool:
+        if self.is_cpu:
+            free = psutil.virtual_memory().available
+        else:
+            free = torch.cuda.mem_get_info(self.device)[0]
+        return num_bytes <= ROOM_FRACTION[self.device.type] * free
+
+    def try_seconds(self, make: Callable[[], Work]) -> float | None:
+        """Seconds of what `make` prepares; None where memory does not suffice."""
+        try:
+            return self.seconds(make())
+        except RuntimeError as fault:
+            if not is_out_of_memory(fault):
+                raise
+            return None
+        finally:
+            if not self.is_cpu:
+                torch.cuda.empty_cache()
+
+    def seconds(self, work: Work) -> float:
+        """Median time of `work` on the device, after unmeasured runs."""
+        if self.is_cpu:
+            return _time_on_cpu(work)
+        return _time_on_gpu(work)
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
+
+
+def _time_on_cpu(work: Work) -> float:
+    work()
+    times = [_call(work)]
+    repeats = min(max(int(NUM_ROUNDS * ROUND_SECONDS["cpu"] / times[0]), 1), MOST_REPEATS)
+    times += [_call(work) for _ in range(repeats)]
+    return statistics.median(times)
+
+
+def _call(work: Work) -> float:
+    start = time.perf_counter()
+    work()
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _time_on_gpu(work: Work) -> float:
+    """By events around repeats that were all queued while the device still waited.
+
+    A single call between two events would show the host's time for whatever is quicker than a
+    launch from Python.
+    """
+    for _ in range(2):
+        work()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    queued = time.perf_counter() - start
+    torch.cuda.synchronize()
+    took = max(time.perf_counter() - start, 1e-6)
+    repeats = min(max(int(ROUND_SECONDS["cuda"] / took), 1), MOST_REPEATS)
+    return statistics.median(
+        _time_round(work, repeats, wait=1e-4 + 2 * repeats * queued) for _ in range(NUM_ROUNDS)
+    )
+
+
+def _time_round(work: Work, repeats: int, *, wait: float) -> float:
+    cuda: Any = torch.cuda  # half annotated
+    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    cuda._sleep(int(SPIN_HZ * min(wait, MOST_SPIN_SECONDS)))
+    begin.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return max(float(begin.elapsed_time(end)) / 1e3 / repeats, 1e-9)
+
+
+def warm_up(bench: Bench, *, seconds: float) -> None:
+    """Bring clocks and temperature to where work has them."""
+    side = 512 if bench.is_cpu else 4096
+    left, right = bench.randn(side, side), bench.randn(side, side)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(1 if bench.is_cpu else 10):
+            torch.mm(left, right)
+        if not bench.is_cpu:
+            torch.cuda.synchronize()

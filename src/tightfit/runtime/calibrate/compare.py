@@ -1,0 +1,211 @@
+"""What was measured beside what estimates assume of the device without it. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Attention, Optimizer, Strategy
+from tightfit.estimate import communication as comms
+from tightfit.estimate import efficiency as eff
+from tightfit.estimate.allocator import estimate_context_bytes
+from tightfit.estimate.launches import ADAPTER_KERNELS
+from tightfit.hardware.calibration import BACKWARD_FLOPS, Calibration
+from tightfit.hardware.types import Node
+
+Unit = Literal["FLOP/s", "B/s", "B", "s", "weights/s"]
+SHOWN_LENGTHS = (512, 2048, 8192)
+
+
+class ComparedRate(BaseModel):
+    """One line of the table."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    unit: Unit
+    measured: float
+    assumed: float | None = None
+    """None where estimates assume nothing of it."""
+
+    @property
+    def ratio(self) -> float | None:
+        return None if not self.assumed else self.measured / self.assumed
+
+
+def compare_rates(found: Calibration, node: Node) -> tuple[ComparedRate, ...]:
+    """`node` as the probe describes it; measured rates it already has are left out."""
+    gpu = node.gpu.model_copy(update={"measured": None})
+    plain = node.model_copy(update={"gpu": gpu})
+    return (
+        *_compare_context(found),
+        *_compare_matmuls(found, plain),
+        *_compare_attention(found, plain),
+        *_compare_scores(found, plain),
+        *_compare_traffic(found, plain),
+        *_compare_host(found, plain),
+        *_compare_links(found, plain),
+    )
+
+
+def _usual(found: Calibration) -> Dtype:
+    """What the device trains in: the dtype that most products were measured in."""
+    rows = found.rates().matmuls
+    return Dtype(max(rows, key=lambda dtype: len(rows[dtype]))) if rows else Dtype.FP32
+
+
+def _rates(found: Calibration, node: Node, head_dim: int = 128) -> eff.Rates:
+    usual = Dtype.FP32 if found.is_cpu else _usual(found)
+    strategy = Strategy(compute=usual, weights=usual, attention=Attention.SDPA)
+    return eff.find_rates(node.gpu, strategy, head_dim=head_dim)
+
+
+def _compare_context(found: Calibration) -> Iterator[ComparedRate]:
+    if found.context_bytes is not None:
+        assumed = estimate_context_bytes(1, is_cpu=found.is_cpu)
+        yield ComparedRate(
+            name="CUDA context", unit="B", measured=found.context_bytes, assumed=assumed
+        )
+
+
+def _compare_matmuls(found: Calibration, node: Node) -> Iterator[ComparedRate]:
+    for dtype in dict.fromkeys(row.dtype for row in found.matmuls):
+        best = max(row.flops_per_second for row in found.matmuls if row.dtype == dtype)
+        assumed = None
+        if dtype in ("fp32", "bf16", "fp16"):
+            assumed = eff.sustained_flops(node.gpu, Dtype(dtype))
+        yield ComparedRate(
+            name=f"best {dtype} product", unit="FLOP/s", measured=best, assumed=assumed
+        )
+    rates, usual = _rates(found, node), _usual(found)
+    for row in found.matmuls:
+        is_shown = row.m >= row.n if row.k > row.n else row.m == 2048
+        if row.dtype != usual.value or not is_shown or min(row.m, row.n, row.k) < 8:
+            continue
+        moved = usual.value_bytes * (row.m * row.n + row.m * row.k + row.n * row.k)
+        seconds = eff.matmul_seconds(rates, flops=2.0 * row.m * row.n * row.k, num_bytes=moved)
+        yield ComparedRate(
+            name=f"{row.dtype} product {row.m} x {row.k} x {row.n}",
+            unit="s",
+            measured=row.seconds,
+            assumed=seconds,
+        )
+
+
+def _compare_attention(found: Calibration, node: Node) -> Iterator[ComparedRate]:
+    for row in found.attention:
+        if row.kind != "sdpa" or not row.is_causal or row.length not in SHOWN_LENGTHS:
+            continue
+        rates = _rates(found, node, row.head_dim)
+        for name, seconds, is_backward in (
+            ("forward", row.forward_seconds, False),
+            ("backward", row.backward_seconds, True),
+        ):
+            flops = row.forward_flops
+            assumed = eff.attention_seconds(
+                rates, flops=flops, seq_len=row.length, backward=is_backward
+            )
+            work = flops * (BACKWARD_FLOPS if is_backward else 1.0)
+            yield ComparedRate(
+                name=f"attention {name}, {row.length} tokens, heads of {row.head_dim}",
+                unit="FLOP/s",
+                measured=work / seconds,
+                assumed=work / assumed,
+            )
+
+
+def _compare_scores(found: Calibration, node: Node) -> Iterator[ComparedRate]:
+    """Attention that writes its scores out, per billion of them, forward."""
+    rates = _rates(found, node)
+    for name, (forward, _) in found.rates().score_seconds.items():
+        each = eff.EAGER_PAIR_BYTES / rates.elementwise_bytes_per_second
+        each += 4.0 * 128 / rates.matmul_flops_per_second
+        yield ComparedRate(
+            name=f"{name} attention, 1e9 scores, heads of 128",
+            unit="s",
+            measured=1e9 * forward,
+            assumed=1e9 * each if name == "eager" else None,
+        )
+
+
+def _compare_traffic(found: Calibration, node: Node) -> Iterator[ComparedRate]:
+    rates = _rates(found, node)
+    assumed = {
+        "copy": rates.stream_bytes_per_second,
+        "elementwise": rates.elementwise_bytes_per_second,
+        "loss": rates.loss_bytes_per_second,
+    }
+    for row in found.traffic:
+        size = f", {row.tensor_bytes / 2**20:g} MiB"
+        yield ComparedRate(
+            name=row.kind + (size if row.kind in ("copy", "elementwise") else ""),
+            unit="B/s",
+            measured=row.bytes_per_second,
+            assumed=assumed.get(row.kind),
+        )
+    for update in found.optimizers:
+        dtype = Dtype(update.dtype)
+        strategy = Strategy(method="full", weights=dtype, optimizer=Optimizer.ADAMW)
+        yield ComparedRate(
+            name=f"fused AdamW in {update.dtype}, 1e9 values",
+            unit="s",
+            measured=1e9 * update.seconds / update.num_params,
+            assumed=1e9 * eff.optimizer_seconds_per_param(strategy, rates),
+        )
+    if found.nf4_weights_per_second is not None:
+        yield ComparedRate(
+            name="unpacking nf4",
+            unit="weights/s",
+            measured=found.nf4_weights_per_second,
+            assumed=rates.stream_bytes_per_second / eff.DEQUANTIZE_BYTES[Dtype.NF4],
+        )
+
+
+def _compare_host(found: Calibration, node: Node) -> Iterator[ComparedRate]:
+    if found.host_times is None:
+        return
+    rates, told = _rates(found, node), found.rates()
+    times = found.host_times
+    yield ComparedRate(name="host: one small operation", unit="s", measured=times.op_seconds)
+    yield ComparedRate(name="host: its backward", unit="s", measured=times.backward_op_seconds)
+    for name, measured, assumed in (
+        ("host: a layer's kernel, forward", told.host_forward_seconds, rates.host_forward_seconds),
+        (
+            "host: a layer's kernel, backward",
+            told.host_backward_seconds,
+            rates.host_backward_seconds,
+        ),
+        (
+            "host: a recomputed layer's extra",
+            told.host_checkpoint_seconds,
+            rates.host_checkpoint_seconds,
+        ),
+        (
+            "host: a LoRA module, forward",
+            told.host_adapter_forward_seconds,
+            rates.host_forward_seconds * (ADAPTER_KERNELS + eff.HOST_ADAPTER_KERNELS),
+        ),
+        ("from kernel to kernel", told.kernel_gap_seconds, rates.kernel_gap_seconds),
+    ):
+        if measured is not None:
+            yield ComparedRate(name=name, unit="s", measured=measured, assumed=assumed)
+
+
+def _compare_links(found: Calibration, node: Node) -> Iterator[ComparedRate]:
+    links = comms.find_links(node, network_bytes_per_second=None)
+    if found.host_link is not None:
+        for name, rate in (
+            ("pinned host memory to device", found.host_link.to_device_bytes_per_second),
+            ("device to pinned host memory", found.host_link.from_device_bytes_per_second),
+        ):
+            yield ComparedRate(name=name, unit="B/s", measured=rate, assumed=links.host)
+    for row in found.collectives:
+        yield ComparedRate(
+            name=f"{row.kind} of {row.num_bytes / 2**20:g} MiB, {row.num_ranks} GPUs, as a ring",
+            unit="B/s",
+            measured=row.ring_bytes_per_second,
+            assumed=links.inside,
+        )

@@ -1,0 +1,126 @@
+"""Matrix products in the shapes of language models from 0.1B to 13B, LoRA's thin ones included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import prod
+
+import torch
+from torch.nn import functional
+
+from tightfit.hardware.calibration import MatmulTime
+from tightfit.runtime.calibrate.bench import Bench, Work
+
+Shape = tuple[int, int, int]
+"""m, n, k: tokens, outputs, inputs in a forward pass."""
+
+GPU_TOKENS = (512, 2048, 8192)
+GPU_LINEARS = ((3072, 768), (2048, 2048), (8192, 2048), (4096, 4096), (11008, 4096), (13824, 5120))
+"""n, k: linear layers of GPT-2 small, Llama-3.2-1B, Llama-2-7B and Llama-2-13B."""
+GPU_OTHERS: tuple[Shape, ...] = (
+    (2048, 4096, 11008),
+    *((4096, 4096, 2048), (11008, 4096, 8192)),  # gradients of weights: k is the tokens
+    *((2048, 32000, 4096), (2048, 128256, 4096), (8192, 50304, 2048)),  # vocabularies
+)
+LORA_SHAPES: tuple[Shape, ...] = (
+    *((2048, 16, 4096), (8192, 16, 4096), (8192, 64, 4096), (8192, 16, 11008), (2048, 8, 2048)),
+    *((2048, 4096, 16), (8192, 4096, 16), (8192, 11008, 64), (2048, 2048, 8)),
+    *((16, 4096, 8192), (4096, 16, 8192)),  # gradients of both matrices
+)
+GPU_FEW: tuple[Shape, ...] = (
+    *((2048, n, k) for n, k in GPU_LINEARS),
+    *((512, 4096, 4096), (8192, 4096, 4096), (2048, 32000, 4096)),
+    *((8192, 16, 4096), (8192, 4096, 16), (2048, 8, 2048), (2048, 2048, 8)),
+)
+GPU_LARGEST: tuple[Shape, ...] = ((2048, 4096, 4096), (8192, 4096, 4096), (8192, 11008, 4096))
+CPU_SHAPES: tuple[Shape, ...] = (
+    *((m, n, k) for m in (128, 512, 2048) for n, k in ((576, 576), (1536, 576), (2048, 2048))),
+    *((512, 8192, 2048), (512, 4096, 4096), (512, 11008, 4096), (2048, 8192, 2048)),
+    *((512, 49152, 576), (512, 32000, 2048)),
+    *((512, 16, 576), (512, 576, 16), (2048, 16, 2048), (2048, 2048, 16), (2048, 64, 2048)),
+    *((576, 576, 512), (2048, 2048, 512)),
+)
+ANCHORS: dict[str, Shape] = {"cuda": (2048, 4096, 4096), "cpu": (512, 2048, 2048)}
+CALLS = {"cuda": 8, "cpu": 4}
+"""Runs that one measurement of a long product takes."""
+
+
+def measure_matmuls(bench: Bench) -> list[MatmulTime]:
+    """A table per dtype: fp32 in full precision, and what the device has beside it."""
+    wanted = _plan(bench)
+    rows: list[MatmulTime] = []
+    for number, (dtype, shapes) in enumerate(wanted):
+        with bench.part(1 / (len(wanted) - number)):
+            rows += _measure_dtype(bench, dtype, shapes)
+    return rows
+
+
+def _plan(bench: Bench) -> list[tuple[str, tuple[Shape, ...]]]:
+    if bench.is_cpu:
+        kinds = [("fp32", CPU_SHAPES)]
+        return [*kinds, ("bf16", CPU_SHAPES)] if bench.supports_bf16 else kinds
+    whole = (*((m, n, k) for m in GPU_TOKENS for n, k in GPU_LINEARS), *GPU_OTHERS, *LORA_SHAPES)
+    usual, other = ("bf16", "fp16") if bench.supports_bf16 else ("fp16", None)
+    found = [(usual, whole), ("fp32", GPU_FEW)]
+    if other is not None:
+        found += [(other, GPU_FEW), ("tf32", GPU_LARGEST)]
+    if torch.cuda.get_device_capability(bench.device) >= (8, 9):
+        found.append(("fp8", GPU_LARGEST))
+    return found
+
+
+def _measure_dtype(bench: Bench, dtype: str, shapes: tuple[Shape, ...]) -> list[MatmulTime]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        rows = _measure_shapes(bench, dtype, shapes)
+    except (RuntimeError, AttributeError, TypeError) as fault:
+        if dtype != "fp8":  # torch has no public function for fp8 yet
+            raise
+        bench.skipped.append(f"fp8 products: {str(fault).splitlines()[0][:200]}")
+        return []
+    finally:
+        torch.set_float32_matmul_precision(before)
+    left_out = len(shapes) - len(rows)
+    if left_out:
+        bench.skipped.append(
+            f"{left_out} of {len(shapes)} {dtype} products: no time or memory left"
+        )
+    return rows
+
+
+def _measure_shapes(bench: Bench, dtype: str, shapes: tuple[Shape, ...]) -> list[MatmulTime]:
+    """One of middling size whatever the time, as all others are told by it; then small to large."""
+    anchor = ANCHORS[bench.device.type]
+    rows: list[MatmulTime] = []
+    for m, n, k in sorted(shapes, key=lambda shape: (shape != anchor, prod(shape))):
+        known = max((row.flops_per_second for row in rows), default=None)
+        is_late = known is not None and (
+            bench.seconds_left < CALLS[bench.device.type] * 2.0 * m * n * k / known
+        )
+        if is_late or not bench.has_room(4.0 * (m * k + n * k + 2 * m * n)):
+            continue
+        seconds = bench.try_seconds(partial(_prepare, bench, dtype, (m, n, k)))
+        if seconds is not None:
+            rows.append(MatmulTime(dtype=dtype, m=m, n=n, k=k, seconds=seconds))
+    return rows
+
+
+def _prepare(bench: Bench, dtype: str, shape: Shape) -> Work:
+    m, n, k = shape
+    if dtype == "fp8":
+        return _prepare_fp8(bench, shape)
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    kind = kinds.get(dtype, torch.float32)
+    left, right = bench.randn(m, k, dtype=kind), bench.randn(n, k, dtype=kind)
+    return partial(functional.linear, left, right)
+
+
+def _prepare_fp8(bench: Bench, shape: Shape) -> Work:
+    m, n, k = shape
+    multiply: Callable[..., torch.Tensor] = torch._scaled_mm
+    left = bench.randn(m, k).to(torch.float8_e4m3fn)
+    right = bench.randn(n, k).to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device=bench.device)
+    return partial(multiply, left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)

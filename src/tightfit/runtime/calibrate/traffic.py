@@ -1,0 +1,156 @@
+"""Kernels bound by memory: copies, elementwise, reductions, the loss, AdamW, unpacking nf4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch.nn import functional
+
+from tightfit.core.units import GIB, MIB
+from tightfit.hardware.calibration import LOSS_BYTES, OptimizerTime, TrafficTime
+from tightfit.runtime.calibrate.bench import Bench, Work
+
+SIZES = {
+    "cuda": (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB),
+    "cpu": (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+}
+"""Bytes of one tensor; a CPU's batches are smaller."""
+CHAIN_BYTES = 256 * MIB
+"""Tensors in turn until that much: each reads what the one before wrote, as layers do, and none
+finds its own old result in the cache."""
+ROOM_TIMES = {"copy": 3.0, "elementwise": 3.0, "softmax": 3.0, "sum": 2.0, "loss": 12.0}
+"""Tensors' worth of memory that a kernel needs beside the chain."""
+LOGITS = {"cuda": (2048, 32000), "cpu": (128, 32000)}
+ADAM_TENSORS = {"cuda": (16, 2**22), "cpu": (8, 2**20)}
+NF4_SHAPE = {"cuda": (11008, 4096), "cpu": (2048, 2048)}
+
+
+def measure_traffic(bench: Bench) -> list[TrafficTime]:
+    wanted = [*_list_rows(bench), *_list_chains(bench)]
+    rows: list[TrafficTime] = []
+    for kind, size, moved, make in wanted:
+        needed = CHAIN_BYTES + ROOM_TIMES[kind] * size
+        fits = bench.seconds_left > 0 and bench.has_room(needed)
+        seconds = bench.try_seconds(make) if fits else None
+        if seconds is not None:
+            rows.append(_row(kind, size, moved, seconds))
+    if len(rows) < len(wanted):
+        missing = len(wanted) - len(rows)
+        bench.skipped.append(f"{missing} memory-bound kernels: no time or memory left")
+    return rows
+
+
+Wanted = tuple[str, int, float, Callable[[], Work]]
+"""Kind, bytes of the tensor, bytes moved, and how to prepare it."""
+
+
+def _list_rows(bench: Bench) -> list[Wanted]:
+    num_rows, vocab = LOGITS[bench.device.type]
+    values, value = num_rows * vocab, bench.dtype.itemsize
+    return [
+        (kind, values * value, float(values * moved), partial(make, bench, num_rows, vocab))
+        for kind, make, moved in (
+            ("loss", _prepare_loss, LOSS_BYTES),
+            ("softmax", _prepare_softmax, 2 * value),
+            ("sum", _prepare_sum, value),
+        )
+    ]
+
+
+def _list_chains(bench: Bench) -> list[Wanted]:
+    return [
+        (kind, size, float(times * size), partial(_prepare_chain, bench, kind, size))
+        for size in SIZES[bench.device.type]
+        for kind, times in (("copy", 2), ("elementwise", 3))
+    ]
+
+
+def _row(kind: str, size: int, moved: float, seconds: float) -> TrafficTime:
+    return TrafficTime.model_validate(
+        {"kind": kind, "tensor_bytes": size, "moved_bytes": moved, "seconds": seconds}
+    )
+
+
+def _prepare_chain(bench: Bench, kind: str, size: int) -> Work:
+    count = min(max(CHAIN_BYTES // size, 2), 64)
+    shape = size // bench.dtype.itemsize
+    buffers = [torch.ones(shape, device=bench.device, dtype=bench.dtype) for _ in range(count)]
+    other = torch.zeros(shape, device=bench.device, dtype=bench.dtype)
+    turns = cycle(zip(buffers, [*buffers[1:], buffers[0]], strict=True))
+
+    def copy() -> object:
+        source, target = next(turns)
+        return target.copy_(source)
+
+    def add() -> object:
+        source, target = next(turns)
+        return torch.add(source, other, out=target)
+
+    return copy if kind == "copy" else add
+
+
+def _prepare_softmax(bench: Bench, num_rows: int, vocab: int) -> Work:
+    return partial(torch.softmax, bench.randn(num_rows, vocab), -1)
+
+
+def _prepare_sum(bench: Bench, num_rows: int, vocab: int) -> Work:
+    return partial(torch.sum, bench.randn(num_rows, vocab), -1)
+
+
+def _prepare_loss(bench: Bench, num_rows: int, vocab: int) -> Work:
+    """The plain loss of transformers: logits cast to fp32, cross entropy, and back."""
+    logits = bench.randn(num_rows, vocab).requires_grad_()
+    labels = torch.randint(vocab, (num_rows,), device=bench.device)
+
+    def step() -> object:
+        loss = functional.cross_entropy(logits.float(), labels)
+        return torch.autograd.grad(loss, logits)
+
+    return step
+
+
+def measure_optimizers(bench: Bench) -> list[OptimizerTime]:
+    """Fused AdamW, whose weights, gradients and state are all in one dtype."""
+    count, size = ADAM_TENSORS[bench.device.type]
+    rows: list[OptimizerTime] = []
+    kinds = {"fp32": torch.float32}
+    if bench.supports_bf16:
+        kinds["bf16"] = torch.bfloat16
+    for name, dtype in kinds.items():
+        fits = bench.seconds_left > 0 and bench.has_room(20.0 * count * size)
+        make = partial(_prepare_adamw, bench, dtype, count, size)
+        seconds = bench.try_seconds(make) if fits else None
+        if seconds is None:
+            bench.skipped.append(f"AdamW in {name}: no time or memory left")
+            continue
+        rows.append(OptimizerTime(dtype=name, num_params=count * size, seconds=seconds))
+    return rows
+
+
+def _prepare_adamw(bench: Bench, dtype: torch.dtype, count: int, size: int) -> Work:
+    weights = [bench.randn(size, dtype=dtype).requires_grad_() for _ in range(count)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    step: Callable[[], object] = torch.optim.AdamW(weights, lr=1e-5, fused=True).step
+    return step
+
+
+def measure_nf4(bench: Bench) -> float | None:
+    """Weights per second that bitsandbytes unpacks; None where it is not installed or fails."""
+    try:
+        from bitsandbytes import functional as bits
+    except (ImportError, RuntimeError, OSError):
+        bench.skipped.append("unpacking nf4: bitsandbytes is not installed")
+        return None
+    rows, columns = NF4_SHAPE[bench.device.type]
+    try:
+        weight = bench.randn(rows, columns)
+        packed, state = bits.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        seconds = bench.seconds(lambda: bits.dequantize_4bit(packed, state))
+    except (RuntimeError, AttributeError, NotImplementedError) as fault:
+        bench.skipped.append(f"unpacking nf4: {str(fault).splitlines()[0][:200]}")
+        return None
+    return rows * columns / seconds

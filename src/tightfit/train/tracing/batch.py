@@ -1,0 +1,52 @@
+"""The batch that a trace runs on: collated as in training, with real token numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tightfit.data.token_store import EncodedRow
+from tightfit.estimate.trace.shadows import give_shadow
+from tightfit.train.batches import Batch, collate_packed, collate_padded, collate_pairs
+from tightfit.train.tracing.job import Document, TraceJob
+
+
+def make_real_batch(job: TraceJob, *, is_encoder_decoder: bool) -> Batch:
+    """One micro-batch in host memory."""
+    rows = job.rows or list_longest_rows(job)
+    encoded = [[_encode(document) for document in row] for row in rows]
+    if is_encoder_decoder:
+        return collate_pairs(encoded, pad_token_id=0)
+    collate = collate_packed if job.strategy.packing else collate_padded
+    return collate(encoded, pad_token_id=0)
+
+
+def list_longest_rows(job: TraceJob) -> tuple[tuple[Document, ...], ...]:
+    """The largest batch that the plan allows, every token of it trained.
+
+    Rows that are not packed differ in length by a token, so that attention gets its mask.
+    """
+    strategy = job.strategy
+    length = strategy.seq_len
+    if strategy.packing:
+        mean = min(job.document_len or length, length)
+        whole, rest = divmod(length, mean)
+        row = (Document(num_tokens=mean),) * whole
+        row += (Document(num_tokens=rest),) if rest else ()
+        return (row,) * strategy.micro_batch
+    first = (Document(num_tokens=length),)
+    others = (Document(num_tokens=max(1, length - job.is_padded)),)
+    return (first, *(others,) * (strategy.micro_batch - 1))
+
+
+def _encode(document: Document) -> EncodedRow:
+    trained = np.arange(document.num_tokens) >= document.num_prompt
+    return EncodedRow(np.ones(document.num_tokens, dtype=np.int32), trained, "")
+
+
+def make_fake_batch(real: Batch, device: torch.device) -> Batch:
+    """The same on fake tensors that know their values. Call inside the fake mode."""
+    return {
+        name: give_shadow(torch.empty(values.shape, dtype=values.dtype, device=device), values)
+        for name, values in real.items()
+    }

@@ -1,0 +1,199 @@
+"""The load stage on fake tensors: what comes to the card, in the order in which it comes.
+
+Follows `runtime.load.load_base` and `train.finish.finish_model`: the base's tensors, packed on
+the way, then the cast of what stays unpacked, then adapters and their cast. Left out is what DoRA
+computes when it is attached: the norms of one matrix at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.trace.recorder import Recorder
+from tightfit.estimate.trace.recording import TEMPORARY
+from tightfit.runtime.layers import decoder_layers
+from tightfit.runtime.load import LoadRequest
+from tightfit.runtime.packing_check import list_widths, pack_and_unpack
+from tightfit.train.tracing.packed import is_packed, make_table, pack_on_card
+
+_ADAPTER = "lora_"
+_COPY = "modules_to_save"
+_WRAPPINGS = ("base_layer", "original_module")
+"""Names that peft puts between a module and its weights, which no checkpoint has."""
+
+
+def load_fake(
+    module: nn.Module,
+    strategy: Strategy,
+    device: torch.device,
+    *,
+    recorder: Recorder,
+    is_drawn: bool = False,
+) -> None:
+    """Bring a finished model from the meta device to `device`. Call inside the fake mode.
+
+    Values that are read go through transformers' loader; those `is_drawn` as `draw_model` does.
+    """
+    loading = _Loading(module, strategy, device, recorder)
+    if is_drawn:
+        loading.place_base(loading.list_drawn())
+    else:
+        loading.warm_up()
+        loading.place_base(loading.list_read())
+    _place_buffers(module, device)
+    for width in list_widths(module):
+        pack_and_unpack(width, device)
+    loading.settle(loading.base)
+    loading.add_adapters()
+    loading.settle(loading.added)
+
+
+def _place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Tables that no checkpoint holds; they are made when everything else is there."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+class _Loading:
+    """One model on its way; parameters are known by the names they have at its end."""
+
+    def __init__(
+        self, module: nn.Module, strategy: Strategy, device: torch.device, recorder: Recorder
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._recorder = recorder
+        self._plain = LoadRequest.from_strategy(strategy, is_packed=False).plain_dtype
+        self._is_raised = strategy.weights.is_quantized and strategy.upcast_unquantized
+        self._has_nested = strategy.weights is Dtype.NF4 and strategy.double_quant
+        self._wanted: dict[str, Any] = dict(module.named_parameters())
+        self.added = [n for n in self._wanted if _is_added(n)]
+        """Adapters, and copies of modules that train whole."""
+        self.base = [n for n in self._wanted if not _is_added(n)]
+        self._homes = _find_homes(module)
+        self._layers = {
+            id(parameter): number
+            for number, layer in enumerate(decoder_layers(module))
+            for parameter in layer.parameters()
+        }
+
+    def warm_up(self) -> None:
+        """`caching_allocator_warmup` of transformers takes all weights' bytes, and frees them."""
+        sizes = [self._count_bytes(name) for name in self.base]
+        torch.empty(sum(sizes) // 2, dtype=torch.float16, device=self._device)
+
+    def list_read(self) -> list[str]:
+        """The base's tensors by name, as `convert_and_load_state_dict_in_model` sorts them.
+
+        It reads unpacked ones in four threads, so that neighbours may change places.
+        """
+        return sorted(self.base, key=_sort_key)
+
+    def list_drawn(self) -> list[str]:
+        """Packed matrices with their biases first, then all others."""
+        return sorted(self.base, key=lambda name: not is_packed(self._weight_beside(name)))
+
+    def place_base(self, names: list[str]) -> None:
+        if self._has_nested:
+            self._recorder.purpose = TEMPORARY  # the process's, not the model's
+            make_table(self._device)
+            self._recorder.purpose = None
+        for name in names:
+            wanted = self._wanted[name]
+            with self._at(name):
+                if is_packed(wanted):
+                    owner = self._module.get_submodule(name.rpartition(".")[0])
+                    self._put(name, pack_on_card(wanted, owner, self._plain, self._device))
+                else:
+                    self._put_empty(name, self._read_dtype(wanted))
+
+    def add_adapters(self) -> None:
+        """`_move_adapter_to_device_of_base_layer` of peft: in the base's dtype, if it has one."""
+        for name in self.added:
+            with self._at(name):
+                self._put_empty(name, self._added_dtype(name))
+
+    def settle(self, names: list[str]) -> None:
+        """Cast what the plan has in another dtype than it came in, one after the other."""
+        for name in names:
+            now: Tensor = self._module.get_parameter(name)
+            wanted = self._wanted[name]
+            if now.dtype != wanted.dtype:
+                with self._at(name):
+                    values = now.detach().to(wanted.dtype)
+                    self._put(name, nn.Parameter(values, wanted.requires_grad))
+
+    def _put_empty(self, name: str, dtype: torch.dtype) -> None:
+        wanted = self._wanted[name]
+        values = torch.empty_like(wanted, dtype=dtype, device=self._device)
+        self._put(name, nn.Parameter(values, wanted.requires_grad))
+
+    def _put(self, name: str, parameter: nn.Parameter) -> None:
+        for owner, own in self._homes[id(self._wanted[name])]:
+            owner._parameters[own] = parameter
+
+    def _weight_beside(self, name: str) -> Any:
+        return self._wanted.get(f"{name.rpartition('.')[0]}.weight")
+
+    def _read_dtype(self, wanted: Tensor) -> torch.dtype:
+        return self._plain if self._is_raised else wanted.dtype
+
+    def _count_bytes(self, name: str) -> int:
+        """As transformers counts: codes without what stands beside them."""
+        wanted = self._wanted[name]
+        dtype = wanted.dtype if is_packed(wanted) else self._read_dtype(wanted)
+        size: int = wanted.numel() * dtype.itemsize
+        return size
+
+    def _added_dtype(self, name: str) -> torch.dtype:
+        """Of an adapter before it is cast: its base's, where that is no integer."""
+        wanted: torch.dtype = self._wanted[name].dtype
+        path = name.split(".")
+        if _COPY in path:
+            return self._plain
+        place = next(at for at, part in enumerate(path) if part.startswith(_ADAPTER))
+        base: Any = getattr(self._module.get_submodule(".".join(path[:place])), "base_layer", None)
+        if base is None:
+            return wanted
+        dtype: torch.dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
+        return dtype if dtype.is_floating_point else torch.float32
+
+    @contextmanager
+    def _at(self, name: str) -> Iterator[None]:
+        recorder = self._recorder
+        recorder.layer = self._layers.get(id(self._wanted[name]))
+        recorder.module_names.append(name.rpartition(".")[0])
+        try:
+            yield
+        finally:
+            recorder.module_names.pop()
+            recorder.layer = None
+
+
+def _is_added(name: str) -> bool:
+    return any(part.startswith(_ADAPTER) or part == _COPY for part in name.split("."))
+
+
+def _find_homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each parameter is; tied ones are in several places."""
+    homes: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                homes.setdefault(id(parameter), []).append((owner, name))
+    return homes
+
+
+def _sort_key(name: str) -> list[tuple[bool, int, str]]:
+    """Numbers by their size, words by the alphabet (`dot_natural_key` of transformers)."""
+    parts = [part for part in name.split(".") if part not in _WRAPPINGS]
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]

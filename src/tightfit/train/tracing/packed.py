@@ -1,0 +1,247 @@
+"""bitsandbytes on fake tensors: its own Python packs, multiplies and updates, without kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.runtime.load import LoadRequest, packing_config
+from tightfit.runtime.random_weights import list_packable
+
+_META = torch.device("meta")
+_PAGED_NUMEL = 1e5
+"""bitsandbytes' `Optimizer8bit.get_state_buffer` pages the state of what is this large."""
+
+_FAKE_CLASSES = {name: type(name, (FakeTensor,), {}) for name in ("Params4bit", "Int8Params")}
+"""peft knows packed weights by the name of their class, and fake tensors have their own."""
+
+
+def pack_skeleton_fake(model: Any, request: LoadRequest) -> None:
+    """Pack a model on the meta device as loading would have packed it, sizes and all."""
+    if not request.weights.is_quantized:
+        return
+    packing = packing_config(request)
+    for name, linear in list_packable(model):
+        model.set_submodule(name, _pack(linear, request, packing))
+    is_int8 = request.weights is Dtype.INT8
+    setattr(model, "is_loaded_in_8bit" if is_int8 else "is_loaded_in_4bit", True)
+    model.is_quantized = True
+    model.quantization_method = packing.quant_method
+    model.config.quantization_config = packing
+    model.train()
+
+
+def place_packed(model: nn.Module, device: torch.device) -> None:
+    """Put codes and their statistics from the meta device on `device`. Inside the fake mode."""
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")
+        if weight is None or not weight.is_meta or not is_packed(weight):
+            continue
+        values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        placed = _wrap(values, weight)
+        if type(weight).__name__ == "Int8Params":
+            placed.CB, placed.SCB = values, _like(weight.SCB, device)
+        else:
+            _place_state(weight.quant_state, device)
+        module._parameters["weight"] = placed
+
+
+def pack_on_card(weight: Any, owner: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
+    """Put a packed weight on `device` as loading does: its values come whole, and are packed there.
+
+    As `_quantize` of bitsandbytes' parameters, which cannot be made of fake tensors. int8 goes
+    back to the host before it is packed, and its values stay meanwhile.
+    Source: `Bnb4bitQuantize` and `Bnb8bitQuantize` of transformers. Inside the fake mode.
+    """
+    from bitsandbytes import functional
+
+    bnb: Any = functional  # not annotated
+    if type(weight).__name__ == "Int8Params":
+        values = torch.empty(weight.shape, dtype=dtype, device=device)
+        again = torch.empty_like(values, dtype=torch.float16)
+        codes, scales, _ = bnb.int8_vectorwise_quant(again)
+        placed = _wrap(codes, weight)
+        placed.CB, placed.SCB = codes, scales
+        return placed
+    state = weight.quant_state
+    values = torch.empty(state.shape, dtype=state.dtype, device=device)
+    codes, made = bnb.quantize_4bit(
+        values,
+        blocksize=weight.blocksize,
+        compress_statistics=weight.compress_statistics,
+        quant_type=weight.quant_type,
+        quant_storage=weight.quant_storage,
+    )
+    placed = _wrap(codes, weight)
+    named: Any = owner
+    placed.quant_state = named.quant_state = made
+    return placed
+
+
+def make_table(device: torch.device) -> None:
+    """bitsandbytes' 8-bit numbers, which scales of nf4 are packed in: once in a process, to stay.
+
+    The one that a model without values was packed with lies on another device.
+    """
+    from bitsandbytes import functional
+
+    bnb: Any = functional  # not annotated
+    bnb.name2qmap["dynamic"] = bnb.create_dynamic_map().to(device)
+
+
+def list_statistics(model: nn.Module) -> list[Tensor]:
+    """What stands beside packed codes and is neither parameter nor buffer: scales and tables."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")
+        if getattr(weight, "SCB", None) is not None:
+            found.append(weight.SCB)
+        state = getattr(weight, "quant_state", None)
+        if state is None and weight is not None:
+            state = getattr(module, "quant_state", None)  # whose weight lies in shards
+        while state is not None:
+            found.extend(t for t in (state.absmax, state.code, state.offset) if t is not None)
+            state = state.state2
+    return found
+
+
+def is_packed(parameter: Tensor) -> bool:
+    return type(parameter).__name__ in _FAKE_CLASSES
+
+
+@contextmanager
+def bitsandbytes_without_kernels() -> Iterator[None]:
+    """bitsandbytes takes the way of a card's tensors, and asks none for its values.
+
+    Its kernels are custom operations with fakes of their own; what is left are choices that
+    it makes by device type, and tables that it computes.
+    """
+    try:
+        import bitsandbytes
+    except ImportError as fault:
+        raise EnvironmentFaultError(
+            "Tracing this plan runs bitsandbytes' own code, which cannot be imported here.",
+            remedy="pip install bitsandbytes (no GPU needed), or --no-trace",
+        ) from fault
+    from bitsandbytes import functional
+    from bitsandbytes.autograd import _functions
+    from bitsandbytes.nn import Params4bit, modules
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    make_map: Any = functional.create_dynamic_map
+
+    def make_fake_map(*args: Any, **kwargs: Any) -> Tensor:
+        with _disable_current_modes():
+            real: Tensor = make_map(*args, **kwargs)
+        return torch.empty(real.shape, dtype=real.dtype)
+
+    def matmul(a: Tensor, b: Tensor, out: Any = None, state: Any = None, **rest: Any) -> Tensor:
+        product: Tensor = _functions.MatMul8bitLt.apply(a, b, out, rest.get("bias"), state)
+        return product
+
+    with (
+        patch.object(functional, "create_dynamic_map", make_fake_map),
+        patch.dict(functional.name2qmap, clear=True),
+        patch.object(bitsandbytes, "matmul", matmul),
+        patch.object(Optimizer8bit, "get_state_buffer", _make_state_buffer),
+        patch.object(modules, "fix_4bit_weight_quant_state_from_module", _remember_state),
+        patch.object(Params4bit, "__deepcopy__", _copy_in_place(Params4bit.__deepcopy__)),
+        patch.object(torch.library, "get_ctx", _NoOutliers),
+    ):
+        yield
+
+
+def _remember_state(module: Any) -> None:
+    """Gathered shards have lost their statistics. bitsandbytes' own cannot wrap a fake tensor."""
+    if getattr(module.weight, "quant_state", None) is None:
+        module.weight.quant_state = module.quant_state
+
+
+def _copy_in_place(copy: Any) -> Any:
+    """bitsandbytes begins a copy with an empty tensor, which must lie where the original does."""
+
+    def deepcopy(self: Tensor, memo: Any) -> Any:
+        with torch.device(self.device):
+            return copy(self, memo)
+
+    return deepcopy
+
+
+class _NoOutliers:
+    """Answers how many columns of an activation exceed int8's threshold: none.
+
+    Only values tell. In real models they are a few of thousands, and what is kept of them
+    is as small a part of the activation.
+    """
+
+    def new_dynamic_size(self, **_limits: int) -> int:
+        return 0
+
+
+def _make_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As bitsandbytes does for tensors of a card; paged state is memory of the host."""
+    if not self.is_paged or p.numel() < _PAGED_NUMEL:
+        return torch.zeros_like(p, dtype=dtype)
+    fake: Any = p
+    with _disable_current_modes(), fake.fake_mode:
+        return torch.empty_like(p, dtype=dtype)
+
+
+def _pack(linear: Any, request: LoadRequest, packing: Any) -> nn.Module:
+    from bitsandbytes import nn as packed
+
+    bnb: Any = packed  # not annotated
+    is_linear = type(linear) is nn.Linear
+    num_out, num_in = linear.weight.shape if is_linear else reversed(linear.weight.shape)
+    shape = (num_in, num_out, linear.bias is not None)
+    values = torch.empty(num_out, num_in, dtype=request.plain_dtype, device=_META)
+    if request.weights is Dtype.INT8:
+        new = bnb.Linear8bitLt(
+            *shape, has_fp16_weights=False, threshold=packing.llm_int8_threshold, device=_META
+        )
+        new.weight = bnb.Int8Params(values, requires_grad=False)
+    else:
+        kind = {
+            "compress_statistics": packing.bnb_4bit_use_double_quant,
+            "quant_type": packing.bnb_4bit_quant_type,
+            "quant_storage": packing.bnb_4bit_quant_storage,
+        }
+        new = bnb.Linear4bit(*shape, packing.bnb_4bit_compute_dtype, **kind, device=_META)
+        new.support_avx512bf16_for_cpu = False  # a habit of CPUs, as in `runtime.load`
+        new.weight = bnb.Params4bit(values, requires_grad=False, **kind, module=new)
+    new.weight = new.weight._quantize(_META)
+    new.bias = linear.bias
+    new.source_cls = type(linear)
+    new.requires_grad_(False)
+    module: nn.Module = new
+    return module
+
+
+def _wrap(values: Tensor, weight: Any) -> Any:
+    """Fake codes in place of `weight`, with all that it says about itself."""
+    placed: Any = nn.Parameter(values, requires_grad=False)
+    placed.__class__ = _FAKE_CLASSES[type(weight).__name__]
+    for name, value in vars(weight).items():
+        setattr(placed, name, value)
+    return placed
+
+
+def _place_state(state: Any, device: torch.device) -> None:
+    while state is not None:
+        for name in ("absmax", "code", "offset"):
+            if getattr(state, name) is not None:
+                setattr(state, name, _like(getattr(state, name), device))
+        state = state.state2
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

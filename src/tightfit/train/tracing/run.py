@@ -1,0 +1,87 @@
+"""Run a job's stages on fake tensors under the recorder."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tightfit.core.strategy import Sharding
+from tightfit.estimate.trace.card_habits import CardHabits
+from tightfit.estimate.trace.recorder import Recorder
+from tightfit.estimate.trace.recording import INPUTS, WEIGHTS, Recording
+from tightfit.estimate.trace.watch import watch_modules
+from tightfit.runtime.layers import decoder_layers
+from tightfit.train.step import StepPlan, train_step
+from tightfit.train.tracing.batch import make_fake_batch, make_real_batch
+from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.libraries import without_kernels
+from tightfit.train.tracing.packed import list_statistics
+from tightfit.train.tracing.sharded import (
+    build_ranked_engine,
+    pretend_ranks,
+    strategy_of_ranks,
+    watch_shards,
+)
+from tightfit.train.tracing.stages import run_stages
+from tightfit.train.tracing.subject import (
+    FAKE_DEVICE,
+    StagedEngine,
+    build_fake_engine,
+    build_skeleton,
+    list_local,
+    make_training,
+)
+
+NUM_STEPS = 3
+"""Optimizer state appears in the first, and the second is like all that follow; but what is cached
+of the second shapes the third where memory is scarce."""
+
+
+def record_job(job: TraceJob, config: dict[str, Any]) -> Recording:
+    """Every allocation of the job with a model of this `config`, whatever its depth."""
+    with without_kernels(job.strategy, FAKE_DEVICE, job.compute_capability):
+        return _record(job, config)
+
+
+def _record(job: TraceJob, config: dict[str, Any]) -> Recording:
+    strategy = strategy_of_ranks(job.strategy)
+    capability = job.compute_capability
+    has_varlen = capability is not None and capability >= (8, 0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(config), "utf-8")
+        training = make_training(strategy, folder, random_weights=job.random_weights)
+        module = build_skeleton(folder, strategy, training, has_varlen=has_varlen)
+    text = module.model.config.get_text_config()
+    recorder = Recorder(CardHabits(job.compute_capability), vocab_size=text.vocab_size)
+    real = make_real_batch(job, is_encoder_decoder=module.model.config.is_encoder_decoder)
+    with (
+        pretend_ranks(strategy) as place,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        watch_shards(recorder),
+    ):
+        if strategy.sharding is Sharding.SINGLE:
+            engine = build_fake_engine(module, strategy, training, recorder)
+        else:
+            engine = build_ranked_engine(module, strategy, training, place=place, recorder=recorder)
+        watch_modules(module, decoder_layers(module), recorder)
+        recorder.hold(list_local([*module.parameters(), *module.buffers()]), WEIGHTS)
+        recorder.hold(list_statistics(module), WEIGHTS)
+        batch = make_fake_batch(real, FAKE_DEVICE)
+        recorder.hold(batch.values(), INPUTS)
+        staged = StagedEngine(engine, recorder)
+        plan = StepPlan(
+            num_trained_tokens=1,
+            learning_rate=training.learning_rate,
+            seeds=(0,) * strategy.grad_accum,
+        )
+        for step in range(1, NUM_STEPS + 1):
+            recorder.step = step
+            train_step(staged, [batch] * strategy.grad_accum, plan)
+        run_stages(job.stages, engine, batch, recorder)
+    return recorder.finish()

@@ -1,0 +1,99 @@
+"""From a job to its traced memory: record, extend to full depth, replay, sum up."""
+
+from __future__ import annotations
+
+import time
+
+from tightfit.core.strategy import Offload, Strategy
+from tightfit.estimate.trace.ask import list_versions
+from tightfit.estimate.trace.caching_allocator import (
+    AllocatorSettings,
+    CachingAllocator,
+    find_smallest_capacity,
+    replay,
+)
+from tightfit.estimate.trace.recording import Recording
+from tightfit.estimate.trace.result import TracedMemory
+from tightfit.estimate.trace.selective import find_fewest_recomputed
+from tightfit.estimate.trace.summary import (
+    OTHER_PROCESSES,
+    build_timeline,
+    describe_peak,
+    list_stage_peaks,
+)
+from tightfit.train.tracing.depths import DepthTracer
+from tightfit.train.tracing.job import TraceJob
+
+
+class CannotTraceError(Exception):
+    """This job is beyond the tracer; the closed form still speaks of it."""
+
+
+def trace(job: TraceJob) -> tuple[TracedMemory, int | None]:
+    """Memory of the job on one card, and how many layers it recomputes where it may choose.
+
+    Recorded from a fake run, replayed through a model of torch's allocator.
+    """
+    start = time.perf_counter()
+    _check(job.strategy)
+    tracer = DepthTracer(job)
+    num_recomputed = job.strategy.count_recomputed(tracer.num_layers)
+    fewest = None
+    if job.room_bytes is not None and job.strategy.checkpointing:
+        fewest = _find_fewest(tracer, job.room_bytes)
+        num_recomputed = num_recomputed if fewest is None else fewest
+    recording = tracer.record(num_recomputed)
+    training = _until_training_ends(recording)
+    settings = AllocatorSettings()
+    streams = training.streams
+    unlimited = replay(training.sizes, training.events, settings, streams=streams)
+    assert unlimited is not None, "nothing runs out of memory without a limit"
+    traced = TracedMemory(
+        peak_allocated_bytes=unlimited.peak_allocated_bytes,
+        peak_reserved_bytes=unlimited.peak_reserved_bytes,
+        smallest_capacity_bytes=find_smallest_capacity(
+            training.sizes, training.events, settings, streams=streams
+        ),
+        stages=list_stage_peaks(recording, CachingAllocator(settings)),
+        peak=describe_peak(training),
+        timeline=build_timeline(recording),
+        num_layers=tracer.num_layers,
+        num_traced_layers=tracer.num_traced,
+        refusal=tracer.refusal,
+        seconds=time.perf_counter() - start,
+        versions=list_versions(),
+    )
+    return traced, fewest
+
+
+def _find_fewest(tracer: DepthTracer, room_bytes: int) -> int | None:
+    """The fewest recomputed layers with which the job never has to give memory back."""
+
+    def reserve(num_recomputed: int) -> int:
+        training = _until_training_ends(tracer.record(num_recomputed))
+        replayed = replay(
+            training.sizes, training.events, AllocatorSettings(), streams=training.streams
+        )
+        assert replayed is not None, "nothing runs out of memory without a limit"
+        return replayed.peak_reserved_bytes
+
+    return find_fewest_recomputed(reserve, num_layers=tracer.num_layers, room_bytes=room_bytes)
+
+
+def _until_training_ends(recording: Recording) -> Recording:
+    for position, event in enumerate(recording.events):
+        if event > 0 and recording.allocations[event - 1].stage in OTHER_PROCESSES:
+            return Recording(allocations=recording.allocations, events=recording.events[:position])
+    return recording
+
+
+def _check(strategy: Strategy) -> None:
+    """What a trace would get wrong is refused."""
+    if not strategy.is_trained:
+        raise CannotTraceError("nothing is trained")
+    if strategy.compile:
+        raise CannotTraceError("compiled layers allocate what the compiler decides")
+    if strategy.offload is not Offload.NONE:
+        raise CannotTraceError("fake tensors cannot tell the card from the host it offloads to")
+    if strategy.weights.is_quantized and strategy.sharding.shards_weights:
+        raise CannotTraceError("packed weights cannot be cut into fake shards")

@@ -1,0 +1,53 @@
+"""The tracer's process: jobs come in as lines of JSON, answers go out as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import TextIO
+
+from tightfit.core.errors import UserError
+from tightfit.estimate.trace.ask import Answer
+from tightfit.train.tracing.job import TraceJob, needs_bitsandbytes
+
+
+def main() -> None:
+    """Answer every line of standard input on what standard output was at the start."""
+    answers = _take_stdout()
+    warnings.simplefilter("ignore")
+    jobs = [TraceJob.model_validate(json.loads(line)) for line in sys.stdin]
+    if not any(needs_bitsandbytes(job.strategy) for job in jobs):
+        # peft imports it wherever it is installed, which takes two seconds.
+        sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
+    for job in jobs:
+        answers.write(_answer(job).model_dump_json() + "\n")
+        answers.flush()
+
+
+def _answer(job: TraceJob) -> Answer:
+    # Imported here: torch takes seconds, and what fails must become an answer.
+    from tightfit.train.tracing.trace import CannotTraceError, trace
+
+    try:
+        traced, fewest_recomputed = trace(job)
+        return Answer(traced=traced, fewest_recomputed=fewest_recomputed)
+    except CannotTraceError as fault:
+        return Answer(problem=str(fault))
+    except UserError as fault:
+        return Answer(problem=fault.problem.rstrip("."), remedy=fault.remedy)
+    except Exception as fault:  # the closed form still stands: no fault of a library may end a plan
+        first = (str(fault).strip().splitlines() or [""])[0]
+        return Answer(problem=f"{type(fault).__name__}: {first[:200]}")
+
+
+def _take_stdout() -> TextIO:
+    """Keep standard output for answers; libraries that print do it elsewhere."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+if __name__ == "__main__":
+    main()

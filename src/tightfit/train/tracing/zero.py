@@ -1,0 +1,308 @@
+"""ZeRO-1 and 2 on fake tensors: DeepSpeed's buffers, allocated and freed when it would.
+
+DeepSpeed itself cannot run on fake tensors, which have no addresses. What it holds is done
+here after its sources (0.19, runtime/zero/stage_1_and_2.py), as rank 0 of any number.
+Simplified: collectives write in place, so they take nothing; loss scaling and the search for
+overflows take single numbers and are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tightfit.core.strategy import Sharding, Strategy
+from tightfit.core.training import Training
+from tightfit.estimate.buffers import ZERO_BUCKET_VALUES
+from tightfit.estimate.trace.recorder import Recorder
+from tightfit.estimate.trace.recording import COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
+from tightfit.train.optimizers import build_optimizer
+from tightfit.train.place import Place
+from tightfit.train.step import Update
+from tightfit.train.tracing.loading import load_fake
+
+_ALIGNMENT = 2
+"""`nccl_start_alignment_factor`: a group's values are padded to so many per rank."""
+_NORM_DTYPE = torch.double
+"""Norms are taken of copies in fp64."""
+
+
+def build_fake_zero(
+    module: nn.Module, strategy: Strategy, training: Training, *, place: Place, recorder: Recorder
+) -> Any:
+    """The engine of the strategy's stage. Inside the fake mode, with the recorder watching."""
+    settings: dict[str, Any] = {"strategy": strategy, "place": place, "recorder": recorder}
+    if strategy.sharding is Sharding.ZERO3:
+        from tightfit.train.tracing.zero3 import FakeZero3Engine
+
+        return FakeZero3Engine(module, training, **settings)
+    is_drawn = training.random_weights
+    load_fake(module, strategy, place.device, recorder=recorder, is_drawn=is_drawn)
+    optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
+    return FakeZeroEngine(module, optimizer, **settings)
+
+
+class ZeroProtocol:
+    """What a step asks of an engine, for all stages."""
+
+    def __init__(
+        self, module: nn.Module, *, strategy: Strategy, place: Place, recorder: Recorder
+    ) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.device = place.device
+        self.world_size = place.world_size
+        self.recorder = recorder
+        self.is_boundary = True
+
+    @property
+    def model(self) -> Any:
+        return self.module.model
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
+        self.is_boundary = is_last
+        yield
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """One trained parameter at a time, as it would be copied to the host."""
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                torch.empty(shape, dtype=parameter.dtype, device=self.device)
+        return {}
+
+    def make(self, num_values: int, dtype: torch.dtype, category: str) -> Tensor:
+        tensor = torch.empty(num_values, dtype=dtype, device=self.device)
+        self.recorder.hold([tensor], category)
+        return tensor
+
+
+class _Group:
+    """One optimizer group: its values in one flat buffer, of which this rank updates a part."""
+
+    def __init__(self, engine: ZeroProtocol, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.members: list[nn.Parameter] = settings["params"]
+        step = _ALIGNMENT * engine.world_size
+        num_values = sum(p.numel() for p in self.members)
+        padding = -num_values % step
+        self.size = (num_values + padding) // engine.world_size
+        flat = _flatten([*self.members, *_pad(padding, self.members[0])])
+        engine.recorder.hold([flat], WEIGHTS)
+        self.starts: dict[nn.Parameter, int] = {}
+        start = 0
+        for parameter in self.members:
+            part = flat.narrow(0, start, parameter.numel())
+            parameter.data = part.view(parameter.shape)
+            self.starts[parameter] = start
+            start += parameter.numel()
+        self.own = flat.narrow(0, 0, self.size)
+        copied = self.own.detach().clone()
+        self.master = copied.to(torch.float32).requires_grad_()
+        engine.recorder.hold([self.master], OPTIMIZER)
+        settings["params"] = [self.master]
+        self.accumulated: list[Tensor] | None = None
+        self.averaged: list[Tensor] = []
+
+    @property
+    def updated(self) -> list[nn.Parameter]:
+        """What has values in this rank's part."""
+        return [p for p in self.members if self.starts[p] < self.size]
+
+    def owners(self, parameter: nn.Parameter) -> list[tuple[int, int]]:
+        """(rank, values) of the parts that a parameter is cut into."""
+        at, end = self.starts[parameter], self.starts[parameter] + parameter.numel()
+        found = []
+        while at < end:
+            rank = at // self.size
+            stop = min(end, (rank + 1) * self.size)
+            found.append((rank, stop - at))
+            at = stop
+        return found
+
+    def cut(self, gradients: list[Tensor]) -> list[Tensor]:
+        """This rank's parts of whole gradients."""
+        parts = []
+        for parameter, gradient in zip(self.updated, gradients, strict=True):
+            inside = min(parameter.numel(), self.size - self.starts[parameter])
+            parts.append(gradient.reshape(-1).narrow(0, 0, inside))
+        missing = self.size - sum(part.numel() for part in parts)
+        return parts + _pad(missing, self.own)
+
+
+class FakeZeroEngine(ZeroProtocol):
+    """Stage 1 and 2: whole 16-bit weights, fp32 state of this rank's part.
+
+    A gradient is copied into the reduce bucket as it comes (stage 2) or after the last
+    micro-batch (stage 1). A full bucket is reduced; where its values belong to several ranks
+    that is done in a copy. This rank's part is kept, the rest dropped.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, **settings: Any) -> None:
+        super().__init__(module, **settings)
+        self.optimizer = optimizer
+        self._is_stage_2 = self.strategy.sharding is Sharding.ZERO2
+        self._groups = [_Group(self, group) for group in optimizer.param_groups]
+        self._group_of = {p: group for group in self._groups for p in group.members}
+        self._dtype = self._groups[0].own.dtype
+        self._bucket: Tensor | None = None
+        self._kept: Tensor | None = None
+        self._num_kept = 0
+        self._waiting: list[nn.Parameter] = []
+        self._num_waiting = 0
+        hooked: list[Any] = list(self._group_of)
+        for parameter in hooked:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            if not self._is_stage_2:
+                if not self.is_boundary:
+                    return
+                for parameter in self._group_of:
+                    if parameter.grad is not None:
+                        self._add(parameter)
+            self._settle()
+
+    def update(self, learning_rate: float) -> Update:
+        with torch.no_grad():
+            norms = [
+                torch.linalg.vector_norm(part.to(_NORM_DTYPE))
+                for group in self._groups
+                for part in group.averaged
+            ]
+        groups = self.optimizer.param_groups
+        for group in self._groups:
+            self._prepare(group)
+            self.optimizer.param_groups = [group.settings]
+            group.settings["lr"] = learning_rate
+            self.optimizer.step()
+            group.master.grad = None
+            with torch.no_grad():
+                group.own.copy_(group.master)
+        self.optimizer.param_groups = groups
+        return Update(grad_norm=torch.stack(norms).sum())
+
+    @torch.no_grad()
+    def _prepare(self, group: _Group) -> None:
+        flat = _flatten(group.averaged)
+        wide = flat.to(torch.float32)
+        del flat
+        group.master.grad = wide
+        group.averaged = []
+        wide.mul_(1.0)
+
+    @torch.no_grad()
+    def _take(self, parameter: nn.Parameter) -> None:
+        if self._bucket is None:
+            self._bucket = self.make(ZERO_BUCKET_VALUES, self._dtype, COMMUNICATION)
+        if self._is_stage_2:
+            self._add(parameter)
+        elif parameter.grad is not None:
+            self.recorder.mark([parameter.grad], GRADIENTS)
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        if self._num_waiting + parameter.numel() > ZERO_BUCKET_VALUES:
+            self._reduce()
+        if parameter.numel() <= ZERO_BUCKET_VALUES:
+            assert self._bucket is not None
+            assert parameter.grad is not None
+            place = self._bucket.narrow(0, self._num_waiting, parameter.numel())
+            place.copy_(parameter.grad.view(-1))
+            parameter.grad = place.view(parameter.shape)
+        self._waiting.append(parameter)
+        self._num_waiting += parameter.numel()
+
+    def _reduce(self) -> None:
+        """Average what waits; `allreduce_and_scatter` copies unless one rank owns all of it."""
+        if not self._waiting:
+            return
+        first = self._waiting[0].grad
+        assert first is not None
+        assert self._bucket is not None
+        is_alone = first.numel() > ZERO_BUCKET_VALUES
+        tensor: Any = first.view(-1) if is_alone else self._bucket.narrow(0, 0, self._num_waiting)
+        tensor.div_(self.world_size)
+        with self._traffic():
+            self._exchange(list(tensor.split(self._list_slices())))
+        for parameter in self._waiting:
+            if self._group_of[parameter].starts[parameter] < self._group_of[parameter].size:
+                self._keep(parameter)
+            elif self._is_stage_2:
+                parameter.grad = None
+        self._waiting.clear()
+        self._num_waiting = 0
+
+    def _exchange(self, slices: list[Tensor]) -> None:
+        together: list[Tensor] = []
+        for part in slices:
+            together.append(part)
+            if sum(t.numel() for t in together) > ZERO_BUCKET_VALUES:
+                _flatten(together)
+                together = []
+        if together:
+            _flatten(together)
+
+    def _list_slices(self) -> list[int]:
+        """Values of the bucket that go to one rank after another."""
+        slices: list[list[int]] = []
+        for parameter in self._waiting:
+            for rank, size in self._group_of[parameter].owners(parameter):
+                if slices and slices[-1][0] == rank:
+                    slices[-1][1] += size
+                else:
+                    slices.append([rank, size])
+        return [size for _, size in slices]
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        """Out of the bucket, which will be filled again."""
+        if self._kept is None:
+            size = sum(p.numel() for group in self._groups for p in group.updated)
+            self._kept, self._num_kept = self.make(size, self._dtype, GRADIENTS), 0
+        assert parameter.grad is not None
+        place = self._kept.narrow(0, self._num_kept, parameter.numel())
+        place.copy_(parameter.grad.view(-1))
+        parameter.grad = place.view(parameter.shape)
+        self._num_kept += parameter.numel()
+
+    def _settle(self) -> None:
+        """`independent_gradient_partition_epilogue`."""
+        self._reduce()
+        for group in self._groups:
+            new = [p.grad if p.grad is not None else torch.zeros_like(p) for p in group.updated]
+            if group.accumulated is None:
+                group.accumulated = new
+            else:
+                for total, gradient in zip(group.accumulated, new, strict=True):
+                    total.add_(gradient)
+            if self.is_boundary:
+                group.averaged, group.accumulated = group.cut(group.accumulated), None
+        self._bucket = self._kept = None
+        for parameter in self._group_of:
+            parameter.grad = None
+
+    @contextmanager
+    def _traffic(self) -> Iterator[None]:
+        before, self.recorder.purpose = self.recorder.purpose, COMMUNICATION
+        yield
+        self.recorder.purpose = before
+
+
+def _flatten(tensors: list[Any]) -> Tensor:
+    """As torch's `_flatten_dense_tensors`: a lone tensor is not copied."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _pad(num_values: int, like: Tensor) -> list[Tensor]:
+    return [torch.zeros(num_values, dtype=like.dtype, device=like.device)] if num_values else []

@@ -1,0 +1,58 @@
+"""What torch's CPU allocator reports of a piece of work: live bytes and their peak."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+_MARK_BYTES = 1_234_567
+
+
+@dataclass(slots=True)
+class Told:
+    """What the allocator reported."""
+
+    live_bytes: int = 0
+    """When the work was done."""
+    peak_bytes: int = 0
+    """Since the mark, if there was one."""
+
+
+def mark_start() -> None:
+    """The peak counts from here."""
+    torch.empty(_MARK_BYTES, dtype=torch.uint8)
+
+
+@contextmanager
+def listening() -> Iterator[Told]:
+    """The result is filled in at the end."""
+    told = Told()
+    gc.collect()  # what earlier work left in cycles must not be given back while we listen
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        yield told
+    profiler: Any = profiled.profiler
+    for num_bytes in _list_sizes(profiler.kineto_results.experimental_event_tree()):
+        told.live_bytes += num_bytes
+        told.peak_bytes = max(told.peak_bytes, told.live_bytes)
+        if num_bytes == -_MARK_BYTES:
+            told.peak_bytes = told.live_bytes
+
+
+def _list_sizes(events: Any) -> list[int]:
+    """Bytes taken, or given back if negative, in order."""
+    found: list[tuple[int, int]] = []
+
+    def walk(some: Any) -> None:
+        for event in some:
+            if event.name == "[memory]":
+                found.append((event.start_time_ns, event.extra_fields.alloc_size))
+            walk(event.children)
+
+    walk(events)
+    return [num_bytes for _, num_bytes in sorted(found, key=lambda pair: pair[0])]

@@ -1,0 +1,260 @@
+"""Tracing packed weights and 8-bit optimizers: everything stored is as bitsandbytes stores it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from small_models import make_family, make_llama
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.trace.recording import OPTIMIZER, WEIGHTS, Recording
+from tightfit.runtime.load import LoadRequest, load_base, load_meta
+from tightfit.runtime.random_weights import place_empty
+from tightfit.train.finish import finish_model
+from tightfit.train.objective import Objective
+from tightfit.train.optimizers import build_optimizer
+from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.libraries import without_kernels
+from tightfit.train.tracing.packed import (
+    is_packed,
+    list_statistics,
+    pack_skeleton_fake,
+    place_packed,
+)
+from tightfit.train.tracing.run import record_job
+from tightfit.train.tracing.subject import FAKE_DEVICE, build_skeleton, make_training
+
+CARD = (9, 0)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Widths that no block of 64 or 256 divides, and matrices with an odd number of values."""
+    folder = tmp_path_factory.mktemp("odd")
+    widths = {"hidden_size": 35, "intermediate_size": 127, "head_dim": 8}
+    return make_llama(
+        folder, num_attention_heads=5, num_key_value_heads=1, attention_bias=True, **widths
+    )
+
+
+def _strategy(**fields: Any) -> Strategy:
+    return Strategy.model_validate({"method": "lora", "micro_batch": 2, "seq_len": 32} | fields)
+
+
+def _make_fake(folder: Path, strategy: Strategy) -> Objective:
+    with without_kernels(strategy, FAKE_DEVICE, CARD):
+        training = make_training(strategy, folder)
+        module = build_skeleton(folder, strategy, training, has_varlen=False)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            place_packed(module, FAKE_DEVICE)
+            place_empty(module, FAKE_DEVICE)
+    return module
+
+
+def _make_real(folder: Path, strategy: Strategy) -> Objective:
+    request = LoadRequest.from_strategy(strategy, is_packed=False)
+    model = load_base(folder, request, torch.device("cpu"))
+    return Objective(finish_model(model, strategy, make_training(strategy, folder)), strategy.loss)
+
+
+def _describe(module: nn.Module) -> dict[str, Any]:
+    named: dict[str, Any] = {
+        name: (type(parameter).__name__, parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+        if is_packed(parameter)
+    }
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    named |= {f"{name}:": (tuple(t.shape), t.dtype) for name, t in tensors}
+    named["beside"] = [(tuple(t.shape), t.dtype) for t in list_statistics(module)]
+    named["classes"] = {f"{type(m).__module__}.{type(m).__name__}" for m in module.modules()}
+    return named
+
+
+CASES = [
+    {"weights": "nf4"},
+    {"weights": "nf4", "double_quant": False},
+    {"weights": "nf4", "upcast_unquantized": True},
+    {"weights": "nf4", "compute": "fp16"},
+    {"weights": "nf4", "dora": True},
+    {"weights": "int8"},
+    {"weights": "int8", "dora": True},
+]
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_stored_as_loaded(odd: Path, fields: dict[str, Any]) -> None:
+    strategy = _strategy(**fields)
+    real, fake = _describe(_make_real(odd, strategy)), _describe(_make_fake(odd, strategy))
+    assert real["beside"]
+    assert fake == real
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "falcon"])
+def test_stored_as_loaded_in_other_families(tmp_path: Path, family: str) -> None:
+    strategy = _strategy(weights="nf4", attention="eager")
+    folder = make_family(tmp_path, family)
+    assert _describe(_make_fake(folder, strategy)) == _describe(_make_real(folder, strategy))
+
+
+def test_codes_stored_as_another_dtype(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path)
+    request = LoadRequest(weights=Dtype.NF4, compute=Dtype.BF16, quant_storage=Dtype.BF16)
+    real = load_base(folder, request, torch.device("cpu"))
+    with without_kernels(_strategy(weights="nf4"), FAKE_DEVICE, CARD):
+        fake = load_meta(folder, request)
+        pack_skeleton_fake(fake, request)
+    assert _describe(fake) == _describe(real)
+
+
+def test_sharded_codes_find_their_statistics(odd: Path) -> None:
+    """Sharding replaces parameters by its own, which know nothing of scales."""
+    strategy = _strategy(weights="nf4")
+    module = _make_fake(odd, strategy)
+    before = list_statistics(module)
+    packed: Any = module.model.get_submodule(
+        "base_model.model.model.layers.0.mlp.up_proj.base_layer"
+    )
+    with without_kernels(strategy, FAKE_DEVICE, CARD), packed.weight.fake_mode:
+        packed.weight = nn.Parameter(torch.empty_like(packed.weight), requires_grad=False)
+        assert packed(torch.empty(3, 35, dtype=torch.bfloat16)).shape == (3, 127)
+    assert [id(t) for t in list_statistics(module)] == [id(t) for t in before]
+
+
+def _trace(folder: Path, **fields: Any) -> Recording:
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    strategy = _strategy(**fields)
+    job = TraceJob(config=config, strategy=strategy, compute_capability=CARD, stages=())
+    return record_job(job, config)
+
+
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("weights", ["nf4", "int8"])
+def test_traced_weights_are_the_bytes_of_the_loaded_model(odd: Path, weights: str) -> None:
+    recording = _trace(odd, weights=weights)
+    real = _make_real(odd, _strategy(weights=weights))
+    stored = [*real.parameters(), *real.buffers(), *list_statistics(real)]
+    begun = [recording.allocations[event - 1] for event in recording.events if event > 0]
+    standing = sum(a.num_bytes for a in begun if a.category == WEIGHTS)
+    assert standing == _count_bytes(stored)
+
+
+def test_card_kernels_are_called(odd: Path) -> None:
+    nf4 = {allocation.op for allocation in _trace(odd, weights="nf4").allocations}
+    assert {"bitsandbytes.gemm_4bit.default", "bitsandbytes.dequantize_4bit.default"} <= nf4
+    int8 = {allocation.op for allocation in _trace(odd, weights="int8").allocations}
+    assert "bitsandbytes.int8_mixed_scaled_mm.default" in int8
+
+
+def test_int8_keeps_inputs_of_recomputed_layers(odd: Path) -> None:
+    """bitsandbytes holds them in its own hands, where checkpointing cannot see them."""
+    tokens = 2 * 32
+    allocations = _trace(odd, weights="int8", lora_targets=("q_proj",)).allocations
+    wide = [
+        a for a in allocations if a.shape[-1:] == (127,) and a.step == 2 and a.stage == "forward"
+    ]
+    kept = [a for a in wide if a.category == "activations" and a.num_bytes == tokens * 127 * 2]
+    assert len(kept) == 2  # down_proj's input, in each layer
+
+
+def _states(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            name: (tuple(value.shape), value.dtype)
+            for name, value in optimizer.state[parameter].items()
+            if isinstance(value, Tensor)
+        }
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+
+def _step(module: nn.Module, strategy: Strategy, folder: Path) -> Any:
+    training = make_training(strategy, folder)
+    optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def test_8bit_state_is_what_the_optimizer_makes(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path, hidden_size=72, intermediate_size=131)
+    strategy = _strategy(method="full", optimizer="adamw-8bit")
+    real = _states(_step(_make_real(folder, strategy), strategy, folder))
+    with without_kernels(strategy, FAKE_DEVICE, CARD):
+        training = make_training(strategy, folder)
+        module = build_skeleton(folder, strategy, training, has_varlen=False)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            place_empty(module, FAKE_DEVICE)
+            fake = _states(_step(module, strategy, folder))
+    assert fake == real
+    kinds = {state["state1"][1] for state in fake}
+    assert kinds == {torch.uint8, torch.float32}  # small ones stay whole
+
+
+def test_paged_state_is_not_on_the_card(tmp_path: Path) -> None:
+    """bitsandbytes pages the state of what has a hundred thousand values or more."""
+    folder = make_llama(tmp_path, intermediate_size=2048)
+    recording = _trace(folder, method="full", optimizer="adamw-paged-8bit")
+    whole = _trace(folder, method="full", optimizer="adamw-8bit")
+    missing = _sum_state(whole) - _sum_state(recording)
+    num_layers, width = 2, 64 * 2048
+    assert missing == num_layers * 3 * 2 * width  # gate, up and down, two bytes a value
+
+
+def _sum_state(recording: Recording) -> int:
+    return sum(a.num_bytes for a in recording.allocations if a.category == OPTIMIZER)
+
+
+def test_bitsandbytes_is_itself_again(odd: Path) -> None:
+    import bitsandbytes
+
+    functional: Any = bitsandbytes.functional
+    before = (bitsandbytes.matmul, functional.create_dynamic_map, dict(functional.name2qmap))
+    _trace(odd, weights="nf4", optimizer="adamw-8bit")
+    assert (bitsandbytes.matmul, functional.create_dynamic_map) == before[:2]
+    assert functional.name2qmap.keys() == before[2].keys()
+    values = torch.randn(64, 64)
+    codes, state = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
+    error = (functional.dequantize_4bit(codes, state) - values).abs().max()
+    assert error < 0.6  # of values up to 4, in steps of a sixth
+
+
+def test_fused_loss_takes_less_than_whole_logits(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path)
+    shapes = {
+        loss: {a.shape for a in _trace(folder, loss=loss, fused_kernels=True).allocations}
+        for loss in ("fused", "kernel")
+    }
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    num_trained, vocab = 2 * 31 - 1, config["vocab_size"]  # one token of padding
+    assert (num_trained, vocab) in shapes["kernel"]
+    assert (num_trained, vocab) not in shapes["fused"]
+    # Liger: as many slices as the vocabulary is times wider than the model, in powers of two.
+    slices = -(-vocab // 64)
+    size = 1 << (-(-num_trained // slices) - 1).bit_length()
+    assert (size, vocab) in shapes["fused"]
+
+
+@pytest.mark.parametrize("fields", [{"weights": "nf4"}, {"optimizer": "adamw-8bit"}], ids=str)
+def test_without_bitsandbytes(
+    odd: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(EnvironmentFaultError, match="bitsandbytes") as caught:
+        _trace(odd, **fields)
+    assert "pip install" in caught.value.remedy

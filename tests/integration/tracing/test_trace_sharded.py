@@ -1,0 +1,182 @@
+"""Traces of FSDP2 and DDP against the same jobs on real tensors, as their allocator reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from allocator_reports import Told, listening
+from tightfit.core.strategy import Sharding, Strategy
+from tightfit.estimate.trace.card_habits import CardHabits
+from tightfit.estimate.trace.recorder import Recorder
+from tightfit.estimate.trace.recording import INPUTS, Recording, find_peak
+from tightfit.train.engine import TorchEngine
+from tightfit.train.optimizers import build_optimizer
+from tightfit.train.place import Place, join_alone
+from tightfit.train.sharding import replicate
+from tightfit.train.step import StepPlan, train_step
+from tightfit.train.tracing.batch import make_fake_batch
+from tightfit.train.tracing.sharded import (
+    build_ranked_engine,
+    pretend_ranks,
+    shard_fake,
+    watch_shards,
+)
+from tightfit.train.tracing.subject import build_skeleton, list_local, make_training
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+CPU = torch.device("cpu")
+KERNEL_SCRATCH_BYTES = 20_000
+"""What CPU kernels take for themselves: nothing that a card would."""
+
+FSDP_CASES: list[dict[str, Any]] = [
+    {"method": "lora"},
+    {"method": "full", "weights": "fp32", "gpus_per_node": 4},
+    {"method": "full", "sharding": "fsdp-grad-op"},
+    {"method": "lora", "sharding": "fsdp-hybrid", "num_nodes": 2, "checkpointing": False},
+    {"method": "full", "gpus_per_node": 3, "optimizer": "adamw-foreach", "grad_accum": 2},
+]
+DDP_CASES: list[dict[str, Any]] = [
+    {"method": "full", "sharding": "ddp", "grad_accum": 2},
+    {"method": "lora", "sharding": "ddp", "checkpointing": False},
+]
+
+
+class NoHabits(CardHabits):
+    """A CPU's kernels are not a card's."""
+
+    def scratch_bytes(self, *_call: Any) -> list[int]:
+        return []
+
+    def standing_bytes(self, *_call: Any) -> list[int]:
+        return []
+
+
+def make_strategy(**changes: Any) -> Strategy:
+    settings = {"micro_batch": 2, "seq_len": 128, "sharding": "fsdp", "gpus_per_node": 2}
+    return Strategy.model_validate(settings | changes)
+
+
+def make_skeleton(folder: Path, strategy: Strategy) -> tuple[Any, Any]:
+    (folder / "config.json").write_text(json.dumps(CONFIG), "utf-8")
+    training = make_training(strategy, folder)
+    return build_skeleton(folder, strategy, training, has_varlen=False), training
+
+
+def make_rows(strategy: Strategy) -> dict[str, torch.Tensor]:
+    ids = torch.ones((strategy.micro_batch, strategy.seq_len), dtype=torch.long)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def run_two_steps(engine: Any, batch: dict[str, torch.Tensor]) -> None:
+    accumulated = engine.strategy.grad_accum
+    plan = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
+    for _ in range(2):
+        outcome = train_step(engine, [batch] * accumulated, plan)
+        assert not outcome.update.is_skipped
+
+
+def record(folder: Path, strategy: Strategy) -> Recording:
+    """The trace."""
+    module, training = make_skeleton(folder, strategy)
+    rows = make_rows(strategy)
+    recorder = Recorder(NoHabits(), vocab_size=CONFIG["vocab_size"])
+    with (
+        pretend_ranks(strategy) as place,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        watch_shards(recorder),
+    ):
+        engine = build_ranked_engine(module, strategy, training, place=place, recorder=recorder)
+        batch = make_fake_batch(rows, CPU)
+        recorder.hold(batch.values(), INPUTS)
+        recorder.stage = "backward"
+        run_two_steps(engine, batch)
+    return recorder.finish()
+
+
+def run_for_real(folder: Path, strategy: Strategy, wrap: Callable[..., Any]) -> Told:
+    """The same job on real tensors, in a group that moves nothing."""
+    module, training = make_skeleton(folder, strategy)
+    with listening() as told:
+        batch = make_rows(strategy)
+        with join_group(strategy) as place:
+            module = wrap(module, strategy, place)
+            with torch.no_grad():
+                for tensor in list_local([*module.parameters(), *module.buffers()]):
+                    tensor.fill_(0.01)
+            optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
+            engine = TorchEngine(
+                module,
+                optimizer,
+                strategy=strategy,
+                device=CPU,
+                world_size=place.world_size,
+                max_grad_norm=training.max_grad_norm,
+            )
+            run_two_steps(engine, batch)
+    return told
+
+
+@contextmanager
+def join_group(strategy: Strategy) -> Iterator[Place]:
+    """DDP's buckets are the same for one rank, and its reducer wants answers."""
+    with pretend_ranks(strategy) as place:
+        if strategy.sharding is Sharding.DDP:
+            join_alone(replace(place, world_size=1, local_world_size=1))
+        try:
+            yield place
+        finally:
+            if strategy.sharding is Sharding.DDP:
+                dist.destroy_process_group()
+
+
+def shard(module: Any, strategy: Strategy, place: Place) -> Any:
+    shard_fake(module, strategy, place)
+    return module
+
+
+def copy_everywhere(module: Any, _strategy: Strategy, place: Place) -> Any:
+    module.to_empty(device=CPU)
+    return replicate(module, place)
+
+
+@pytest.mark.parametrize("changes", FSDP_CASES)
+def test_a_trace_of_shards_is_what_real_tensors_take(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    strategy = make_strategy(**changes)
+    compare(record(tmp_path, strategy), run_for_real(tmp_path, strategy, shard))
+
+
+@pytest.mark.parametrize("changes", DDP_CASES)
+def test_buckets_are_those_of_ddp(tmp_path: Path, changes: dict[str, Any]) -> None:
+    strategy = make_strategy(**changes)
+    compare(record(tmp_path, strategy), run_for_real(tmp_path, strategy, copy_everywhere))
+
+
+def compare(traced: Recording, told: Told) -> None:
+    peak, _ = find_peak(traced.sizes, traced.events)
+    live = sum(traced.sizes[e - 1] if e > 0 else -traced.sizes[-e - 1] for e in traced.events)
+    assert abs(live - told.live_bytes) <= KERNEL_SCRATCH_BYTES
+    assert abs(peak - told.peak_bytes) <= KERNEL_SCRATCH_BYTES

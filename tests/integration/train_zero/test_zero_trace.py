@@ -1,0 +1,120 @@
+"""Traces of ZeRO against DeepSpeed itself, as torch's allocator reports its steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from zero_trace_cases import (
+    BUCKET_VALUES,
+    CONFIG,
+    LIVE_VALUES,
+    NUM_STEPS,
+    ZERO_TRACES,
+    make_rows,
+    make_strategy,
+    write_config,
+)
+
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.trace.card_habits import CardHabits
+from tightfit.estimate.trace.recorder import Recorder
+from tightfit.estimate.trace.recording import INPUTS
+from tightfit.train import zero_config
+from tightfit.train.step import StepPlan, train_step
+from tightfit.train.tracing import zero
+from tightfit.train.tracing.batch import make_fake_batch
+from tightfit.train.tracing.sharded import (
+    build_ranked_engine,
+    pretend_ranks,
+    strategy_of_ranks,
+    watch_shards,
+)
+from tightfit.train.tracing.subject import build_skeleton, make_training
+
+WORKER = Path(__file__).with_name("zero_trace_worker.py")
+TESTS = Path(__file__).parents[2]
+TOLERANCE = 0.005
+"""CPU kernels take scratch of their own, DeepSpeed some numbers that are not traced."""
+LIVE_BYTES = 2_000
+
+
+class NoHabits(CardHabits):
+    """A CPU's kernels are not a card's."""
+
+    def scratch_bytes(self, *_call: object) -> list[int]:
+        return []
+
+    def standing_bytes(self, *_call: object) -> list[int]:
+        return []
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """Peak and live bytes of each case under DeepSpeed."""
+    out = tmp_path_factory.mktemp("zero-trace") / "told.json"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), str(WORKER.parent), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, list[int]] = json.loads(out.read_text("utf-8"))
+    return found
+
+
+def trace_steps(folder: Path, strategy: Strategy) -> tuple[int, int]:
+    """(peak, live) bytes of the steps."""
+    write_config(folder)
+    training = make_training(strategy, folder)
+    module = build_skeleton(folder, strategy, training, has_varlen=False)
+    rows = make_rows(strategy)
+    recorder = Recorder(NoHabits(), vocab_size=CONFIG["vocab_size"])
+    accumulated = strategy.grad_accum
+    plan = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
+    with (
+        pretend_ranks(strategy) as place,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        watch_shards(recorder),
+    ):
+        engine = build_ranked_engine(module, strategy, training, place=place, recorder=recorder)
+        batch = make_fake_batch(rows, torch.device("cpu"))
+        recorder.hold(batch.values(), INPUTS)
+        recorder.stage = "backward"
+        for step in range(1, NUM_STEPS + 1):
+            recorder.step = step
+            train_step(engine, [batch] * accumulated, plan)
+    live = peak = 0
+    for allocation, begins in recorder.finish().walk():
+        live += allocation.num_bytes if begins else -allocation.num_bytes
+        if allocation.step:
+            peak = max(peak, live)
+    return peak, live
+
+
+@pytest.mark.parametrize("name", list(ZERO_TRACES))
+def test_a_trace_takes_what_deepspeed_takes(
+    tmp_path: Path, name: str, told: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero, "ZERO_BUCKET_VALUES", BUCKET_VALUES)
+    monkeypatch.setattr(zero_config, "ZERO3_LIVE_VALUES", LIVE_VALUES)
+    strategy = strategy_of_ranks(make_strategy(**ZERO_TRACES[name]))
+    peak, live = trace_steps(tmp_path, strategy)
+    told_peak, told_live = told[name]
+    print(name, peak, told_peak, live, told_live)
+    assert abs(live - told_live) <= LIVE_BYTES
+    assert abs(peak - told_peak) <= TOLERANCE * told_peak

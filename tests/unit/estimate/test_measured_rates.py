@@ -1,0 +1,280 @@
+"""Estimates follow what was measured of a device, part by part, and only that part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from made_calibrations import (
+    make_attention,
+    make_calibration,
+    make_collectives,
+    make_host_times,
+    make_matmuls,
+    make_traffic,
+)
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.communication import find_links
+from tightfit.estimate.inference import InferenceJob, estimate_inference
+from tightfit.estimate.job import estimate_job
+from tightfit.estimate.measured import MatmulTable, attention_rates, bandwidth_at
+from tightfit.estimate.result import Estimate
+from tightfit.hardware.calibration import AttentionTime, Calibration
+from tightfit.hardware.catalogue import find_gpu
+from tightfit.hardware.resolve import resolve_hardware
+from tightfit.hardware.types import Node
+from tightfit.models.resolve import resolve_model
+from tightfit.planning.request import JobRequest
+from tightfit.planning.search import search
+
+SPEC = resolve_model("Llama-2-7b")
+GPU = find_gpu("H200-SXM")
+
+
+def predict(found: Calibration | None, /, **options: Any) -> Estimate:
+    num_gpus = options.pop("num_gpus", 1)
+    gpu = GPU if found is None else found.apply(GPU)
+    strategy = Strategy(**{"micro_batch": 4, "seq_len": 2048, "gpus_per_node": num_gpus, **options})
+    node = Node(gpu=gpu, num_gpus=num_gpus)
+    return estimate_job(spec=SPEC, strategy=strategy, node=node)
+
+
+def parts(found: Calibration | None, /, **options: Any) -> dict[str, float]:
+    return predict(found, **options).time.components
+
+
+def changed(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {
+        name: after[name] / before[name]
+        for name in before
+        if before[name] and after[name] != pytest.approx(before[name], rel=1e-9)
+    }
+
+
+def test_twice_the_rate_of_products_halves_their_part() -> None:
+    """Bandwidth without bound leaves the rate alone."""
+    traffic = make_traffic(1e30)
+    slow = make_calibration(matmuls=make_matmuls(300e12), traffic=traffic)
+    fast = make_calibration(matmuls=make_matmuls(600e12), traffic=traffic)
+    options = {"method": "full", "checkpointing": False, "weights": "bf16"}
+
+    told = changed(parts(slow, **options), parts(fast, **options))
+
+    assert told.pop("matmul") == pytest.approx(0.5, rel=1e-3)
+    assert set(told) <= {"launch"}
+
+
+def test_products_at_one_rate_take_the_flops_over_it() -> None:
+    """3 x 2 x weights x tokens: forward, gradients of inputs and of weights."""
+    found = make_calibration(traffic=make_traffic(1e30))
+    seconds = parts(found, method="full", checkpointing=False, weights="bf16")["matmul"]
+    num_weights = sum(
+        block.num_layers * part.in_features * part.out_features
+        for block in SPEC.blocks
+        for part in block.linears
+    )
+    flops = 6.0 * 4 * 2048 * (num_weights + SPEC.hidden_size * SPEC.vocab_size)
+
+    assert seconds == pytest.approx(flops / 400e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "factor"),
+    [
+        ({"attention": make_attention(400e12)}, "attention", 0.5),
+        ({"nf4_weights_per_second": 200e9}, "dequantize", 0.5),
+    ],
+)
+def test_each_measured_rate_moves_its_own_part(
+    changes: dict[str, Any], part: str, factor: float
+) -> None:
+    options = {"weights": "nf4", "checkpointing": False}
+
+    told = changed(
+        parts(make_calibration(), **options), parts(make_calibration(**changes), **options)
+    )
+
+    assert told.pop(part) == pytest.approx(factor, rel=1e-3)
+    assert set(told) <= {"launch"}
+
+
+def test_adamw_takes_the_measured_seconds_per_value() -> None:
+    options = {"method": "full", "weights": "bf16", "optimizer": "adamw"}
+
+    seconds = parts(make_calibration(), **options)["optimizer"]
+
+    assert seconds == pytest.approx(SPEC.num_params * 0.010 / 1e9, rel=1e-6)
+    foreach = parts(make_calibration(), **options | {"optimizer": "adamw-foreach"})["optimizer"]
+    assert foreach > 2 * seconds
+
+
+def test_a_slower_host_is_waited_for_only_where_kernels_are_short() -> None:
+    slow = make_calibration(host_times=make_host_times(3.0))
+    small = {"micro_batch": 1, "seq_len": 128, "checkpointing": True}
+    quick, long = make_calibration(), {"micro_batch": 8, "seq_len": 4096, "checkpointing": True}
+
+    assert parts(slow, **small)["launch"] > 2.5 * parts(quick, **small)["launch"]
+    assert parts(slow, **long)["launch"] == pytest.approx(parts(quick, **long)["launch"], rel=1e-6)
+
+
+def test_attention_that_writes_its_scores_takes_their_measured_seconds() -> None:
+    """4 x 32 heads x 2048 x 2048 scores in each of 32 layers, both directions."""
+    rows = tuple(
+        AttentionTime(
+            kind=kind, dtype="bfloat16", batch=1, heads=32, length=1024, head_dim=128,
+            is_causal=False, forward_seconds=forward * 32 * 1024**2,
+            backward_seconds=2e-11 * 32 * 1024**2,
+        )
+        for kind, forward in (("eager", 1e-11), ("math", 3e-11))
+    )  # fmt: skip
+    found = make_calibration(attention=(*make_attention(200e12), *rows))
+    options = {"checkpointing": False, "method": "full", "weights": "bf16"}
+
+    eager = parts(found, attention="eager", **options)
+    fused = parts(found, attention="sdpa", **options)
+
+    assert eager["attention"] == pytest.approx(32 * 4 * 32 * 2048**2 * 3e-11, rel=1e-3)
+    assert fused["attention"] == parts(make_calibration(), attention="sdpa", **options)["attention"]
+    # Falcon's one head of keys sends SDPA to the kernel that writes them.
+    falcon = resolve_model("falcon-7b")
+    strategy = Strategy(**{"micro_batch": 4, "seq_len": 2048, **options})
+    node = Node(gpu=found.apply(GPU), num_gpus=1)
+    told = estimate_job(spec=falcon, strategy=strategy, node=node).time.components["attention"]
+    scores = falcon.num_layers * 4 * falcon.num_heads * 2048**2
+    assert told == pytest.approx(scores * 5e-11, rel=1e-3)
+
+
+def test_attention_in_another_width_or_kernel_is_not_what_was_measured() -> None:
+    fast, slow = (make_calibration(attention=make_attention(rate)) for rate in (400e12, 100e12))
+    for options in ({"weights": "fp32", "compute": "fp32"}, {"attention": "flash"}):
+        assert parts(fast, **options)["attention"] == parts(slow, **options)["attention"]
+    assert parts(fast)["attention"] < parts(slow)["attention"]
+
+
+def test_lora_costs_the_host_what_was_measured_of_it() -> None:
+    small = {"micro_batch": 1, "seq_len": 64, "checkpointing": False, "adapter_dtype": "bf16"}
+    times = make_host_times(1.0)
+    cheap, dear = (
+        make_calibration(
+            host_times=times.model_copy(
+                update={"adapter_forward_seconds": cost, "adapter_backward_seconds": cost}
+            )
+        )
+        for cost in (100e-6, 300e-6)
+    )
+
+    more = parts(dear, **small)["launch"] - parts(cheap, **small)["launch"]
+
+    assert more == pytest.approx(2 * 200e-6 * 7 * SPEC.num_layers, rel=1e-3)
+
+
+def test_the_context_is_the_measured_one_wherever_memory_is_counted() -> None:
+    plain, measured = predict(None), predict(make_calibration(context_bytes=2**30))
+
+    assert measured.gpu.context_bytes == 2**30
+    assert measured.gpu.components["cuda_context"] == 2**30
+    less = measured.gpu.peak_reserved_bytes - plain.gpu.peak_reserved_bytes
+    assert less == 2**30 - plain.gpu.context_bytes
+    assert {phase.components["cuda_context"] for phase in measured.phases} == {2**30}
+    several = predict(make_calibration(context_bytes=2**30), num_gpus=4, sharding="fsdp")
+    assert several.gpu.context_bytes > 2**30, "NCCL's own buffers come on top"
+
+
+def test_links_are_the_measured_ones() -> None:
+    found = make_calibration(collectives=make_collectives(100e9), num_gpus=4)
+    node = Node(gpu=found.apply(GPU), num_gpus=4)
+
+    links = find_links(node, network_bytes_per_second=None)
+
+    assert links.inside == pytest.approx(100e9, rel=1e-3)
+    assert links.inside_latency == pytest.approx(30e-6, rel=0.01)
+    assert links.host == 10e9, "the slower direction"
+
+
+def test_answering_uses_the_measured_bandwidth() -> None:
+    job = InferenceJob(
+        weight_bytes=14 * 10**9, compute=Dtype.BF16, num_slots=1, num_columns=64,
+        prompt_tokens=16, new_tokens=16, pass_tokens=64,
+    )  # fmt: skip
+    half, whole = (
+        estimate_inference(SPEC, job, make_calibration(traffic=make_traffic(rate)).apply(GPU))
+        for rate in (1e12, 2e12)
+    )
+
+    assert half.pass_seconds == pytest.approx(2 * whole.pass_seconds, rel=1e-3)
+
+
+def test_the_estimate_says_that_its_rates_were_measured() -> None:
+    line = "rates measured here on 2026-11-15 by tightfit calibrate"
+
+    assert line in predict(make_calibration()).assumptions
+    assert not any("calibrate" in told for told in predict(None).assumptions)
+
+
+def test_what_was_not_measured_stays_as_it_was() -> None:
+    """A calibration of nothing changes nothing."""
+    nothing = make_calibration(
+        context_bytes=None, matmuls=(), attention=(), traffic=(), optimizers=(),
+        nf4_weights_per_second=None, host_times=None, host_link=None,
+    )  # fmt: skip
+    for options in ({"weights": "nf4"}, {"method": "full", "weights": "fp32"}):
+        plain, measured = predict(None, **options), predict(nothing, **options)
+        assert measured.time == plain.time
+        assert measured.gpu == plain.gpu
+
+
+def test_a_plan_keeps_the_rates_it_was_made_with_and_stays_small() -> None:
+    cluster = resolve_hardware("H200")
+    (group,) = cluster.groups
+    node = group.node.model_copy(update={"gpu": make_calibration().apply(group.node.gpu)})
+    measured = cluster.model_copy(update={"groups": (group.model_copy(update={"node": node}),)})
+    (plan,) = search(JobRequest(spec=SPEC), measured, num_plans=1).plans
+
+    again = type(plan).model_validate_json(plan.model_dump_json())
+
+    assert again == plan
+    assert again.hardware.node.gpu.measured == make_calibration().rates()
+    (without,) = search(JobRequest(spec=SPEC), cluster, num_plans=1).plans
+    assert "measured" not in without.model_dump(mode="json")["hardware"]["node"]["gpu"]
+
+
+def make_table() -> MatmulTable:
+    rows = [(m, n, k, 2.0 * m * n * k / 5e14 + 4e-6) for m, n, k in (
+        (512, 4096, 4096), (2048, 4096, 4096), (8192, 4096, 4096), (2048, 16, 4096),
+        (2048, 11008, 4096), (2048, 32000, 4096),
+    )]  # fmt: skip
+    return MatmulTable(rows, value_bytes=2, bytes_per_second=4e12)
+
+
+def test_a_measured_product_is_told_as_measured() -> None:
+    assert make_table().seconds(2048, 16, 4096) == pytest.approx(
+        2.0 * 2048 * 16 * 4096 / 5e14 + 4e-6, rel=0.01
+    )
+
+
+SIDE = st.integers(min_value=1, max_value=300_000)
+
+
+@given(m=SIDE, n=SIDE, k=SIDE)
+def test_no_product_is_far_from_its_roofline(m: int, n: int, k: int) -> None:
+    """Whatever the shape: between the least and the most that measured ones took beside theirs."""
+    table = make_table()
+    roofline = 2.0 * m * n * k / table.best_flops_per_second
+    roofline += 2.0 * (m * n + m * k + n * k) / 4e12
+
+    assert 0.5 * roofline < table.seconds(m, n, k) < 3.0 * roofline
+
+
+def test_rates_between_and_beyond_the_measured_ones() -> None:
+    rows = ((2**20, 1e12), (2**24, 4e12))
+
+    assert bandwidth_at(rows, 2**22) == pytest.approx(2e12)
+    assert bandwidth_at(rows, 1) == 1e12
+    assert bandwidth_at(rows, 2**40) == 4e12
+    found = make_calibration().rates()
+    assert attention_rates(found, head_dim=96, seq_len=100) == pytest.approx((200e12, 200e12))
+    assert attention_rates(None, head_dim=96, seq_len=100) is None

@@ -1,0 +1,184 @@
+"""Seconds of a traced step: faster hardware is never slower, and everything adds up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.result import StepTime
+from tightfit.estimate.trace import no_kernels
+from tightfit.estimate.trace.op_host import HostPace, find_host_pace
+from tightfit.estimate.trace.op_seconds import DeviceSeconds, estimate_traced_time
+from tightfit.estimate.trace.operations import (
+    ATTENTION,
+    BACKWARD,
+    DEQUANTIZE,
+    FORWARD,
+    HOST,
+    MATMUL,
+    MEMORY_BOUND,
+    OPTIMIZER,
+    UPDATE,
+    Operation,
+    OperationLog,
+    Stretch,
+)
+from tightfit.estimate.trace.step_time import with_traced_time
+from tightfit.hardware.catalogue import find_gpu
+from tightfit.hardware.measured_rates import MeasuredRates
+
+GPU = find_gpu("H200-SXM")
+STRATEGY = Strategy(method="lora", micro_batch=1, seq_len=1024)
+TOKENS, WIDTH = 1024, 2048
+PRODUCT = Operation(
+    name="aten::mm",
+    kind=MATMUL,
+    stage=FORWARD,
+    dtype="bf16",
+    shape=(TOKENS, WIDTH, WIDTH, 1),
+    flops=2.0 * TOKENS * WIDTH * WIDTH,
+    num_bytes=2.0 * (2 * TOKENS * WIDTH + WIDTH * WIDTH),
+    num_kernels=1,
+)
+MOVE = Operation(name="aten::add", kind=MEMORY_BOUND, stage=FORWARD, num_bytes=3e8, num_kernels=1)
+VIEW = Operation(name="aten::view", kind=HOST, stage=FORWARD)
+SCORES = Operation(
+    name="aten::sdpa",
+    kind=ATTENTION,
+    stage=BACKWARD,
+    dtype="bf16",
+    shape=(64, 1024, 1, 1),
+    flops=10.0 * 32 * 1024**2 * 64,
+    num_kernels=3,
+)
+UNPACK = Operation(
+    name="nf4",
+    kind=DEQUANTIZE,
+    stage=BACKWARD,
+    shape=(WIDTH * WIDTH,),
+    num_bytes=1e7,
+    num_kernels=1,
+)
+ADAM = Operation(
+    name="aten::_fused_adamw_",
+    kind=OPTIMIZER,
+    stage=UPDATE,
+    dtype="bf16",
+    shape=(10**8,),
+    num_bytes=1.4e9,
+    num_kernels=3,
+    num_tensors=100,
+)
+
+
+def _log(*operations: Operation, count: int = 4) -> OperationLog:
+    places = tuple(range(len(operations)))
+    return OperationLog(operations=operations, stretches=(Stretch(operations=places, count=count),))
+
+
+EVERYTHING = _log(PRODUCT, MOVE, VIEW, SCORES, UNPACK, ADAM)
+
+
+def _measured(faster: float = 1.0) -> MeasuredRates:
+    return MeasuredRates(
+        date="2026-01-01",
+        matmuls={
+            "bf16": ((TOKENS, WIDTH, WIDTH, 2e-5 / faster), (4096, 4096, 4096, 2e-4 / faster))
+        },
+        attention=((64, 1024, 2e14 * faster, 1e14 * faster),),
+        copies=((2**20, 2e12 * faster), (2**30, 4e12 * faster)),
+        elementwise=((2**20, 1e12 * faster), (2**30, 3e12 * faster)),
+        adamw_seconds_per_param={"bf16": 6e-12 / faster},
+        nf4_weights_per_second=4e11 * faster,
+    )
+
+
+def test_components_and_stages_add_up() -> None:
+    traced = estimate_traced_time(EVERYTHING, GPU, STRATEGY)
+    assert sum(traced.components.values()) == pytest.approx(traced.seconds_per_step)
+    assert sum(traced.stages.values()) == pytest.approx(traced.seconds_per_step)
+    assert traced.flops == 4 * (PRODUCT.flops + SCORES.flops)
+    longest = max(traced.host_seconds, traced.device_seconds)
+    assert longest <= traced.seconds_per_step <= traced.host_seconds + traced.device_seconds
+
+
+@pytest.mark.parametrize("one", [PRODUCT, MOVE, SCORES, UNPACK, ADAM])
+def test_a_faster_device_is_faster_at_everything(one: Operation) -> None:
+    seconds = [
+        DeviceSeconds(GPU.model_copy(update={"measured": rates}), STRATEGY).of(one)
+        for rates in (_measured(), _measured(2.0))
+    ]
+    assert seconds[1] == pytest.approx(seconds[0] / 2, rel=1e-3)
+
+
+def test_a_measured_product_takes_what_it_took() -> None:
+    gpu = GPU.model_copy(update={"measured": _measured()})
+    assert DeviceSeconds(gpu, STRATEGY).of(PRODUCT) == pytest.approx(2e-5, rel=0.01)
+
+
+@pytest.mark.parametrize("part", ["forward", "backward", "gap"])
+def test_a_slower_host_is_never_faster(part: str) -> None:
+    plain = HostPace(forward=1e-5, backward=1e-5, gap=1e-6)
+    slower = replace(plain, **{part: 50 * getattr(plain, part)})
+    fast, slow = (
+        estimate_traced_time(EVERYTHING, GPU, STRATEGY, pace=pace) for pace in (plain, slower)
+    )
+    assert slow.seconds_per_step > fast.seconds_per_step
+
+
+def test_a_host_that_reads_a_value_waits_for_the_device() -> None:
+    pace = HostPace(forward=1e-4, backward=1e-4, gap=0.0)
+    read = MOVE.model_copy(update={"num_bytes": 0.0, "waits": True})
+    work = DeviceSeconds(GPU, STRATEGY).of(MOVE)
+    assert work < 1e-4
+    big = MOVE.model_copy(update={"num_bytes": 3e10})
+    ahead = estimate_traced_time(_log(big, PRODUCT, PRODUCT), GPU, STRATEGY, pace=pace)
+    waited = estimate_traced_time(_log(big, read, PRODUCT), GPU, STRATEGY, pace=pace)
+    assert ahead.seconds_per_step == pytest.approx(1e-4 + ahead.device_seconds)
+    # Each of four rounds is idle while the host issues two operations anew, but the first one.
+    assert waited.seconds_per_step > waited.device_seconds + 4 * 1e-4
+
+
+def test_measured_hosts_set_the_pace() -> None:
+    rates = _measured().model_copy(
+        update={"host_forward_seconds": 7e-5, "host_adapter_forward_seconds": 1e-3}
+    )
+    slow = find_host_pace(DeviceSeconds(GPU.model_copy(update={"measured": rates}), STRATEGY).rates)
+    usual = find_host_pace(DeviceSeconds(GPU, STRATEGY).rates)
+    assert slow.forward == pytest.approx(2 * usual.forward)
+    assert slow.backward == usual.backward
+    assert slow.around["adapter"] > usual.around["adapter"]
+
+
+def test_a_step_time_takes_transfers_from_the_closed_form() -> None:
+    closed = StepTime(
+        seconds_per_step=1.0,
+        seconds_per_step_low=0.8,
+        seconds_per_step_high=1.5,
+        tokens_per_second=100.0,
+        flops_per_step=1e12,
+        mfu_fraction=0.5,
+        components={"matmul": 0.7, "communication": 0.3},
+    )
+    told = with_traced_time(closed, EVERYTHING, GPU, STRATEGY)
+    traced = estimate_traced_time(EVERYTHING, GPU, STRATEGY)
+    assert told.seconds_per_step == pytest.approx(traced.seconds_per_step + 0.3)
+    assert sum(told.components.values()) == pytest.approx(told.seconds_per_step)
+    assert told.tokens_per_second * told.seconds_per_step == pytest.approx(100.0)
+    assert told.seconds_per_step_high == pytest.approx(1.5 * told.seconds_per_step)
+
+
+def test_launches_that_do_nothing_are_heard() -> None:
+    heard: list[tuple[object, ...]] = []
+
+    def hear(args: tuple[object, ...], _kwargs: dict[str, object]) -> None:
+        heard.append(args)
+
+    no_kernels.LISTENERS.append(hear)
+    try:
+        no_kernels._Kernel(print)[(1,)]("a", "b")
+    finally:
+        no_kernels.LISTENERS.remove(hear)
+    assert heard == [("a", "b")]

@@ -1,0 +1,135 @@
+"""Traces in plans: verdicts, order, fewer recomputed layers, smaller micro-batches, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from planning_cases import make_cluster, make_request
+
+from tightfit.core.units import GIB
+from tightfit.estimate.result import Verdict
+from tightfit.estimate.trace.result import TracedMemory
+from tightfit.planning.plan import Plan
+from tightfit.planning.search import SearchResult, search
+from tightfit.planning.traced import Found, Wish, apply_trace, make_wish, trace_plans
+from trace_cases import record_full_tuning, trace
+
+TRACED = trace(record_full_tuning())
+
+
+def traced(*, reserved: float, least: float) -> TracedMemory:
+    """A trace that would hold and needs so many GiB."""
+    return TRACED.model_copy(
+        update={
+            "peak_reserved_bytes": int(reserved * GIB),
+            "smallest_capacity_bytes": int(least * GIB),
+        }
+    )
+
+
+BIG, SMALL = traced(reserved=90, least=80), traced(reserved=9, least=9)
+
+
+@pytest.fixture(scope="module")
+def result() -> SearchResult:
+    return search(make_request(effective_batch=16), make_cluster((1, "A100-40GB")))
+
+
+@pytest.fixture
+def best(result: SearchResult) -> Plan:
+    return result.plans[0]
+
+
+def answer(make: Callable[[Wish], Found]) -> Callable[[Sequence[Wish]], list[Found]]:
+    return lambda wishes: [make(wish) for wish in wishes]
+
+
+@pytest.mark.parametrize(
+    ("reserved", "least", "verdict"),
+    [(20, 18, Verdict.FITS), (60, 20, Verdict.TIGHT), (60, 41, Verdict.DOES_NOT_FIT)],
+)
+def test_the_verdict_is_the_trace_s(
+    best: Plan, reserved: float, least: float, verdict: Verdict
+) -> None:
+    found = apply_trace(best.estimate, traced(reserved=reserved, least=least), best.hardware.node)
+    assert found.verdict is verdict
+    assert found.tier == "traced"
+    assert found.gpu.peak_allocated_bytes == TRACED.peak_allocated_bytes
+    assert sum(found.gpu.components.values()) == found.gpu.peak_reserved_bytes
+    assert found.peak == TRACED.peak
+
+
+def test_what_lacks_host_memory_does_not_fit_whatever_the_card_says() -> None:
+    request = make_request(method="full", fixed={"sharding": "fsdp", "offload": "all"})
+    cluster = make_cluster((1, "A100-40GB"), host_memory_bytes=16 * GIB)
+    found = search(request, cluster)
+    assert not found.plans
+    roomy = search(request, make_cluster((1, "A100-40GB"), host_memory_bytes=512 * GIB)).plans[0]
+    short = roomy.estimate.model_copy(
+        update={"verdict": Verdict.DOES_NOT_FIT, "reason": "needs 90 GiB of host memory per node"}
+    )
+    after = apply_trace(short, SMALL, roomy.hardware.node)
+    assert after.verdict is Verdict.DOES_NOT_FIT
+
+
+def test_the_room_is_the_card_less_the_context(best: Plan) -> None:
+    gpu = best.estimate.gpu
+    assert make_wish(best).room_bytes == gpu.capacity_bytes - gpu.context_bytes
+
+
+def test_a_plan_that_cannot_be_traced_keeps_its_formulas(result: SearchResult) -> None:
+    after = trace_plans(
+        result, answer(lambda _: Found(traced=None, problem="no torch")), num_traced=2
+    )
+    assert [plan.strategy for plan in after.result.plans] == [p.strategy for p in result.plans]
+    assert after.result.plans[0].estimate == result.plans[0].estimate
+    assert after.notes == ("not traced: no torch",)
+
+
+def test_what_never_fits_is_lost_and_the_next_moves_up(result: SearchResult) -> None:
+    first = result.plans[0].strategy
+
+    def find(wish: Wish) -> Found:
+        is_first = wish.strategy.weights is first.weights and wish.strategy.method is first.method
+        return Found(traced=BIG if is_first else SMALL)
+
+    after = trace_plans(result, answer(find), num_traced=len(result.plans))
+    assert after.lost
+    assert all(plan.estimate.verdict is not Verdict.DOES_NOT_FIT for plan in after.result.plans)
+    assert len(after.result.plans) + len(after.lost) == len(result.plans)
+    assert len(after.traces) == len(after.result.plans)
+
+
+def test_half_the_micro_batch_is_tried_before_a_plan_is_lost(result: SearchResult) -> None:
+    largest = max(plan.strategy.micro_batch for plan in result.plans)
+    assert largest > 1, "the case must have something to halve"
+
+    def find(wish: Wish) -> Found:
+        is_large = wish.strategy.micro_batch >= largest
+        return Found(traced=BIG if is_large else SMALL)
+
+    after = trace_plans(result, answer(find), num_traced=len(result.plans))
+    assert not after.lost
+    for plan in after.result.plans:
+        s = plan.strategy
+        assert s.micro_batch < largest
+        assert plan.effective_batch == s.micro_batch * s.grad_accum * s.world_size
+
+
+def test_no_more_layers_are_recomputed_than_must_be(result: SearchResult) -> None:
+    plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
+    asked: list[Wish] = []
+
+    def find(wish: Wish) -> Found:
+        asked.append(wish)
+        fewest = 5 if wish.wants_fewest_recomputed else None
+        return Found(traced=SMALL, fewest_recomputed=fewest)
+
+    one = SearchResult(plans=(plan,), excluded=(), num_considered=1, shortfall=None)
+    after = trace_plans(one, answer(find), num_traced=1).result.plans[0]
+    assert asked[0].wants_fewest_recomputed
+    assert after.strategy.recomputed_layers == 5
+    seconds = after.estimate.time.seconds_per_step
+    assert seconds < plan.estimate.time.seconds_per_step or plan.strategy.recomputed_layers
+    assert any("recomputes 5 of 32 layers" in why for why in after.why)
