@@ -1,141 +1,67 @@
 """The closed form beside the trace, over random strategies.
 
-    .venv/bin/python benchmarks/closed_form_vs_trace.py --jobs 200      # table, and the result file
-    .venv/bin/python benchmarks/closed_form_vs_trace.py --check         # fails if it got worse
+    .venv/bin/python benchmarks/closed_form_vs_trace.py --jobs 200     # table, and the result file
+    .venv/bin/python benchmarks/closed_form_vs_trace.py --check        # fails if it got worse
 
-Draws strategies that the rules allow and that a trace can follow, on cards of several
-generations, and compares the peak of allocated memory. A check recomputes the closed form alone
-and takes the traces from the result file: tracing all of them takes minutes.
+Draws strategies that the rules allow, traces them until there are enough, and compares the peak of
+allocated memory. What the tracer refuses is counted by its reason. A check recomputes the closed
+form alone and takes the traces from the result file: tracing them all takes most of an hour.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from _provenance import provenance
-from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Loss, Method, Sharding, Strategy
-from tightfit.core.strategy import Optimizer as Kind
+from _provenance import check_total, write_result
+from _random_jobs import draw_jobs
+from _trace_peak import prepare_process, trace_peak
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.memory import estimate_moments, peak_moment
-from tightfit.estimate.trace.ask import Tracer, list_versions
-from tightfit.hardware.catalogue import find_gpu
-from tightfit.hardware.types import Gpu, Node
+from tightfit.estimate.memory import estimate_moments, hold, peak_moment
+from tightfit.estimate.trace.ask import list_versions
+from tightfit.hardware.types import Gpu
 from tightfit.models.resolve import resolve_model
 from tightfit.models.source_config import read_source_config
-from tightfit.models.spec import ModelSpec
-from tightfit.planning.case import Case
-from tightfit.planning.rules import find_first_violation
 from tightfit.train.tracing.job import TraceJob
 
 RESULT = Path(__file__).resolve().parent / "results" / "closed_form_vs_trace.json"
-SEED = 5
+SEED = 2026
 NOISE = 0.002
-MODELS = (
-    "Llama-3.2-1B",
-    "Llama-2-7b-hf",
-    "Llama-2-13b-hf",
-    "Qwen2.5-1.5B",
-    "Qwen2.5-7B",
-    "Qwen3-4B",
-    "bloom-1b1",
-    "bloom-3b",
-    "Mistral-7B-v0.1",
-    "pythia-1.4b",
-    "Phi-3-mini-4k-instruct",
-    "gemma-2b",
-)
-CARDS = ("V100-32GB", "A100-80GB", "H200")
+MAX_MEDIAN_ERROR = 0.05
+NUM_SEEN_DRAWS = 92
+"""Of this seed, that were looked at while the closed form was mended; later ones were not."""
+TRACED = ("n", "model", "gpu", "strategy", "traced_bytes", "traced_reserved_bytes", "stage", "op")
+"""What a row keeps of a trace."""
 
 
-def draw(chance: random.Random) -> tuple[str, Gpu, Strategy]:
-    """One job; most draws are forbidden by a rule, and drawn again."""
-    gpu = find_gpu(chance.choice(CARDS))
-    is_old = gpu.compute_capability is not None and gpu.compute_capability < (8, 0)
-    half = Dtype.FP16 if is_old else Dtype.BF16
-    method = chance.choice((Method.FULL, Method.LORA, Method.LORA))
-    kinds = [half, half, Dtype.FP32] + ([Dtype.NF4, Dtype.INT8] if method is Method.LORA else [])
-    weights = chance.choice(kinds)
-    sharding = chance.choice((Sharding.SINGLE, Sharding.SINGLE, Sharding.DDP, Sharding.FSDP))
-    is_fp16 = half is Dtype.FP16
-    strategy = Strategy(
-        method=method,
-        weights=weights,
-        compute=half,
-        adapter_dtype=Dtype.FP32 if is_fp16 else half,
-        autocast=is_fp16,
-        repeat_keys=is_old,
-        lora_rank=chance.choice((8, 16, 64)),
-        optimizer=chance.choice((Kind.ADAMW, Kind.ADAMW, Kind.ADAMW_FOREACH, Kind.SGD_MOMENTUM)),
-        micro_batch=chance.choice((1, 2, 4)),
-        seq_len=chance.choice((512, 1024, 2048)),
-        grad_accum=chance.choice((1, 1, 2)),
-        checkpointing=chance.random() < 0.6,
-        attention=chance.choice((Attention.SDPA, Attention.SDPA, Attention.EAGER)),
-        loss=chance.choice((Loss.PLAIN, Loss.CHUNKED, Loss.FUSED)),
-        fused_kernels=chance.random() < 0.2,
-        sharding=sharding,
-        gpus_per_node=1 if sharding is Sharding.SINGLE else chance.choice((2, 4, 8)),
-    )
-    return chance.choice(MODELS), gpu, strategy
-
-
-def draw_legal(count: int) -> list[tuple[str, Gpu, Strategy]]:
-    chance = random.Random(SEED)
-    found: list[tuple[str, Gpu, Strategy]] = []
-    while len(found) < count:
-        model, gpu, strategy = draw(chance)
-        node = Node(gpu=gpu, num_gpus=strategy.gpus_per_node)
-        case = Case(spec=resolve_model(model), strategy=strategy, node=node, num_nodes=1)
-        if find_first_violation(case) is None:
-            found.append((model, gpu, strategy))
-    return found
-
-
-def compare(spec: ModelSpec, strategy: Strategy, traced_bytes: int) -> dict[str, Any]:
-    peak = peak_moment(estimate_moments(spec, strategy))
-    return {
-        "model": spec.name,
-        "strategy": strategy.model_dump(mode="json", exclude_defaults=True),
-        "traced_bytes": traced_bytes,
+def compare(row: dict[str, Any]) -> dict[str, Any]:
+    """The closed form of a traced row, as the code is now."""
+    strategy = Strategy.model_validate(row["strategy"])
+    moments = estimate_moments(resolve_model(row["model"]), strategy)
+    peak = peak_moment(moments)
+    held = hold(peak, moments, strategy)
+    reserved = sum(held.values()) - held["cuda_context"]
+    return {name: row[name] for name in TRACED} | {
         "closed_form_bytes": peak.allocated_bytes,
         "moment": peak.name,
-        "error": round(peak.allocated_bytes / traced_bytes - 1, 4),
+        "error": round(peak.allocated_bytes / row["traced_bytes"] - 1, 4),
+        "reserved_error": round(reserved / row["traced_reserved_bytes"] - 1, 4),
     }
 
 
-def trace_all(count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows, and what could not be traced."""
-    drawn = draw_legal(count)
-    jobs = []
-    for model, gpu, strategy in drawn:
-        config = read_source_config(resolve_model(model))
-        assert config is not None, model
-        job = TraceJob(
-            config=config,
-            strategy=strategy,
-            compute_capability=gpu.compute_capability,
-            stages=(),
-        )
-        jobs.append(job.model_dump(mode="json"))
-    tracer = Tracer(module="tightfit.train.tracing.worker", timeout_seconds=24 * 3600)
-    answers = tracer.ask(jobs, lambda done: print(f"{done} of {count}", file=sys.stderr))
-    rows, failed = [], []
-    for (model, gpu, strategy), answer in zip(drawn, answers, strict=True):
-        if answer.traced is None:
-            told = strategy.model_dump(mode="json", exclude_defaults=True)
-            failed.append({"model": model, "strategy": told, "problem": answer.problem})
-            continue
-        row = compare(resolve_model(model), strategy, answer.traced.peak_allocated_bytes)
-        stage = answer.traced.peak.stage
-        rows.append(row | {"gpu": gpu.name, "stage": stage, "op": answer.traced.peak.op})
-    return rows, failed
+def compare_all(traces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The worst first."""
+    return sorted(map(compare, traces), key=lambda row: -abs(row["error"]))
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -145,58 +71,102 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "median_error": round(statistics.median(errors), 4),
         "p90_error": errors[int(0.9 * len(errors))],
         "worst_error": errors[-1],
+        "median_reserved_error": round(
+            statistics.median(abs(row["reserved_error"]) for row in rows), 4
+        ),
     }
 
 
+def describe(row: dict[str, Any]) -> str:
+    told = json.dumps(row["strategy"])
+    return (
+        f"{row['traced_bytes'] / GIB:7.2f} {row['closed_form_bytes'] / GIB:7.2f} "
+        f"{row['error']:+7.1%} {row['moment']:12} {row['op']:32} {row['gpu']} {row['model']} {told}"
+    )
+
+
+def trace_one(job: tuple[int, str, Gpu, Strategy]) -> dict[str, Any]:
+    number, model, gpu, strategy = job
+    config = read_source_config(resolve_model(model))
+    assert config is not None, model
+    asked = TraceJob(
+        config=config,
+        strategy=strategy,
+        compute_capability=gpu.compute_capability,
+        stages=(),
+    )
+    told = strategy.model_dump(mode="json", exclude_defaults=True)
+    known = {"n": number, "model": model, "gpu": gpu.name, "strategy": told}
+    return known | trace_peak(asked.model_dump(mode="json"))
+
+
+def read_journal(journal: Path) -> list[dict[str, Any]]:
+    if not journal.is_file():
+        return []
+    return [json.loads(line) for line in journal.read_text().splitlines()]
+
+
+def trace_until(count: int, journal: Path, num_workers: int) -> list[dict[str, Any]]:
+    """Every job drawn until `count` were traced, as drawn. The journal survives a stop."""
+    known = {row["n"]: row for row in read_journal(journal)}
+
+    def find_missing() -> Iterator[tuple[int, str, Gpu, Strategy]]:
+        drawn = enumerate(draw_jobs(SEED))
+        return ((number, *job) for number, job in drawn if number not in known)
+
+    with ProcessPoolExecutor(
+        num_workers, mp_context=get_context("spawn"), initializer=prepare_process
+    ) as pool:
+        while (num_left := count - sum("traced_bytes" in row for row in known.values())) > 0:
+            with journal.open("a") as lines:
+                for row in pool.map(trace_one, list(islice(find_missing(), num_left))):
+                    known[row["n"]] = row
+                    lines.write(json.dumps(row) + "\n")
+                    lines.flush()
+                    print(f"{len(known)} drawn", file=sys.stderr)
+    return [known[number] for number in sorted(known)]
+
+
 def check() -> int:
-    before = json.loads(RESULT.read_text())
-    rows = [
-        compare(
-            resolve_model(row["model"]),
-            Strategy.model_validate(row["strategy"]),
-            row["traced_bytes"],
-        )
-        for row in before["rows"]
-    ]
+    rows = compare_all(json.loads(RESULT.read_text())["rows"])
     total = summarise(rows)
     print(json.dumps(total))
-    worse = [
-        name
-        for name in ("median_error", "p90_error")
-        if total[name] > before["total"][name] + NOISE
-    ]
-    print("\n".join(f"fault: {name} got worse" for name in worse) or "closed form: all good")
-    return 1 if worse else 0
+    print(f"worst: {describe(rows[0])}")
+    if total["median_error"] > MAX_MEDIAN_ERROR:
+        print(f"fault: the median error is over {MAX_MEDIAN_ERROR:.0%}")
+        return 1
+    return check_total(total, RESULT, count="jobs", noise=NOISE, what="closed form beside traces")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the committed result")
-    parser.add_argument("--jobs", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=200, help="how many to trace")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--journal", type=Path, default=Path("closed_form_vs_trace.jsonl"))
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     if arguments.check:
         return check()
-    rows, failed = trace_all(arguments.jobs)
-    rows.sort(key=lambda row: -abs(row["error"]))
-    for row in rows:
-        print(
-            f"{row['traced_bytes'] / GIB:7.2f} {row['closed_form_bytes'] / GIB:7.2f} "
-            f"{row['error']:+7.1%} {row['moment']:10} {row['op']:32} {row['model']} "
-            f"{json.dumps(row['strategy'])}"
-        )
-    for row in failed:
-        print(f"not traced: {row['problem']} {row['model']} {json.dumps(row['strategy'])}")
+    prepare_process()
+    drawn = trace_until(arguments.jobs, arguments.journal, arguments.workers)
+    rows = compare_all([row for row in drawn if "traced_bytes" in row])
+    refused = Counter(row["problem"] for row in drawn if "problem" in row)
     total = summarise(rows)
-    print(json.dumps(total))
-    content = {
-        **provenance("benchmarks/closed_form_vs_trace.py"),
-        "versions": list_versions(),
-        "total": total,
-        "rows": rows,
-        "not_traced": failed,
-    }
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    unseen = [row for row in rows if row["n"] >= NUM_SEEN_DRAWS]
+    print("\n".join(map(describe, rows)))
+    print("\n".join(f"refused {number}: {problem}" for problem, number in refused.most_common()))
+    print(json.dumps({"all": total, "unseen": summarise(unseen)}))
+    write_result(
+        arguments.out,
+        "benchmarks/closed_form_vs_trace.py",
+        seed=SEED,
+        versions=list_versions(),
+        total=total,
+        unseen=summarise(unseen),
+        refused=dict(refused.most_common()),
+        rows=rows,
+    )
     return 0
 
 

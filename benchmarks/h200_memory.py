@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import check_total, write_result
+from tightfit.core.quirks import Quirks
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.memory import estimate_moments, hold, peak_moment
@@ -80,6 +81,11 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         sharding="fsdp" if ranks else "single",
         gpus_per_node=ranks or 1,
         offload="all" if options["offload"] else "none",
+        quirks=Quirks(
+            equal_rows=True,
+            outlier_columns=weights == "int8",
+            wide_adafactor=True,
+        ),
     )
 
 

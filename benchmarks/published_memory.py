@@ -39,6 +39,9 @@ NINETIETH_LIMIT = 0.25
 CLASSIFIED_LIMIT = 0.95
 MIN_ROWS = 120
 NOISE = 0.002
+HOLDS_LOGITS = ("fms-acceleration", "litgpt")
+"""Whose steps hold logits beside what the loss reads: transformers before 4.45 reads a shifted
+copy, and litgpt's loop keeps the variable."""
 """A change of the median smaller than this is not "worse"."""
 
 
@@ -88,7 +91,10 @@ def make_strategy(job: dict[str, Any]) -> Strategy:
         **fields,
         checkpointing=job["checkpointing"] != "none",
         gpus_per_node=job["gpus"],
-        quirks=Quirks(**{name: job[name] for name in Quirks.model_fields if name in job}),
+        quirks=Quirks(
+            **{name: job[name] for name in Quirks.model_fields if name in job},
+            keeps_logits=any(name in job["source"] for name in HOLDS_LOGITS),
+        ),
     )
 
 

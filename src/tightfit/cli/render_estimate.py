@@ -143,7 +143,8 @@ def _render_surroundings(estimate: Estimate) -> RenderableType:
     ]
     if time.seconds_per_step > 0:
         speed = f"{time.tokens_per_second:,.0f} tokens/s, {time.mfu_fraction:.0%} of peak FLOP/s"
-        rows.append(("step", render_time(time), speed))
+        how = "" if time.tier == "closed-form" else f", {time.tier}"
+        rows.append((f"step{how}", render_time(time), speed))
     if time.seconds_per_epoch is not None:
         steps = count_of(time.steps_per_epoch, "step") if time.steps_per_epoch else ""
         rows.append(("epoch", render_seconds(time.seconds_per_epoch), steps))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -12,6 +13,7 @@ from tightfit.cli.notes import heading, plain, render_notes
 from tightfit.cli.render_estimate import VERDICT_STYLES, VERDICT_WORDS
 from tightfit.cli.screen import Column, make_table, render_gauge, show
 from tightfit.core.units import render_bytes, render_seconds
+from tightfit.estimate.host import PROCESS_BYTES
 from tightfit.estimate.result import Estimate
 from tightfit.estimate.trace.result import Peak, PeakTensor, TracedMemory
 from tightfit.estimate.trace.summary import judge_traced
@@ -32,8 +34,9 @@ def show_trace(
     context_bytes: int,
     closed_form: Estimate,
     advice: Sequence[Advice] = (),
+    loading_bytes: Sequence[int] = (),
 ) -> None:
-    """Print what a trace adds to an estimate."""
+    """Print what a trace adds to an estimate; `loading_bytes` of host RAM are each rank's."""
     capacity = closed_form.gpu.capacity_bytes
     show(
         [
@@ -46,11 +49,25 @@ def show_trace(
             heading("Peak of each stage, traced"),
             _render_stages(traced, context_bytes=context_bytes, capacity_bytes=capacity),
             "",
+            *_render_loading(loading_bytes),
             heading(f"At the traced peak ({describe_place(traced.peak)})"),
             _render_tensors(traced),
             *render_notes("Less memory, each traced", [describe_advice(one) for one in advice]),
         ]
     )
+
+
+def describe_loading(loading_bytes: Sequence[int]) -> list[str]:
+    """`rank 0: 15.6 GiB, 13.1 GiB of it weights`; neighbours with as much are one line."""
+    told, start = [], 0
+    for size, group in groupby(loading_bytes):
+        num_ranks = len(list(group))
+        last = start + num_ranks - 1
+        ranks = f"rank {start}" if num_ranks == 1 else f"ranks {start} to {last}, each"
+        weights = f"{render_bytes(size)} of it weights" if size else "no weights"
+        told.append(f"{ranks}: {render_bytes(PROCESS_BYTES + size)}, {weights}")
+        start += num_ranks
+    return told
 
 
 def describe_place(peak: Peak) -> str:
@@ -162,6 +179,13 @@ def _render_stages(
         Column(title="allocated and context on the card"),
     )
     return make_table(columns, rows)
+
+
+def _render_loading(loading_bytes: Sequence[int]) -> Iterator[RenderableType]:
+    if loading_bytes:
+        yield heading("Host RAM while loading, by formula")
+        yield from (plain(f" - {line}") for line in describe_loading(loading_bytes))
+        yield ""
 
 
 def _render_tensors(traced: TracedMemory) -> RenderableType:

@@ -91,7 +91,8 @@ def _describe_time(plan: Plan) -> str:
     total = render_seconds(time.seconds_per_step * steps)
     low = render_seconds(time.seconds_per_step_low * steps)
     high = render_seconds(time.seconds_per_step_high * steps)
-    return f"{total} ({low} to {high}), {speed}"
+    how = "" if time.tier == "closed-form" else f"{time.tier}: "
+    return f"{how}{total} ({low} to {high}), {speed}"
 
 
 def _describe_memory(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from tightfit.estimate.trace.result import TracedMemory
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import describe_strategy
 from tightfit.planning.search import SearchResult
-from tightfit.planning.traced import TracedSearch, trace_plans
+from tightfit.planning.traced import TRACED, TracedSearch, trace_plans
 
 
 def trace_search(result: SearchResult, *, asked: bool | None) -> TracedSearch:
@@ -52,9 +52,14 @@ def draw_traces(pairs: Sequence[tuple[Plan, TracedMemory | None]], path: Path) -
 
 def _describe(found: TracedSearch) -> tuple[str, ...]:
     num_traced = sum(traced is not None for traced in found.traces)
+    num_timed = sum(plan.estimate.time.tier == TRACED for plan in found.result.plans)
     said = []
     if num_traced:
-        said.append(f"memory of the first {num_traced} plans is traced, that of others estimated")
+        what = "memory and time" if num_timed == num_traced else "memory"
+        said.append(f"{what} of the first {num_traced} plans: traced; of others: estimated")
+    if num_timed < num_traced:
+        count = f"{num_timed} of them" if num_timed else "none"
+        said.append(f"time is traced for {count}: not all operations were understood")
     for plan in found.lost:
         said.append(f"left out after tracing: {describe_strategy(plan.strategy)}")
     return (*said, *found.notes)

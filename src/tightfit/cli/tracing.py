@@ -20,6 +20,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.planning.advice import Advice, judge_alternatives, list_alternatives
 from tightfit.planning.case import Case
 from tightfit.planning.traced import Found, Wish
+from tightfit.planning.traced_time import find_document_len
 from tightfit.train.tracing.job import TraceJob
 
 WORKER = "tightfit.train.tracing.worker"
@@ -63,15 +64,11 @@ class ModelTracer:
         )
 
     def _job(self, wish: Wish) -> TraceJob:
-        profile = self.profile
-        mean = None
-        if profile is not None and profile.num_rows:
-            mean = max(1, profile.num_tokens // profile.num_rows)
         return TraceJob(
             config=self.config,
             strategy=wish.strategy,
             compute_capability=wish.node.gpu.compute_capability,
-            document_len=mean if wish.strategy.packing else None,
+            document_len=find_document_len(self.profile, wish.strategy),
             room_bytes=wish.room_bytes if wish.wants_fewest_recomputed else None,
         )
 
@@ -110,6 +107,7 @@ def _read(answer: Answer) -> Found:
     return Found(
         traced=answer.traced,
         fewest_recomputed=answer.fewest_recomputed,
+        operations=answer.operations,
         problem=answer.problem,
         remedy=answer.remedy,
     )

@@ -36,6 +36,17 @@ class Quirks(BaseModel):
     autocast says so, as much modelling code of 2023 does."""
     use_cache: bool = False
     """Fill a key-value cache while training too; it stays until the loss is there."""
+    equal_rows: bool = False
+    """All rows of a batch are equally long, so that attention gets no mask and, grouped, takes
+    its keys as they are."""
+    outlier_columns: bool = False
+    """Every column that enters an int8 MLP's last matrix has a value above the threshold and is
+    kept in 16 bit: random weights of wide models do that, trained ones do not."""
+    keeps_logits: bool = False
+    """Logits live beside what the loss reads until the gradient is there: the caller holds on to
+    them, or the loss reads a shifted copy."""
+    wide_adafactor: bool = False
+    """transformers' Adafactor, which works in fp32, instead of torch's."""
 
 
 NO_QUIRKS = Quirks()

@@ -12,6 +12,7 @@ from typing import Literal
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
+from tightfit.estimate.numerics import Numerics, find_numerics
 from tightfit.estimate.weights import is_dora, is_target
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
@@ -40,38 +41,6 @@ class LayerBytes:
     """Bytes that do not grow with tokens: sums of weights and adapters that the graph keeps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Numerics:
-    """How wide values are where, for one strategy."""
-
-    value: int
-    """Results of matrix products."""
-    residual: int
-    """The stream between layers: fp32 wherever weights or norms are, else as `value`."""
-    is_autocast: bool
-    is_full: bool
-    adapter: int
-    """Width in which adapters read their input."""
-    is_cpu: bool = False
-
-
-def _numerics(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> _Numerics:
-    # A quantized matrix returns the dtype it was given: fp32, where norms are, and where
-    # autocast runs LayerNorm in fp32. Source: bitsandbytes Linear4bit; torch autocast's fp32 ops.
-    is_wide_norm = strategy.upcast_unquantized or (strategy.is_autocast and not spec.is_rms_norm)
-    is_upcast = strategy.weights.is_quantized and is_wide_norm
-    value = 4 if is_upcast else strategy.compute.value_bytes
-    return _Numerics(
-        value=value,
-        residual=4 if strategy.casts_weights or is_upcast else value,
-        is_autocast=strategy.is_autocast,
-        is_full=strategy.method is Method.FULL,
-        # Autocast casts an adapter's input to the compute dtype, whatever the adapter is in.
-        adapter=(strategy.compute if strategy.is_autocast else strategy.adapter_dtype).value_bytes,
-        is_cpu=is_cpu,
-    )
-
-
 def estimate_layer_bytes(
     spec: ModelSpec, block: Block, strategy: Strategy, *, is_cpu: bool = False
 ) -> LayerBytes:
@@ -81,13 +50,13 @@ def estimate_layer_bytes(
     dense or with experts, eager or fused attention. Leaves out dropout masks
     and padding masks.
     """
-    numerics = _numerics(spec, strategy, is_cpu=is_cpu)
+    numerics = find_numerics(spec, strategy, is_cpu=is_cpu)
     norms = _norm_bytes(spec, block, strategy, numerics)
     attention = _attention_bytes(spec, block, strategy, numerics)
     mlp = _mlp_bytes(spec, block, strategy, numerics)
     inputs = _context_bytes(spec, block, strategy, numerics)
     held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
-    saved = norms + attention + mlp + held + _quantized_input_bytes(spec, block, strategy)
+    saved = norms + attention + mlp + held + _outlier_bytes(block, strategy)
     saved += _dora_bytes(block, strategy, numerics)
     mlp_peak = saved + _mlp_working(spec, block, numerics)
     attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
@@ -112,7 +81,7 @@ def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
     first = next(part for part in block.linears if part.role is Role.ATTENTION)
     keys = 2 * spec.num_kv_heads * spec.head_dim
     is_fused = first.out_features > spec.num_heads * spec.head_dim
-    return _numerics(spec, strategy).value * (first.out_features if is_fused else keys)
+    return find_numerics(spec, strategy).value * (first.out_features if is_fused else keys)
 
 
 def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
@@ -129,7 +98,7 @@ def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
     )
 
 
-def _dora_bytes(block: Block, strategy: Strategy, numerics: _Numerics) -> int:
+def _dora_bytes(block: Block, strategy: Strategy, numerics: Numerics) -> int:
     """What DoRA keeps of each target's output: the base's and the adapter's, for the magnitude.
 
     With dropout the base's result is computed again from the dropped input, which the adapter
@@ -145,19 +114,20 @@ def _dora_bytes(block: Block, strategy: Strategy, numerics: _Numerics) -> int:
     )
 
 
-def _input_widths(spec: ModelSpec, block: Block) -> int:
-    """Widths of the distinct inputs of one layer's matrices, summed."""
-    roles = {part.role: part.in_features for part in block.linears if part.is_module}
-    return sum(spec.hidden_size + last for last in roles.values())
+def _outlier_bytes(block: Block, strategy: Strategy) -> int:
+    """Columns that LLM.int8 multiplies in 16 bit and holds for its backward pass.
 
-
-def _quantized_input_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
-    """LLM.int8 keeps each input in 8 bit."""
-    return _input_widths(spec, block) if strategy.weights is Dtype.INT8 else 0
+    Which they are depends on values: none here, or all of an MLP's product.
+    Source: bitsandbytes MatMul8bitLt `subA`; h200_steps.json, Llama-2-7b with random weights.
+    """
+    if strategy.weights is not Dtype.INT8 or not strategy.quirks.outlier_columns:
+        return 0
+    dense = [part for part in block.linears if part.role is Role.MLP]
+    return strategy.compute.value_bytes * dense[-1].in_features if dense else 0
 
 
 def _held_input_bytes(
-    block: Block, strategy: Strategy, numerics: _Numerics, *, is_recomputed: bool
+    block: Block, strategy: Strategy, numerics: Numerics, *, is_recomputed: bool
 ) -> int:
     """Inputs that 4-bit matrices of old bitsandbytes hold on the autograd context.
 
@@ -181,15 +151,17 @@ def _held_input_bytes(
     return total
 
 
-def _context_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
-    """Inputs that LLM.int8 keeps, and in 8 bit, even where the layer is recomputed.
+def _context_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Numerics) -> int:
+    """Inputs that LLM.int8 keeps even where the layer is recomputed.
 
     bitsandbytes holds them on the autograd context itself, where non-reentrant
-    checkpointing cannot drop them. Source: bitsandbytes MatMul8bitLt; h200_steps.json.
+    checkpointing cannot drop them. Source: bitsandbytes MatMul8bitLt; h200_trace_dev.json.
     """
     if strategy.weights is not Dtype.INT8 or strategy.method is not Method.LORA:
         return 0
-    return (numerics.residual + 1) * _input_widths(spec, block)
+    roles = {part.role: part.in_features for part in block.linears if part.is_module}
+    widths = sum(spec.hidden_size + last for last in roles.values())
+    return numerics.residual * widths + _outlier_bytes(block, strategy)
 
 
 def fuses_pointwise(strategy: Strategy) -> bool:
@@ -202,7 +174,7 @@ def fuses_pointwise(strategy: Strategy) -> bool:
     return strategy.fused_kernels or strategy.compile
 
 
-def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
+def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Numerics) -> int:
     """What the layer's norms keep of the stream; their outputs are counted as inputs of matrices.
 
     RMSNorm upcasts to fp32 and keeps that copy; where its weight is trained it
@@ -219,7 +191,7 @@ def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Nu
     return kept
 
 
-def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: _Numerics) -> int:
+def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: Numerics) -> int:
     """Copies of one input that the matrices reading it keep.
 
     A trained matrix keeps its input; all readers share one copy, except under
@@ -236,7 +208,7 @@ def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: 
     return copies * numerics.adapter * width + masks
 
 
-def _shares_inputs(strategy: Strategy, numerics: _Numerics) -> bool:
+def _shares_inputs(strategy: Strategy, numerics: Numerics) -> bool:
     """Whether adapters read the very tensor that their matrices read, and no cast or dropped copy.
 
     Source: peft lora/layer.py; h200_steps.json, Llama-2-7b with and without `lora_dropout`.
@@ -245,7 +217,7 @@ def _shares_inputs(strategy: Strategy, numerics: _Numerics) -> bool:
     return not is_cast and not strategy.lora_dropout
 
 
-def _attention_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
+def _attention_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Numerics) -> int:
     total = 0
     for role in (Role.ATTENTION, Role.CROSS_ATTENTION):
         parts = [part for part in block.linears if part.role is role]
@@ -268,7 +240,7 @@ def _attention_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics
     return total
 
 
-def _casts(strategy: Strategy, numerics: _Numerics) -> bool:
+def _casts(strategy: Strategy, numerics: Numerics) -> bool:
     return strategy.method is Method.LORA and numerics.adapter != numerics.value
 
 
@@ -276,15 +248,15 @@ def _is_eager(spec: ModelSpec, strategy: Strategy) -> bool:
     return strategy.attention is Attention.EAGER or spec.model_type in EAGER_ONLY
 
 
-MATH_SCORE_BYTES = 5
-"""Per query, key and head that SDPA's math kernel keeps: fp32 probabilities, and part of a mask.
-Source: h200_steps.json, falcon-7b 4.6, Llama-3.2-1B in fp32 4.3."""
+MATH_SCORE_BYTES = 4
+"""Per query, key and head that SDPA's math kernel keeps: probabilities in fp32, beside
+fp32 queries, keys, values. Source: torch `_scaled_dot_product_attention_math`; h200_steps.json."""
 BIASED_SCORE_BYTES = 8
 """The same with a learned bias and dropout: the bias as a mask, and what was dropped.
 Source: h200_steps.json, t5-large."""
 
 
-def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> bool:
+def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> bool:
     """Whether SDPA falls back to the kernel that holds the scores.
 
     FlashAttention has no fp32 and, as Falcon calls it, a mask; the
@@ -293,11 +265,23 @@ def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) 
     """
     if numerics.is_cpu and spec.model_type not in POSITION_BIAS:
         return False
-    is_grouped = spec.num_kv_heads < spec.num_heads and not strategy.repeat_keys
+    is_grouped = spec.num_kv_heads < spec.num_heads and not _repeats_keys(spec, strategy)
     has_no_flash = strategy.compute is Dtype.FP32 or spec.model_type == "falcon"
     return strategy.attention is Attention.SDPA and (
         spec.model_type in POSITION_BIAS or (has_no_flash and is_grouped)
     )
+
+
+def _repeats_keys(spec: ModelSpec, strategy: Strategy) -> bool:
+    """Whether SDPA gets grouped keys and values as wide as queries.
+
+    transformers does so wherever there is a mask, as for rows that differ in length; Falcon lets
+    SDPA broadcast. Source: transformers `use_gqa_in_sdpa`, modeling_falcon.
+    """
+    if strategy.attention is not Attention.SDPA or spec.model_type == "falcon":
+        return False
+    is_masked = strategy.micro_batch > 1 and not strategy.packing
+    return strategy.repeat_keys or (is_masked and not strategy.quirks.equal_rows)
 
 
 def find_score_kernel(
@@ -306,23 +290,29 @@ def find_score_kernel(
     """Which attention writes its scores out; None for a fused kernel."""
     if _is_eager(spec, strategy):
         return "eager"
-    numerics = _numerics(spec, strategy, is_cpu=is_cpu)
+    numerics = find_numerics(spec, strategy, is_cpu=is_cpu)
     return "math" if _uses_math_kernel(spec, strategy, numerics) else None
 
 
-def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:
+def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int:
     """Queries, keys, values and, when eager, the S x S probabilities."""
     query = spec.num_heads * spec.head_dim
-    key = (spec.num_heads if strategy.repeat_keys else spec.num_kv_heads) * spec.head_dim
+    key = (spec.num_heads if _repeats_keys(spec, strategy) else spec.num_kv_heads) * spec.head_dim
     # What the view of the values keeps alive beside them. Falcon without grouped heads has ALiBi.
     is_rotary = spec.model_type != "falcon" or spec.num_kv_heads < spec.num_heads
     is_split = spec.model_type in FUSED_ROTARY and is_rotary
     projection = numerics.value * (query + key) if is_split else 0
     if not _is_eager(spec, strategy):
-        per_score = BIASED_SCORE_BYTES if spec.model_type in POSITION_BIAS else MATH_SCORE_BYTES
-        scores = per_score * spec.num_heads * strategy.seq_len
-        kept = scores if _uses_math_kernel(spec, strategy, numerics) else 4 * spec.num_heads
-        return numerics.value * (query + 2 * key) + projection + kept
+        inputs = numerics.value * (query + 2 * key) + projection
+        if not _uses_math_kernel(spec, strategy, numerics):
+            return inputs + 4 * spec.num_heads
+        if spec.model_type in POSITION_BIAS:
+            return inputs + BIASED_SCORE_BYTES * spec.num_heads * strategy.seq_len
+        # With several rows, broadcast keys and values are copied to all heads.
+        copied = 8 * (query if strategy.micro_batch > 1 else key)
+        return (
+            4 * query + copied + projection + MATH_SCORE_BYTES * spec.num_heads * strategy.seq_len
+        )
     # softmax in fp32, kept; then the copy in the compute dtype that meets the values, kept too
     probability = 4 if numerics.value == 4 else 4 + numerics.value
     if spec.has_attention_softcap:
@@ -331,7 +321,7 @@ def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> in
     return numerics.value * 3 * query + projection + scores
 
 
-def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Numerics) -> int:
+def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Numerics) -> int:
     dense = [part for part in block.linears if part.role is Role.MLP]
     experts = [part for part in block.linears if part.role is Role.EXPERT]
     total = 0
@@ -354,7 +344,7 @@ def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: _Num
     return total
 
 
-def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:
+def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int:
     """Kept per unit of MLP width, the input of the last matrix left out.
 
     Gated: both branches and the activated one; a fused kernel recomputes the
@@ -366,7 +356,7 @@ def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> in
     return numerics.value * (1 + is_composed * COMPOSED_ACTIVATIONS.get(spec.activation, 0))
 
 
-def _mlp_working(spec: ModelSpec, block: Block, numerics: _Numerics) -> int:
+def _mlp_working(spec: ModelSpec, block: Block, numerics: Numerics) -> int:
     """Gradients of the two branches and of the stream."""
     parts = [part for part in block.linears if part.role in (Role.MLP, Role.EXPERT)]
     if not parts:
@@ -375,10 +365,11 @@ def _mlp_working(spec: ModelSpec, block: Block, numerics: _Numerics) -> int:
     return 2 * numerics.value * width + 2 * numerics.residual * spec.hidden_size
 
 
-def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: _Numerics) -> int:
+def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int:
     """Gradients of queries, keys and values; eager adds those of the scores, in fp32."""
     query = spec.num_heads * spec.head_dim
     fused = 4 * numerics.value * query + 2 * numerics.residual * spec.hidden_size
     if not _is_eager(spec, strategy) and not _uses_math_kernel(spec, strategy, numerics):
         return fused
-    return fused + (numerics.value + 8) * spec.num_heads * strategy.seq_len
+    of_probabilities = numerics.value if _is_eager(spec, strategy) else 4
+    return fused + (of_probabilities + 8) * spec.num_heads * strategy.seq_len

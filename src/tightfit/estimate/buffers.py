@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding, Strategy
-from tightfit.estimate.state import mixes_frozen
+from tightfit.estimate.state import mixes_frozen, trained_value_bytes
 from tightfit.estimate.weights import (
     estimate_weight_bytes,
     is_dora,
@@ -37,11 +37,14 @@ class BufferBytes:
     """While a layer's gradients are made and reduced."""
     backward_end: int
     """While the first layer's are, when no other is prefetched."""
-    step: int
-    """During the optimizer step."""
+    embedding: int
+    """While a tied embedding's gradient is added to the head's; 0 where that cannot peak."""
     casts_forward: int
-    """16-bit copies of fp32 weights alive at the loss."""
+    """16-bit copies of fp32 weights alive while the loss is computed."""
+    casts_loss: int
+    """In its backward."""
     casts_backward: int
+    """When that reaches the layers."""
     dequantized: int
     """One unpacked matrix at a time."""
     weight_norms: int
@@ -51,15 +54,17 @@ class BufferBytes:
 def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
     """Copies that sharding, autocast and quantization make.
 
-    FSDP2 with one group per layer: the layer in use and the next one, gathered;
-    the group of embeddings and head stays gathered, and its gradients unsharded
-    until the very end; a layer's gradients exist unsharded, and once more as
-    the reduce-scatter's input.
+    FSDP2 with one group per layer: the layer in use and the next one, gathered, in
+    the forward pass with the flat results of both gathers; the group of embeddings
+    and head stays gathered, and its gradients unsharded until the very end; a
+    layer's gradients exist unsharded, and once more as the reduce-scatter's input.
+    With `reshard_after_forward=False` a layer stays gathered until its own backward
+    pass is over.
     ZeRO-3 keeps up to `stage3_max_live_parameters` gathered.
-    Leaves out DDP's buckets: gradients are views into them.
+    Leaves out DDP's buckets: they are counted as gradients.
     Source: torch fully_shard notes; DeepSpeed configuration docs.
     """
-    casts_forward, casts_backward = _cast_bytes(spec, strategy)
+    casts = _cast_bytes(spec, strategy)
     dequantized = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
     gathered = _gathered_bytes(spec, strategy)
     return BufferBytes(
@@ -67,9 +72,10 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
         loss=gathered.loss,
         backward=gathered.backward,
         backward_end=gathered.backward_end,
-        step=gathered.step,
-        casts_forward=casts_forward,
-        casts_backward=casts_backward,
+        embedding=gathered.embedding,
+        casts_forward=casts.forward,
+        casts_loss=casts.loss,
+        casts_backward=casts.backward,
         dequantized=dequantized,
         weight_norms=_weight_norm_bytes(spec, strategy),
     )
@@ -99,18 +105,27 @@ def _weight_norm_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     )
 
 
-def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Casts:
+    forward: int
+    loss: int
+    backward: int
+
+
+def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> _Casts:
     """Autocast keeps each 16-bit copy: of trained weights until its context ends, of frozen ones
-    in the graph until their layer's backward, and then only if the layer is not recomputed."""
+    in the graph until their layer's backward, and then only if the layer is not recomputed. The
+    head, which never is, has its copy until its own."""
+    head = 2 * spec.embedding_params
     if strategy.weights.is_quantized and strategy.upcast_unquantized:
-        head = 2 * spec.embedding_params
-        return head, head
+        return _Casts(forward=head, loss=head, backward=head)
     if not strategy.casts_weights:
-        return 0, 0
-    copies = 2 * (sum(block.num_params for block in spec.blocks) + spec.embedding_params)
+        return _Casts(forward=0, loss=0, backward=0)
+    of_layers = 2 * sum(block.num_params for block in spec.blocks)
     kept_share = 1 - strategy.count_recomputed(spec.num_layers) / spec.num_layers
-    kept = int(kept_share * copies)
-    return (copies if strategy.method is Method.FULL else kept), kept
+    kept = int(kept_share * of_layers)
+    is_full = strategy.method is Method.FULL
+    return _Casts(forward=(of_layers if is_full else kept) + head, loss=kept + head, backward=kept)
 
 
 def _layer_bytes(spec: ModelSpec, strategy: Strategy) -> int:
@@ -131,15 +146,15 @@ class _Gathered:
     loss: int = 0
     backward: int = 0
     backward_end: int = 0
-    step: int = 0
+    embedding: int = 0
 
 
 def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> _Gathered:
     sharding = strategy.sharding
     value = strategy.compute.value_bytes
     if sharding in (Sharding.ZERO1, Sharding.ZERO2):
-        bucket = 2 * ZERO_BUCKET_VALUES
-        return _Gathered(backward=bucket, backward_end=bucket, step=bucket)
+        bucket = value * ZERO_BUCKET_VALUES
+        return _Gathered(backward=bucket, backward_end=bucket)
     if not sharding.shards_weights:
         return _Gathered()
     layer = _layer_bytes(spec, strategy)
@@ -153,14 +168,39 @@ def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> _Gathered:
     if strategy.method is Method.FULL:
         gradients += outside
     if sharding is Sharding.FSDP_GRAD_OP:
-        reduced = whole + gradients
-        return _Gathered(forward=whole, loss=whole, backward=reduced, backward_end=reduced)
+        return _Gathered(
+            forward=whole + layer,
+            loss=whole + layer,
+            backward=whole - layer + gradients,
+            backward_end=min(whole, outside + layer) + gradients,
+            embedding=_embedding_bytes(spec, strategy),
+        )
     return _Gathered(
-        forward=min(whole, outside + 2 * layer),
+        forward=min(whole, outside + layer) + 2 * layer,
         loss=min(whole, outside + layer),
         backward=min(whole, outside + 2 * layer) + gradients,
         backward_end=min(whole, outside + layer) + gradients,
+        embedding=_embedding_bytes(spec, strategy),
     )
+
+
+def _embedding_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """Buffers of "outside" when all layers are done, less its reduced shard, still to come.
+
+    Tied: the head's gradient, the embedding's and their sum beside the gathered weights, while
+    the first layer's reduce-scatter is under way. Then all but the sum are freed, and the
+    gradients stand beside the input of their own reduce-scatter.
+    Source: torch FSDPParamGroup `post_backward`, `foreach_reduce`.
+    """
+    if strategy.method is not Method.FULL:
+        return 0
+    value, reduced = strategy.compute.value_bytes, trained_value_bytes(strategy)
+    outside = outside_params(spec)
+    fullest = (value + reduced) * outside
+    if spec.tie_embeddings:
+        summed = (outside + 3 * spec.embedding_params) * value
+        fullest = max(fullest, summed + largest_layer(spec) * reduced)
+    return fullest - reduced * outside // strategy.num_shards
 
 
 def _model_bytes(spec: ModelSpec, strategy: Strategy) -> int:

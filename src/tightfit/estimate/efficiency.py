@@ -1,4 +1,4 @@
-"""Sustained rates of a GPU, and the bytes and launches that keep a step from its peak.
+"""Sustained rates of a GPU, and what its host takes to keep it busy.
 
 Every constant is a physical quantity with its source; `docs/formulas.md` lists them.
 """
@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from math import sqrt
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Strategy
-from tightfit.estimate.flops import Adapters, Workload
+from tightfit.core.strategy import Attention, Strategy
 from tightfit.estimate.measured import attention_rates, bandwidth_at, find_table, stream_rate
-from tightfit.estimate.weights import is_dora, is_target
 from tightfit.hardware.measured_rates import MeasuredRates
 from tightfit.hardware.types import Gpu
-from tightfit.models.spec import ModelSpec
 
 Capability = tuple[int, int]
 
@@ -110,13 +107,6 @@ HOST_CHECKPOINT_SECONDS = 0.6e-3
 ZERO3_HOOK_SECONDS = 120e-6
 """Host work of DeepSpeed's ZeRO-3 before and after each module, which the device waits for."""
 
-EXPERT_LAYOUT_BYTES = 20.0
-"""Traffic per held expert weight and pass: what grouped matmuls cost beyond their FLOPs.
-
-Fit to Mixtral, Qwen3-MoE and gpt-oss on one H200 (h200_steps.json); fms-acceleration's Mixtral
-rows on A100 agree. Experts that GPTQ packed run one by one and do not pay it.
-"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -165,6 +155,8 @@ def find_rates(
     if measured is not None and measured.elementwise:
         largest = measured.elementwise[-1][0]
         elementwise = bandwidth_at(measured.elementwise, tensor_bytes or largest)
+        if not (strategy.fused_kernels or strategy.compile):
+            elementwise = _mix_indexed(elementwise, measured)
         loss = measured.loss_bytes_per_second or bandwidth_at(measured.elementwise, largest)
     return Rates(
         matmul_flops_per_second=matmul,
@@ -198,6 +190,32 @@ def _host_seconds(gpu: Gpu) -> dict[str, float]:
 def stream_bytes_per_second(gpu: Gpu) -> float:
     """Copies and matmul operands."""
     return stream_rate(gpu.measured) or STREAM_FRACTION * gpu.memory_bytes_per_second
+
+
+INDEXED_SHARE = 0.25
+INDEXED_BYTES = 5.0
+"""Of the traffic between a layer's matmuls, what goes through kernels that find each value by
+itself, and the bytes of such a value; counted in traces of the jobs in h200_trace_dev.json, where
+it is 0.17 to 0.37."""
+
+
+def _mix_indexed(bandwidth: float, measured: MeasuredRates) -> float:
+    """What all kernels between matmuls reach together."""
+    found = measured.indexed_values_per_second
+    if found is None:
+        return bandwidth
+    return 1.0 / ((1.0 - INDEXED_SHARE) / bandwidth + INDEXED_SHARE / (INDEXED_BYTES * found))
+
+
+INDEXED_VALUE_FLOPS = 176.0
+"""fp32 operations that the device could do while it finds one value of a tensor that does not lie
+like the others: 380e9 values a second on an H200 (h200_kernels.json)."""
+
+
+def indexed_values_per_second(gpu: Gpu) -> float:
+    """Values of broadcast, strided or widened tensors, whose addresses are computed one by one."""
+    told = None if gpu.measured is None else gpu.measured.indexed_values_per_second
+    return told or gpu.flops(Dtype.FP32) / INDEXED_VALUE_FLOPS
 
 
 def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
@@ -250,195 +268,3 @@ def attention_seconds(rates: Rates, *, flops: float, seq_len: float, backward: b
     ramp = 1.0 + FLASH_HALF_SPEED_LENGTH / seq_len
     work = flops * (FLASH_BACKWARD_FLOPS * FLASH_BACKWARD_SLOWDOWN if backward else 1.0)
     return ramp * work / rates.attention_flops_per_second
-
-
-EAGER_PAIR_BYTES = 26.0
-"""Bytes per (query, key) pair and head of eager attention in 16 bit, forward.
-
-Scores written (2), scaled (4), masked (4), cast to fp32 for softmax (6),
-softmax (8) and cast back (6), less what the cast and softmax share (4), read
-by the second matmul (2), rounded down. Source: transformers `eager_attention_forward`.
-"""
-
-
-def stream_value_bytes(strategy: Strategy) -> int:
-    """Bytes of one activation between the matmuls.
-
-    fp32 weights under autocast leave embeddings, norms and residuals in fp32;
-    so does upcasting what is not quantized. FSDP's mixed precision casts all
-    weights, and with them the activations.
-    """
-    if strategy.compute is Dtype.FP32:
-        return 4
-    if strategy.weights.is_quantized:
-        return 4 if strategy.upcast_unquantized else 2
-    return 4 if strategy.weights is Dtype.FP32 and not strategy.sharding.is_fsdp else 2
-
-
-COMPOSED_GELU = frozenset({"gpt2", "gptj", "codegen", "phi"})
-"""Families whose configs name `gelu_new`, which transformers writes as separate operations."""
-
-
-def elementwise_bytes_per_token(work: Workload, strategy: Strategy, *, spec: ModelSpec) -> float:
-    """Forward traffic of everything between the matmuls of all layers, for one token.
-
-    Eager RMSNorm as transformers writes it: cast up, square, mean, scale, cast
-    back, weigh: 24 bytes and 4 values. LayerNorm is one kernel. Rotation: half
-    turned and joined, two products, one sum, 10 values. `gelu_new`, where a
-    family uses it, is 8 kernels, 17 values. Fused or compiled kernels read
-    their inputs and write their outputs once.
-    """
-    is_rms_norm, is_gated = spec.is_rms_norm, spec.is_gated_mlp
-    is_rotary = spec.position_params == 0
-    has_composed_gelu = spec.model_type in COMPOSED_GELU
-    value = stream_value_bytes(strategy)
-    fused = strategy.fused_kernels or strategy.compile
-    norm = 2 * value if fused or not is_rms_norm else 24 + 4 * value
-    rotary = (2 * value if fused else 10 * value) if is_rotary else 0
-    activation = (3 if fused else 5) * value if is_gated else 2 * value
-    if has_composed_gelu and not strategy.compile:
-        activation = 17 * value
-    residual = 3 * value * work.hidden_size * work.num_norms
-    if strategy.compile:
-        residual //= 2  # compiled into the norm that follows
-    casts = 0
-    if value == 4 and strategy.compute is not Dtype.FP32:
-        casts = 6 * (work.inputs_used + work.outputs_used)
-    experts = 6 * value * work.hidden_size * work.num_expert_layers
-    return (
-        norm * (work.norm_width + work.head_norm_width)
-        + rotary * (work.query_width + work.key_width)
-        + activation * work.mlp_width_used
-        + 2 * value * work.query_width
-        + residual
-        + casts
-        + experts
-    )
-
-
-DORA_OUTPUT_VALUES = 8
-"""DoRA per output value and pass: base and adapter each read, scaled and written, then added twice.
-Counted in peft `DoraLinearLayer.forward`."""
-DORA_WEIGHT_VALUES = 8
-"""DoRA per adapted weight and forward pass: the adapter's product written, scaled, added to the
-base and normed, each read again. Counted in `get_weight_norm`; beside it an identity as wide as the
-input."""
-
-
-def dora_bytes(spec: ModelSpec, strategy: Strategy) -> float:
-    """Traffic of the weight norms in one forward pass, whatever the batch."""
-    if not is_dora(strategy):
-        return 0.0
-    return strategy.compute.value_bytes * sum(
-        block.num_layers
-        * part.in_features
-        * (DORA_WEIGHT_VALUES * part.out_features + 2 * part.in_features)
-        for block in spec.blocks
-        for part in block.linears
-        if part.is_module and is_target(part, strategy.lora_targets)
-    )
-
-
-def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward: bool) -> float:
-    """Traffic of LoRA beside the base matmuls, for one token.
-
-    In the model's own dtype, forward: the input read again; the result
-    written, scaled, and added (6 values an output). Backward: the scaled
-    gradient, read by two matmuls (4); two matmuls on the input's side and a
-    sum of gradients (5). fp32 adapters on a 16-bit model cast the input up, do
-    all of that in 4 bytes, and cast down. Under autocast the casts remain, the
-    rest is 16 bit. Source: peft `Linear.forward`.
-    """
-    if strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
-        value = strategy.compute.value_bytes
-        inputs, outputs = (5 * value, 4 * value) if backward else (value, 6 * value)
-    elif not strategy.is_autocast:
-        inputs, outputs = (20, 22) if backward else (10, 28)
-    else:
-        inputs, outputs = (20, 10) if backward else (14, 12)
-    if strategy.dora:
-        outputs += DORA_OUTPUT_VALUES * strategy.compute.value_bytes
-    if strategy.compile:
-        outputs //= 2
-    return float(inputs * adapters.inputs_used + outputs * adapters.outputs_used)
-
-
-ELEMENTWISE_BACKWARD = 2.0
-"""Backward over forward traffic: the gradient comes in, the saved input is read, one goes out."""
-
-
-def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
-    """Forward and backward traffic of the loss over the vocabulary, for one token.
-
-    Plain: cast up 6, log-softmax 8, its gradient 4 + 12, cast back 6. Fused:
-    the slice of logits read, and its gradient written over it.
-    """
-    if not strategy.is_trained:
-        return 0.0
-    return work.vocab_size * (8.0 if strategy.loss is Loss.FUSED else 36.0)
-
-
-OPTIMIZER_BYTES: dict[Optimizer, tuple[float, float]] = {
-    Optimizer.ADAMW: (13.0, 6.0),
-    Optimizer.ADAMW_FOREACH: (21.0, 18.0),
-    Optimizer.SGD_MOMENTUM: (0.0, 8.0),
-    Optimizer.ADAFACTOR: (60.0, 12.0),
-}
-"""Traffic, or its equal in time, per parameter: fixed, and per byte of a value.
-
-AdamW: 6.0e-12 s per bf16 and 8.9e-12 s per fp32 parameter fused, 14.1 and 23.0e-12 s foreach, on
-H200 (h200_rates.json). A plain count of fused AdamW is 7 values. SGD and Adafactor: counted.
-"""
-EIGHT_BIT_SECONDS_PER_PARAM = 30e-12
-"""bitsandbytes' 8-bit AdamW is bound by arithmetic: 27 to 39e-12 s on H200 (h200_steps.json),
-about 25e-12 s on A100 (torchtune README)."""
-ZERO_MASTER_BYTES = 40.0
-"""DeepSpeed keeps fp32 weights and moments beside 16-bit weights: as fp32 AdamW, and a cast."""
-
-
-def optimizer_seconds_per_param(strategy: Strategy, rates: Rates) -> float:
-    """Time of the update on the device, per trained value."""
-    if strategy.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT):
-        return EIGHT_BIT_SECONDS_PER_PARAM
-    is_full = strategy.method is Method.FULL
-    stored = strategy.weights if is_full else strategy.adapter_dtype
-    value = 2 if stored.is_quantized else stored.value_bytes
-    fixed, per_byte = OPTIMIZER_BYTES[strategy.optimizer]
-    num_bytes = fixed + per_byte * value
-    if strategy.sharding.is_zero and value == 2:
-        num_bytes = max(num_bytes, ZERO_MASTER_BYTES)
-    told = {} if rates.measured is None else rates.measured.adamw_seconds_per_param
-    fused = told.get("fp32" if value == 4 else "bf16")
-    if fused is not None:
-        fixed, per_byte = OPTIMIZER_BYTES[Optimizer.ADAMW]
-        return fused * num_bytes / (fixed + per_byte * value)
-    return num_bytes / rates.stream_bytes_per_second
-
-
-DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 9.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}
-"""Traffic, or its equal in time, to unpack one weight to 16 bit.
-
-nf4: 451e9 weights per second on H200 (h200_rates.json). GPTQ: 75e-3 s per pass of 6.5e9 weights on
-A100, the difference of QwenLM's Q-LoRA and LoRA rows.
-"""
-INT8_ACTIVATION_BYTES = 65.0
-"""LLM.int8() per input or output value: rounded, scaled, outliers set apart, rescaled.
-
-Fit to Llama-2-7B on one H200, int8 against bf16 (benchmarks/results/h200_steps.json).
-"""
-
-
-def dequantize_seconds(
-    work: Workload, rates: Rates, dtype: Dtype, *, tokens: float, backward: bool
-) -> float:
-    """Unpacking every quantized matrix once, plus what int8 does to activations."""
-    if not dtype.is_quantized:
-        return 0.0
-    packed = work.packed_weights(dtype)
-    nf4_rate = None if rates.measured is None else rates.measured.nf4_weights_per_second
-    if dtype is Dtype.NF4 and nf4_rate is not None:
-        return packed / nf4_rate
-    num_bytes = packed * DEQUANTIZE_BYTES[dtype]
-    if dtype is Dtype.INT8 and not backward:
-        num_bytes = INT8_ACTIVATION_BYTES * tokens * (work.inputs_used + work.outputs_used)
-    return num_bytes / rates.stream_bytes_per_second

@@ -35,6 +35,12 @@ HOST_SHARE_FRACTION = 0.95
 """What a job may take of a node's memory; the rest belongs to the system."""
 
 
+def lacks_host(host: HostMemory) -> bool:
+    """Whether the node's processes need more memory than a job may take. Not stated: no."""
+    capacity = host.capacity_bytes
+    return capacity is not None and host.peak_bytes > HOST_SHARE_FRACTION * capacity
+
+
 def estimate_job(
     *,
     spec: ModelSpec,
@@ -139,12 +145,12 @@ def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str
     needs = render_bytes(gpu.peak_reserved_bytes)
     has = f"{node.gpu.name} has {render_bytes(gpu.capacity_bytes)}"
     per = "per process" if node.gpu.is_cpu else "per GPU"
-    host_limit = None if node.gpu.is_cpu else host.capacity_bytes
-    if host_limit is not None and host.peak_bytes > HOST_SHARE_FRACTION * host_limit:
+    if lacks_host(host) and not node.gpu.is_cpu:
         return (
             Verdict.DOES_NOT_FIT,
             f"needs {render_bytes(host.peak_bytes)} of host memory per node; the node has "
-            f"{render_bytes(host_limit)}, {HOST_SHARE_FRACTION:.0%} of which a job may take",
+            f"{render_bytes(host.capacity_bytes or 0)}, {HOST_SHARE_FRACTION:.0%} of which a job "
+            "may take",
         )
     if verdict is Verdict.FITS:
         spare = render_bytes(gpu.capacity_bytes - gpu.peak_reserved_bytes)

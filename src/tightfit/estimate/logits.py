@@ -12,6 +12,11 @@ CHUNKS = 8
 """Slices of the chunked loss. Source: torchtune CEWithChunkedOutputLoss, num_output_chunks=8."""
 
 
+CHANGED_LOGITS = frozenset({"granite", "cohere", "cohere2"})
+"""Families that scale the head's output: the model makes all logits, whatever the loss, and those
+that are trained are copied out of them. Source: transformers modelling files."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBytes:
     """What the head and the loss hold at the two moments that can set the peak."""
@@ -29,20 +34,22 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     its upcast to fp32, and log-softmax's fp32 output, which autograd keeps. Once
     the model's output is dropped, only the last remains; the backward adds the
     gradients of the loss and of log-softmax, both fp32: 12 bytes at the peak.
-    Kernel writes the gradient into the fp32 copy and casts it down: 2 + 4 + 2.
-    Chunked keeps the head's output and all log-softmax slices, but gradients
-    one slice at a time; compiled, it keeps the head's output alone and computes
-    the rest again (torchtune `compile_loss`; counted under torch's min-cut
-    partitioner: 2 bytes, 4 eager). Fused (Liger) never holds more than one slice of
-    logits, and writes the gradient of the hidden states at once.
+    Kernel writes the gradient into the fp32 copy and casts it down: 4 + 2.
+    Chunked keeps all log-softmax slices, until the backward pass beside the head's
+    output, and makes fp32 gradients one slice at a time; compiled, it keeps the
+    head's output alone and computes the rest again (torchtune `compile_loss`; counted
+    under torch's min-cut partitioner: 2 bytes, 4 eager). Fused (Liger) never holds more
+    than one slice of logits, and writes the gradient of the hidden states at once.
     Leaves out the shifted copy that transformers before 4.45 made.
     Source: transformers loss_utils.ForCausalLMLoss; liger fused_linear_cross_entropy.
     """
     tokens = strategy.tokens_per_micro_batch
     table = tokens * spec.vocab_size
     value = strategy.compute.value_bytes
-    softcap = 2 * value * table if spec.has_logit_softcap else 0
-    if strategy.loss is Loss.FUSED:
+    softcap = value * table if spec.has_logit_softcap else 0
+    dropped = 0 if strategy.quirks.keeps_logits else value * table
+    is_apart = spec.model_type not in CHANGED_LOGITS and not spec.is_encoder_decoder
+    if strategy.loss is Loss.FUSED and is_apart:
         return _fused(spec, strategy)
     if strategy.loss is Loss.CHUNKED:
         if strategy.compile:
@@ -52,16 +59,18 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
         kept = (value + wide) * table + softcap
         return LossBytes(
             forward=kept + wide * table // CHUNKS,
-            backward=kept + (value + 2 * wide) * table // CHUNKS,
+            backward=kept - dropped + (value + 2 * wide) * table // CHUNKS,
         )
     if strategy.quirks.narrow_loss:
         return _narrow(strategy, table=table, softcap=softcap)
     upcast = 0 if strategy.compute is Dtype.FP32 else 4 * table
     if strategy.loss is Loss.KERNEL:
         kept = value * table + upcast + softcap
-        return LossBytes(forward=kept, backward=kept + (value * table if upcast else 0))
+        cast = value * table if upcast else 0
+        return LossBytes(forward=kept, backward=kept + cast - (dropped if upcast else 0))
+    copied = 0 if is_apart else value * table
     return LossBytes(
-        forward=value * table + upcast + 4 * table + softcap,
+        forward=value * table + copied + upcast + 4 * table + softcap,
         backward=12 * table + softcap,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tightfit.core.strategy import Method, Strategy
+from tightfit.core.strategy import Method, Sharding, Strategy
 from tightfit.estimate.activations import (
     LayerBytes,
     cache_bytes,
@@ -19,7 +19,7 @@ from tightfit.estimate.allocator import (
 )
 from tightfit.estimate.buffers import estimate_buffer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
-from tightfit.estimate.state import StateBytes, estimate_state_bytes
+from tightfit.estimate.state import StateBytes, estimate_state_bytes, trained_value_bytes
 from tightfit.models.spec import ModelSpec
 
 BATCH_SIZED = ("activations", "logits")
@@ -52,6 +52,8 @@ class ActivationBytes:
 
     kept: int
     """Everything alive at the end of the forward pass."""
+    in_layers: int
+    """Of it, what is there when the forward pass is in the last layer but one."""
     first_layer: int
     """What is left of it at the end of the backward pass: the first layer's own."""
     recomputed: int
@@ -95,6 +97,7 @@ def estimate_activation_bytes(
     first = tokens * worst.checkpoint if strategy.checkpointing else whole(worst)
     return ActivationBytes(
         kept=of_layers + tokens * final,
+        in_layers=of_layers * (spec.num_layers - 1) // spec.num_layers,
         first_layer=2 * of_layers if _pins_layer_inputs(strategy) else first,
         recomputed=of_recomputed + again + tokens * worst.working if is_selective else 0,
         of_recomputed=of_recomputed,
@@ -140,8 +143,7 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
     buffers = estimate_buffer_bytes(spec, strategy)
     activations = estimate_activation_bytes(spec, strategy, is_cpu=is_cpu)
     loss = estimate_loss_bytes(spec, strategy)
-    accumulated = state.accumulated if strategy.grad_accum > 1 else 0
-    head = _head_gradient_bytes(spec, strategy, state)
+    gradients = _estimate_gradients(spec, strategy, state)
 
     def moment(name: str, **parts: int) -> Moment:
         return Moment(
@@ -154,23 +156,32 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
         state = _at_home(state)
     # The weight norms of one adapted matrix, where layers are computed.
     norms_again = buffers.weight_norms if strategy.checkpointing else 0
-    tied = _tied_gradient_bytes(spec, strategy)
-    share = 1 - strategy.count_recomputed(spec.num_layers) / spec.num_layers
     recompute = moment(
         "recompute",
-        gradients=max(accumulated, head + int(share * (state.gradients - head))),
+        gradients=gradients.recompute,
         activations=activations.recomputed,
         communication=buffers.backward,
         dequantized=buffers.dequantized,
         weight_norms=norms_again,
     )
     embedding = moment(
-        "embedding", gradients=state.gradients + tied, communication=buffers.backward_end
+        "embedding",
+        gradients=gradients.end + gradients.embedding,
+        communication=buffers.embedding,
+    )
+    gather = moment(
+        "gather",
+        gradients=gradients.start,
+        activations=activations.in_layers,
+        communication=buffers.forward,
+        dequantized=buffers.dequantized,
+        weight_norms=buffers.weight_norms,
     )
     return [
+        *([gather] if strategy.sharding.is_fsdp else []),
         moment(
             "forward",
-            gradients=accumulated,
+            gradients=gradients.start,
             activations=activations.kept,
             kv_cache=activations.cache,
             logits=loss.forward,
@@ -181,15 +192,15 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
         ),
         moment(
             "loss",
-            gradients=accumulated,
+            gradients=gradients.start,
             activations=activations.kept,
             logits=loss.backward,
             communication=buffers.loss,
-            autocast_copies=buffers.casts_backward,
+            autocast_copies=buffers.casts_loss,
         ),
         moment(
             "backward",
-            gradients=max(accumulated, head),
+            gradients=gradients.backward,
             activations=activations.kept + activations.working,
             communication=buffers.backward,
             autocast_copies=buffers.casts_backward,
@@ -199,17 +210,16 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
         *([recompute] if activations.recomputed else []),
         moment(
             "backward_end",
-            gradients=max(accumulated, state.gradients),
+            gradients=gradients.end,
             activations=activations.first_layer + _last_working(activations),
             communication=buffers.backward_end,
             dequantized=buffers.dequantized,
             weight_norms=norms_again,
         ),
-        *([embedding] if tied else []),
+        *([embedding] if gradients.embedding or buffers.embedding else []),
         moment(
             "optimizer",
-            gradients=state.gradients,
-            communication=buffers.step,
+            gradients=gradients.step,
             optimizer_temporary=state.optimizer_temporary,
         ),
     ]
@@ -241,6 +251,60 @@ def _persistent(state: StateBytes) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gradients:
+    """Weight gradients over the step."""
+
+    start: int
+    """Before the backward pass."""
+    backward: int
+    """When it reaches the layers."""
+    recompute: int
+    """When it reaches the last recomputed one."""
+    end: int
+    """When it reaches the first one."""
+    embedding: int
+    """On top, while the embedding's own is made."""
+    step: int
+    """In the optimizer's step."""
+
+
+def _estimate_gradients(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> _Gradients:
+    """Gradients appear layer by layer; those of earlier micro-batches are there from the start.
+
+    DDP's buckets stand throughout the step, and a gradient is copied into its place as soon as it
+    is made; while micro-batches are accumulated without exchange, gradients stay beside them.
+    ZeRO-3 has a place for its part's from start to end.
+    Source: torch reducer.cpp, `initialize_buckets`, `mark_variable_ready_dense`; DeepSpeed stage3.
+    """
+    embedding = _embedding_gradient_bytes(spec, strategy)
+    is_accumulating = strategy.grad_accum > 1
+    if strategy.sharding in (Sharding.DDP, Sharding.ZERO3):
+        is_twice = is_accumulating and strategy.sharding is Sharding.DDP
+        held = state.gradients * (2 if is_twice else 1)
+        return _Gradients(
+            start=held,
+            backward=held,
+            recompute=held,
+            end=held,
+            embedding=embedding,
+            step=state.gradients,
+        )
+    is_first_stage = strategy.sharding is Sharding.ZERO1
+    accumulated = state.accumulated if is_accumulating else 0
+    head = _head_gradient_bytes(spec, strategy, state)
+    share = 1 - strategy.count_recomputed(spec.num_layers) / spec.num_layers
+    return _Gradients(
+        start=accumulated,
+        backward=max(accumulated, head),
+        recompute=max(accumulated, head + int(share * (state.gradients - head))),
+        end=max(accumulated, state.gradients),
+        embedding=embedding,
+        # ZeRO-1 makes whole gradients, and keeps its own part of them.
+        step=state.gradients // (strategy.num_shards if is_first_stage else 1),
+    )
+
+
 def _head_gradient_bytes(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> int:
     """The head's weight gradient, made before any layer's."""
     if strategy.method is not Method.FULL or strategy.sharding.shards_gradients:
@@ -248,15 +312,18 @@ def _head_gradient_bytes(spec: ModelSpec, strategy: Strategy, state: StateBytes)
     return state.gradients * spec.embedding_params // max(1, spec.num_params)
 
 
-def _tied_gradient_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """A tied embedding's own gradient, made in fp32, before it is added to the head's.
+def _embedding_gradient_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """Gradients of the embedding that exist beside those counted, at the end of the backward pass.
 
-    Source: h200_steps.json, Llama-3.2-1B full tuning in bf16 and fp32.
+    Tied to the head: its own, and the sum of the two in 16 bit; in fp32 it is added in place.
+    DDP: all of them on top of their place in a bucket.
+    Source: h200_steps.json, Llama-3.2-1B full tuning in bf16 and fp32; torch InputBuffer.
     """
-    is_tied = spec.tie_embeddings and strategy.method is Method.FULL
-    if not is_tied or strategy.sharding.shards_gradients:
+    if strategy.method is not Method.FULL or strategy.sharding.shards_gradients:
         return 0
-    return 4 * spec.embedding_params
+    table = spec.embedding_params
+    beside = table * trained_value_bytes(strategy) if strategy.sharding is Sharding.DDP else 0
+    return beside + (4 * table if spec.tie_embeddings else 0)
 
 
 def peak_moment(moments: list[Moment]) -> Moment:

@@ -92,6 +92,8 @@ class StepTime(_Frozen):
     """Name to seconds, summing to `seconds_per_step`."""
     seconds_per_epoch: NonNegativeFloat | None = None
     steps_per_epoch: NonNegativeInt | None = None
+    tier: str = "closed-form"
+    """`traced` once the seconds of traced operations replaced the formulas'."""
 
 
 class Estimate(_Frozen):

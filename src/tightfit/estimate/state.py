@@ -19,6 +19,8 @@ BLOCKWISE_STATE_BYTES = 2 + 2 * 4 / 256
 """Two 8-bit moments, each with an fp32 scale per 256 values. Source: arXiv:2110.02861."""
 ZERO_MASTER_BYTES = 4
 """DeepSpeed keeps fp32 weights beside the 16-bit ones. Source: ZeRO, arXiv:1910.02054, K = 12."""
+ZERO3_SUB_GROUP_VALUES = 1_000_000_000
+"""Values that one optimizer call of ZeRO-3 takes: DeepSpeed `sub_group_size`, its default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +97,13 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     if offload.moves_params:
         host_weights, on_gpu_weights = on_gpu_weights, 0
     host_optimizer = 0
-    if offload.moves_optimizer or strategy.optimizer is Optimizer.ADAMW_PAGED_8BIT:
+    if offload.moves_optimizer:
         host_optimizer, optimizer = optimizer, 0
+    elif strategy.optimizer is Optimizer.ADAMW_PAGED_8BIT:
+        # The moments alone are paged: ZeRO's fp32 weights are torch's.
+        masters = ZERO_MASTER_BYTES if sharding.is_zero else 0
+        kept = ceil(sum(count * masters for count, _ in trained) / shards)
+        host_optimizer, optimizer = optimizer - kept, kept
     if offload.moves_optimizer and sharding.shards_gradients:
         host_optimizer, gradients = host_optimizer + gradients, 0
     return StateBytes(
@@ -160,19 +167,27 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) ->
     """Tensors that live only inside the optimizer's step.
 
     foreach AdamW takes the square root of all second moments at once; fused
-    takes none. Adafactor works on one parameter at a time: its update and its
-    square in fp32, and fp32 copies of weight and gradient where they are 16
-    bit. ZeRO-1 and 2 upcast their gradient partition to fp32.
-    Source: torch.optim `_multi_tensor_adamw`; transformers Adafactor; DeepSpeed stage_1_and_2.
+    takes none. Adafactor works on one parameter at a time: its update, as wide
+    as the parameter. transformers' own has the update and its square in fp32,
+    and fp32 copies of weight and gradient where they are 16 bit. ZeRO
+    joins a rank's gradients in one flat copy and makes them fp32: stage 3 a subgroup
+    at a time.
+    Source: torch.optim `_multi_tensor_adamw`, `_single_tensor_adafactor`; transformers Adafactor;
+    DeepSpeed stage_1_and_2.
     """
     shards = strategy.num_shards
-    if strategy.sharding in (Sharding.ZERO1, Sharding.ZERO2):
-        return 2 * trained_bytes / shards
+    if strategy.sharding.is_zero:
+        is_half = strategy.compute.value_bytes == 2
+        own = trained_bytes / shards / (2 if is_half else 4)
+        if strategy.sharding is Sharding.ZERO3:
+            own = min(own, ZERO3_SUB_GROUP_VALUES)
+        return (6 if is_half else 4) * own
     if strategy.optimizer is Optimizer.ADAMW_FOREACH:
         share = _largest_share(spec) if strategy.optimizer_in_backward else 1.0
         return trained_bytes * share / shards
     if strategy.optimizer is Optimizer.ADAFACTOR:
         largest = min(num_trainable(spec, strategy), spec.embedding_params)
-        per_value = 8 if trained_value_bytes(strategy) == 4 else 16
+        wide = 8 if trained_value_bytes(strategy) == 4 else 16
+        per_value = wide if strategy.quirks.wide_adafactor else trained_value_bytes(strategy)
         return per_value * largest / shards
     return 0.0

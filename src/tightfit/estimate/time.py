@@ -10,6 +10,7 @@ from tightfit.core.strategy import Attention, Method, Sharding, Strategy
 from tightfit.core.workload import DataProfile
 from tightfit.estimate import communication as comms
 from tightfit.estimate import efficiency as eff
+from tightfit.estimate import traffic
 from tightfit.estimate.activations import find_score_kernel
 from tightfit.estimate.flops import (
     Adapters,
@@ -139,7 +140,9 @@ def _describe_job(
         waste = padding_waste(profile, strategy.micro_batch)
         seq_len = min(seq_len, max(profile.mean_tokens, 1.0) / (1.0 - waste))
         context = seq_len
-    stream = strategy.micro_batch * seq_len * spec.hidden_size * eff.stream_value_bytes(strategy)
+    stream = (
+        strategy.micro_batch * seq_len * spec.hidden_size * traffic.stream_value_bytes(strategy)
+    )
     rates = eff.find_rates(
         node.gpu, strategy, head_dim=spec.head_dim, seq_len=context, tensor_bytes=stream
     )
@@ -198,6 +201,7 @@ def _compute_parts(job: _Job) -> dict[str, float]:
         "recompute": times * repeated,
         "dequantize": times * sum(p.dequantize for p in passes),
         "launch": times * launch,
+        "hooks": times * _hook_seconds(job),
         "forward": forward_seconds,
         "backward": backward_seconds,
     }
@@ -215,13 +219,13 @@ def _batch(job: _Job) -> Batch:
 
 
 def _blocks_forward(job: _Job, products: Products) -> _Pass:
-    attention, traffic = _attention(job, backward=False)
+    attention, scores = _attention(job, backward=False)
     return _Pass(
         matmul=products.blocks + products.adapters,
         attention=attention,
-        memory_bound=(traffic + _moved_bytes(job, backward=False))
+        memory_bound=(scores + _moved_bytes(job, backward=False))
         / job.rates.elementwise_bytes_per_second,
-        dequantize=eff.dequantize_seconds(
+        dequantize=traffic.dequantize_seconds(
             job.work, job.rates, job.strategy.weights, tokens=job.tokens, backward=False
         ),
     )
@@ -230,14 +234,14 @@ def _blocks_forward(job: _Job, products: Products) -> _Pass:
 def _moved_bytes(job: _Job, *, backward: bool) -> float:
     """Bytes of kernels that only move data: norms, rotations, activations, adapters, casts."""
     strategy = job.strategy
-    between = eff.elementwise_bytes_per_token(job.work, strategy, spec=job.spec)
-    adapters = eff.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
-    times = eff.ELEMENTWISE_BACKWARD if backward else 1.0
+    between = traffic.elementwise_bytes_per_token(job.work, strategy, spec=job.spec)
+    adapters = traffic.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
+    times = traffic.ELEMENTWISE_BACKWARD if backward else 1.0
     moved = times * (job.tokens * between + _weight_cast_bytes(job)) + job.tokens * adapters
     if not backward:
-        moved += eff.dora_bytes(job.spec, strategy)
+        moved += traffic.dora_bytes(job.spec, strategy)
     if strategy.weights is not Dtype.GPTQ4:  # only GPTQ packs experts, and runs them one by one
-        moved += eff.EXPERT_LAYOUT_BYTES * job.work.expert_weights_held
+        moved += traffic.EXPERT_LAYOUT_BYTES * job.work.expert_weights_held
     return moved
 
 
@@ -273,8 +277,8 @@ def _attention(job: _Job, *, backward: bool) -> tuple[float, float]:
     if strategy.attention is not Attention.EAGER:
         return eff.attention_seconds(job.rates, flops=flops, seq_len=length, backward=backward), 0.0
     times = 2.0 if backward else 1.0
-    traffic = times * eff.EAGER_PAIR_BYTES * pairs * job.spec.num_heads
-    return times * flops / job.rates.matmul_flops_per_second, traffic
+    scores = times * traffic.EAGER_PAIR_BYTES * pairs * job.spec.num_heads
+    return times * flops / job.rates.matmul_flops_per_second, scores
 
 
 def _measured_scores(job: _Job, *, backward: bool) -> float | None:
@@ -295,7 +299,7 @@ def _head_forward(job: _Job, products: Products) -> _Pass:
     return _Pass(
         matmul=products.head,
         memory_bound=job.tokens
-        * eff.loss_bytes_per_token(job.work, job.strategy)
+        * traffic.loss_bytes_per_token(job.work, job.strategy)
         / job.rates.loss_bytes_per_second,
     )
 
@@ -309,13 +313,13 @@ def _backward(job: _Job, products: Products) -> _Pass:
         matmul += products.blocks_weights
     if is_full or strategy.train_embeddings:
         matmul += products.head_weights
-    attention, traffic = _attention(job, backward=True)
+    attention, scores = _attention(job, backward=True)
     return _Pass(
         matmul=matmul,
         attention=attention,
-        memory_bound=(traffic + _moved_bytes(job, backward=True))
+        memory_bound=(scores + _moved_bytes(job, backward=True))
         / job.rates.elementwise_bytes_per_second,
-        dequantize=eff.dequantize_seconds(
+        dequantize=traffic.dequantize_seconds(
             job.work, job.rates, strategy.weights, tokens=job.tokens, backward=True
         ),
     )
@@ -334,11 +338,17 @@ def _launch_seconds(job: _Job, *, forward: float, backward: float) -> float:
     if strategy.is_trained:
         gaps = (2 + again) * kernels
         waited += max(gaps * rates.kernel_gap_seconds, host - backward)
-    if strategy.sharding is Sharding.ZERO3:
-        modules = work.num_linears_held + work.num_norms + 4 * work.num_layers
-        passes = 1 + (1 + job.recomputed_fraction) * strategy.is_trained
-        waited += modules * passes * eff.ZERO3_HOOK_SECONDS
     return waited
+
+
+def _hook_seconds(job: _Job) -> float:
+    """DeepSpeed's Python around each module that ZeRO-3 gathers."""
+    strategy, work = job.strategy, job.work
+    if strategy.sharding is not Sharding.ZERO3 or job.is_cpu:
+        return 0.0
+    modules = work.num_linears_held + work.num_norms + 4 * work.num_layers
+    passes = 1 + (1 + job.recomputed_fraction) * strategy.is_trained
+    return modules * passes * eff.ZERO3_HOOK_SECONDS
 
 
 def _optimizer_seconds(job: _Job, num_trainable: int) -> float:
@@ -351,7 +361,7 @@ def _optimizer_seconds(job: _Job, num_trainable: int) -> float:
     seconds = added / job.rates.stream_bytes_per_second
     seconds /= shards if strategy.sharding.shards_gradients else 1
     if not strategy.offload.moves_optimizer:
-        seconds += eff.optimizer_seconds_per_param(strategy, job.rates) / shards
+        seconds += traffic.optimizer_seconds_per_param(strategy, job.rates) / shards
     return seconds * num_trainable
 
 

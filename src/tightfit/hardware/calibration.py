@@ -21,7 +21,7 @@ ESTIMATED_DTYPES = ("fp32", "fp16", "bf16")
 CAUSAL_FLOPS, BACKWARD_FLOPS = 2.0, 2.5
 """Of a causal square per head channel; backward over forward (arXiv:2307.08691 section 4.1)."""
 LOSS_BYTES = 36.0
-"""Traffic of the plain loss per logit, as `estimate/efficiency.py` counts it."""
+"""Traffic of the plain loss per logit, as `estimate/traffic.py` counts it."""
 LEAST_OWN_FRACTION = 0.25
 """Of a kernel's time, what is surely its own once the gap is taken off: noise must not make a
 rate without bound."""
@@ -73,7 +73,7 @@ class AttentionTime(_Frozen):
 class TrafficTime(_Frozen):
     """A kernel that is bound by memory."""
 
-    kind: Literal["copy", "elementwise", "softmax", "sum", "loss"]
+    kind: Literal["copy", "elementwise", "softmax", "sum", "loss", "indexed"]
     tensor_bytes: PositiveInt
     moved_bytes: PositiveFloat
     """Read and written together."""
@@ -180,6 +180,7 @@ class Calibration(_Frozen):
             score_seconds=self._score_seconds(),
             copies=self._bandwidth_rows("copy"),
             elementwise=self._bandwidth_rows("elementwise"),
+            indexed_values_per_second=self._indexed_rate(),
             loss_bytes_per_second=max(
                 (one.bytes_per_second for one in self.traffic if one.kind == "loss"), default=None
             ),
@@ -242,6 +243,13 @@ class Calibration(_Frozen):
             (one.tensor_bytes, _short(one.moved_bytes / self._own_seconds(one.seconds)))
             for one in sorted(found, key=lambda one: one.tensor_bytes)
         )
+
+    def _indexed_rate(self) -> float | None:
+        """Each value is read once and written once."""
+        moved_bytes = 2 * (4 if self.is_cpu else 2)
+        found = (one.bytes_per_second for one in self.traffic if one.kind == "indexed")
+        best = max(found, default=None)
+        return None if best is None else _short(best / moved_bytes)
 
     def _host_rates(self) -> dict[str, float | None]:
         times = self.host_times

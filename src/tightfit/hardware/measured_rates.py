@@ -32,6 +32,8 @@ class MeasuredRates(BaseModel):
     `eager` as transformers does, `math` as SDPA does without a fused kernel."""
     copies: tuple[BandwidthRow, ...] = ()
     elementwise: tuple[BandwidthRow, ...] = ()
+    indexed_values_per_second: PositiveFloat | None = None
+    """Values of broadcast and widened tensors."""
     loss_bytes_per_second: PositiveFloat | None = None
     """Cross entropy in fp32 over 16-bit logits, by the traffic that the estimate counts."""
     adamw_seconds_per_param: dict[str, PositiveFloat] = {}

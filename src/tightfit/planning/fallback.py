@@ -9,7 +9,7 @@ from tightfit import __version__
 from tightfit.core.strategy import Loss, Offload, Sharding, Strategy
 from tightfit.core.units import render_bytes
 from tightfit.estimate.disk import DEFAULT_CHECKPOINTS
-from tightfit.estimate.job import HOST_SHARE_FRACTION, estimate_job
+from tightfit.estimate.job import estimate_job, lacks_host
 from tightfit.estimate.result import Estimate
 from tightfit.planning.assume import assume_host
 from tightfit.planning.case import Case
@@ -49,7 +49,7 @@ def list_fallbacks(plan: Plan) -> list[Plan]:
                 continue
             less = _estimate(plan, smaller)
             saved = estimate.gpu.peak_reserved_bytes - less.gpu.peak_reserved_bytes
-            if saved <= 0 or not _fits_host(less):
+            if saved <= 0 or lacks_host(less.host):
                 continue
             change = f"{_describe(smaller, fields)}: -{render_bytes(saved)}"
             share = name_share(plan.hardware.node)
@@ -108,11 +108,6 @@ def _is_legal(plan: Plan, strategy: Strategy) -> bool:
         spec=plan.model, strategy=strategy, node=hardware.node, num_nodes=hardware.num_nodes
     )
     return find_first_violation(case) is None
-
-
-def _fits_host(estimate: Estimate) -> bool:
-    capacity = estimate.host.capacity_bytes
-    return capacity is None or estimate.host.peak_bytes <= HOST_SHARE_FRACTION * capacity
 
 
 def _estimate(plan: Plan, strategy: Strategy) -> Estimate:

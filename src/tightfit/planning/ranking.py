@@ -30,8 +30,7 @@ class Candidate:
     @property
     def overshoot(self) -> float:
         """How many times the wanted batch one step takes, where the GPUs outnumber it."""
-        s = self.strategy
-        return max(1.0, s.micro_batch * s.grad_accum * s.world_size / self.wanted_batch)
+        return find_overshoot(self.strategy, self.wanted_batch)
 
     @property
     def family(self) -> tuple[object, ...]:
@@ -49,6 +48,11 @@ class Candidate:
             s.method is Method.FULL and s.sharding.shards_optimizer,
         )
         return (*self.family[:4], spread, s.offload)
+
+
+def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
+    s = strategy
+    return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
 
 
 def measure_seconds(estimate: Estimate) -> float:
@@ -105,18 +109,21 @@ def count_levers(strategy: Strategy) -> int:
 
 
 def rank(candidate: Candidate) -> tuple[float, ...]:
+    """Smaller is better."""
+    return rank_estimate(candidate.strategy, candidate.estimate, overshoot=candidate.overshoot)
+
+
+def rank_estimate(strategy: Strategy, estimate: Estimate, *, overshoot: float) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 
     Sequences beyond the wanted batch count as no progress: more GPUs than sequences
     would train another job than the one asked for.
     """
-    estimate = candidate.estimate
-    handicap = handicap_total(candidate.strategy)
-    seconds = measure_seconds(estimate) * handicap * candidate.overshoot
+    seconds = measure_seconds(estimate) * handicap_total(strategy) * overshoot
     return (
         _VERDICT_ORDER.get(estimate.verdict, 2),
         # Three digits: a closer race is decided by headroom and simplicity.
         float(f"{seconds:.3g}"),
         estimate.gpu.peak_reserved_bytes / max(1, estimate.gpu.capacity_bytes),
-        count_levers(candidate.strategy),
+        count_levers(strategy),
     )

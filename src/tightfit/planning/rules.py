@@ -31,6 +31,7 @@ _T5_TYPES = frozenset({"t5", "mt5", "umt5", "longt5"})
 _GEMMA3_TYPES = frozenset({"gemma3", "gemma3_text"})
 _NO_SDPA_TYPES = frozenset({"bloom", "codegen", "gpt_oss"})
 _NO_FLASH_TYPES = frozenset({"bloom", "codegen"}) | _T5_TYPES
+_NO_PACKING_TYPES = frozenset({"bloom", "mpt", "falcon", "RefinedWeb", "RefinedWebModel"})
 _GEMMA_TYPES = _GEMMA3_TYPES | {"gemma", "gemma2"}
 _QWEN_TYPES = frozenset({"qwen2", "qwen3", "qwen3_moe", "qwen3_next"})
 _LLAMA_TYPES = frozenset({"llama", "llama4_text", "ministral", "mistral", "mixtral", "phi3"})
@@ -338,6 +339,28 @@ _RULES: tuple[Rule, ...] = (
         reason="packing joins documents of one stream; {m.name} has an encoder and a decoder",
         source="tightfit's packer",
         violated=lambda c: c.strategy.packing and c.spec.is_encoder_decoder,
+    ),
+    Rule(
+        name="packing-family",
+        reason="{m.model_type} models cannot keep packed documents apart: set packing=false",
+        source="transformers 5.22: bloom and mpt take no positions, falcon's mask ignores them",
+        violated=lambda c: c.strategy.packing and c.spec.model_type in _NO_PACKING_TYPES,
+    ),
+    Rule(
+        name="packing-opt",
+        reason="opt keeps packed documents apart by flash attention alone, which needs 16-bit "
+        "arithmetic and compute capability 8.0: set packing=false",
+        source="transformers 5.22: modeling_opt.py makes its mask without positions",
+        violated=lambda c: (
+            c.strategy.packing
+            and c.spec.model_type == "opt"
+            and (
+                c.strategy.attention is Attention.EAGER
+                or c.strategy.compute is Dtype.FP32
+                or c.is_below(8)
+                or c.is_cpu
+            )
+        ),
     ),
     Rule(
         name="packing-mask",

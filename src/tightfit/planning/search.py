@@ -37,6 +37,8 @@ class SearchResult:
     num_considered: int
     """Strategies decided upon: each illegal one, and each legal one at each micro-batch."""
     shortfall: Shortfall | None
+    wanted_batch: int | None = None
+    """Sequences per step that were asked for, over all ranks."""
 
     @property
     def failure(self) -> str | None:
@@ -89,6 +91,7 @@ def search(
         excluded=sieve.list_exclusions(),
         num_considered=sieve.num_considered,
         shortfall=None if chosen else sieve.nearest or sieve.nearest_host,
+        wanted_batch=request.effective_batch,
     )
 
 

@@ -7,15 +7,18 @@ from dataclasses import dataclass, replace
 
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.result import Estimate, GpuMemory, Phase, Verdict
+from tightfit.estimate.job import estimate_job, lacks_host
+from tightfit.estimate.result import Estimate, GpuMemory, Phase, StepTime, Verdict
+from tightfit.estimate.trace.operations import OperationLog
 from tightfit.estimate.trace.result import TracedMemory
 from tightfit.estimate.trace.summary import judge_traced
 from tightfit.hardware.types import Node
 from tightfit.planning.assume import assume_host
+from tightfit.planning.cost import estimate_cost
 from tightfit.planning.plan import Plan
-from tightfit.planning.ranking import handicap_total, measure_seconds
+from tightfit.planning.ranking import find_overshoot, rank_estimate
 from tightfit.planning.search import SearchResult
+from tightfit.planning.traced_time import time_plan
 
 TRACED = "traced"
 NUM_HALVINGS = 2
@@ -44,6 +47,8 @@ class Found:
     fewest_recomputed: int | None = None
     """Layers that must be recomputed; `traced` is then of a job that recomputes as many. None
     where it was not asked for, or where nothing fits."""
+    operations: OperationLog | None = None
+    """Of the step that `traced` speaks of, where all of them were understood."""
     problem: str = ""
     """Why there is no trace."""
     remedy: str = ""
@@ -63,8 +68,13 @@ def make_wish(plan: Plan) -> Wish:
     )
 
 
-def apply_trace(estimate: Estimate, traced: TracedMemory, node: Node) -> Estimate:
-    """The estimate with traced memory in place of the formulas'; illegal stays illegal."""
+def apply_trace(
+    estimate: Estimate, traced: TracedMemory, node: Node, time: StepTime | None = None
+) -> Estimate:
+    """The estimate with traced memory in place of the formulas'; illegal stays illegal.
+
+    `time` is the traced one. None where there is none: the formulas' stays.
+    """
     gpu = estimate.gpu
     room = gpu.capacity_bytes - gpu.context_bytes
     held = min(traced.peak_reserved_bytes, max(traced.smallest_capacity_bytes, room))
@@ -80,7 +90,7 @@ def apply_trace(estimate: Estimate, traced: TracedMemory, node: Node) -> Estimat
         components={name: size for name, size in components.items() if size > 0},
     )
     verdict, reason = estimate.verdict, estimate.reason
-    if verdict is not Verdict.ILLEGAL and not _lacks_host(estimate):
+    if verdict is not Verdict.ILLEGAL and not lacks_host(estimate.host):
         verdict = judge_traced(
             traced, context_bytes=gpu.context_bytes, capacity_bytes=gpu.capacity_bytes
         )
@@ -93,6 +103,7 @@ def apply_trace(estimate: Estimate, traced: TracedMemory, node: Node) -> Estimat
             "phases": _phases(estimate, traced, gpu.context_bytes),
             "tier": TRACED,
             "peak": traced.peak,
+            "time": time or estimate.time,
         }
     )
 
@@ -126,7 +137,7 @@ def trace_plans(result: SearchResult, trace: Trace, *, num_traced: int) -> Trace
             break
         for place, one in zip(tried, _trace_all(list(tried.values()), trace), strict=True):
             settled[place] = one
-    fitting = sorted((one for one in settled if not one.is_lost), key=lambda one: _rank(one.plan))
+    fitting = _sort([one for one in settled if not one.is_lost], result.wanted_batch)
     problems = dict.fromkeys(one.found.problem for one in settled if one.found.traced is None)
     return TracedSearch(
         result=replace(result, plans=(*(one.plan for one in fitting), *rest)),
@@ -142,6 +153,8 @@ class _Settled:
 
     plan: Plan
     found: Found
+    closed: StepTime
+    """What the formulas say of its time."""
 
     @property
     def is_lost(self) -> bool:
@@ -150,10 +163,23 @@ class _Settled:
 
 def _trace_all(plans: Sequence[Plan], trace: Trace) -> list[_Settled]:
     answers = trace([make_wish(plan) for plan in plans])
-    return [
-        _Settled(plan=_settle(plan, found), found=found)
-        for plan, found in zip(plans, answers, strict=True)
-    ]
+    return [_settle(plan, found) for plan, found in zip(plans, answers, strict=True)]
+
+
+def _sort(settled: Sequence[_Settled], wanted_batch: int | None) -> list[_Settled]:
+    """Best first. Traced seconds are compared with traced ones, else formulas with formulas."""
+    is_timed = all(one.plan.estimate.time.tier == TRACED for one in settled)
+
+    def rank(one: _Settled) -> tuple[float, ...]:
+        plan, estimate = one.plan, one.plan.estimate
+        if not is_timed:
+            estimate = estimate.model_copy(update={"time": one.closed})
+        wanted = wanted_batch or plan.effective_batch
+        return rank_estimate(
+            plan.strategy, estimate, overshoot=find_overshoot(plan.strategy, wanted)
+        )
+
+    return sorted(settled, key=rank)
 
 
 def _halve(plan: Plan) -> Plan | None:
@@ -167,13 +193,22 @@ def _halve(plan: Plan) -> Plan | None:
     return _change(plan, strategy.model_copy(update=update))
 
 
-def _settle(plan: Plan, found: Found) -> Plan:
+def _settle(plan: Plan, found: Found) -> _Settled:
     """The plan with what its trace says; as it was where there is none."""
     if found.traced is None:
-        return plan
+        return _Settled(plan=plan, found=found, closed=plan.estimate.time)
     plan = _recompute(plan, found.fewest_recomputed)
-    estimate = apply_trace(plan.estimate, found.traced, plan.hardware.node)
-    return plan.model_copy(update={"estimate": estimate})
+    closed = plan.estimate.time
+    time = None if found.operations is None else time_plan(plan, found.operations)
+    estimate = apply_trace(plan.estimate, found.traced, plan.hardware.node, time)
+    cost = estimate_cost(
+        gpu=plan.hardware.node.gpu,
+        num_gpus=plan.strategy.world_size,
+        estimate=estimate,
+        num_epochs=plan.num_epochs,
+    )
+    told = plan.model_copy(update={"estimate": estimate, "cost": cost})
+    return _Settled(plan=told, found=found, closed=closed)
 
 
 def _recompute(plan: Plan, num_recomputed: int | None) -> Plan:
@@ -189,6 +224,8 @@ def _recompute(plan: Plan, num_recomputed: int | None) -> Plan:
         }
     )
     why = f"recomputes {num_recomputed} of {num_layers} layers: traced, and fewer do not fit"
+    if not num_recomputed:
+        why = f"recomputes none of {num_layers} layers: traced, and it fits without"
     return _change(plan, strategy).model_copy(update={"why": (*plan.why, why)})
 
 
@@ -206,15 +243,6 @@ def _change(plan: Plan, strategy: Strategy) -> Plan:
     return plan.model_copy(
         update={"strategy": strategy, "estimate": told, "effective_batch": sequences}
     )
-
-
-def _rank(plan: Plan) -> tuple[int, float]:
-    seconds = measure_seconds(plan.estimate) * handicap_total(plan.strategy)
-    return (0 if plan.estimate.verdict is Verdict.FITS else 1, float(f"{seconds:.3g}"))
-
-
-def _lacks_host(estimate: Estimate) -> bool:
-    return estimate.verdict is Verdict.DOES_NOT_FIT and "host memory" in estimate.reason
 
 
 def _phases(estimate: Estimate, traced: TracedMemory, context_bytes: int) -> tuple[Phase, ...]:

@@ -32,6 +32,10 @@ VARLEN = "tightfit_varlen"
 PACKED = "tightfit_packed"
 """Not an implementation: `tightfit_varlen` where the family allows it, SDPA's block mask if not."""
 
+_BLIND_MASKS = frozenset({"falcon", "opt"})
+"""Families that take positions and make their masks without them, so that documents which share a
+row see each other (transformers 5.22, `create_causal_mask` in their modeling files)."""
+
 _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 
 
@@ -65,6 +69,8 @@ def fit_attention(config: PretrainedConfig, name: str) -> str:
             f"transformers has no sdpa attention for {config.model_type}.",
             remedy="--set attention=eager",
         )
+    if name == REPEAT and not _takes_any(config):
+        return "sdpa"
     if name not in (PACKED, VARLEN):
         return name
     reason = find_varlen_fault(config, find_kernel())
@@ -90,6 +96,7 @@ def find_varlen_fault(config: PretrainedConfig, kernel: VarlenKernel | None) -> 
             not _supports(config, "_supports_flash_attn"),
             "its family does not hand down what the kernel needs",
         ),
+        (not _takes_any(config), "its family knows its own attention alone"),
         (head_dim > 256 or head_dim % 8 != 0, f"its heads are {head_dim} wide"),
         (_softcap(text) and not kernel.has_softcap, "it caps attention logits"),
         (_window(text) and not kernel.has_window, "it attends in a window"),
@@ -105,12 +112,13 @@ def find_varlen_fault(config: PretrainedConfig, kernel: VarlenKernel | None) -> 
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raise where packed rows would be read as one document: the family takes no positions."""
+    """Raise where packed rows would be read as one document: the family heeds no positions."""
     import inspect
 
     config: Any = model.config
     names = inspect.signature(model.forward).parameters
-    if config.is_encoder_decoder or "position_ids" not in names:
+    is_blind = config.model_type in _BLIND_MASKS and config._attn_implementation != VARLEN
+    if config.is_encoder_decoder or "position_ids" not in names or is_blind:
         raise UsageError(
             f"{config.model_type} models cannot keep packed documents apart.",
             remedy="--set packing=false",
@@ -268,12 +276,23 @@ def _mask_nothing(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any
 
 def _supports(config: PretrainedConfig, flag: str) -> bool:
     """A statement of the family's model class about itself. Unknown families are let try."""
+    family = _find_family(config)
+    return family is None or bool(getattr(family, flag, False))
+
+
+def _takes_any(config: PretrainedConfig) -> bool:
+    """Whether the family asks transformers for its attention by name, ours included."""
+    family = _find_family(config)
+    return family is None or bool(family._can_set_attn_implementation())
+
+
+def _find_family(config: PretrainedConfig) -> Any:
+    """The model class, or None for families that transformers does not list."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
     kinds = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
     known = kinds[0] if config.is_encoder_decoder else kinds[1]
-    family = known.get(type(config), None)
-    return family is None or bool(getattr(family, flag, False))
+    return known.get(type(config), None)
 
 
 def _softcap(config: PretrainedConfig) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.training import Training
 from tightfit.runtime.adapters import add_adapters
+from tightfit.runtime.attention import check_packable
 from tightfit.runtime.kernels import apply_fused_kernels
 from tightfit.runtime.layers import decoder_layers
 
@@ -21,6 +22,8 @@ def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
 
     Adapters are drawn with the run's seed, whatever was drawn before.
     """
+    if strategy.packing:
+        check_packable(model)
     if strategy.fused_kernels:
         apply_fused_kernels(model)
     if strategy.method is Method.LORA:

@@ -20,6 +20,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.estimate.trace.card_habits import CardHabits
 from tightfit.estimate.trace.recorder import Recorder
 from tightfit.estimate.trace.recording import TEMPORARY, WEIGHTS, Recording
+from tightfit.estimate.trace.result import TracedStage
 from tightfit.runtime import adapters
 from tightfit.runtime.load import LoadRequest, load_base
 from tightfit.train.finish import finish_model
@@ -215,12 +216,16 @@ def test_upcast_shows_as_the_peak_of_loading(tmp_path: Path) -> None:
     """While the embeddings are cast they are there twice, which is never the case again."""
     vocab, width = 60_000, 64
     folder = make_llama(tmp_path, vocab_size=vocab, tie_word_embeddings=True)
-    traced, _ = trace(_describe_job(folder, weights="nf4", upcast_unquantized=True))
-    load = next(stage for stage in traced.stages if stage.name == "load")
+    load = _trace_load(folder, upcast_unquantized=True)
     assert load.peak_allocated_bytes >= vocab * width * (2 + 4)
-    plain, _ = trace(_describe_job(folder, weights="nf4"))
-    unraised = next(stage for stage in plain.stages if stage.name == "load")
+    unraised = _trace_load(folder)
     assert unraised.peak_allocated_bytes < vocab * width * 4
+
+
+def _trace_load(folder: Path, **fields: Any) -> TracedStage:
+    traced = trace(_describe_job(folder, weights="nf4", **fields)).traced
+    assert traced is not None
+    return next(stage for stage in traced.stages if stage.name == "load")
 
 
 @pytest.mark.parametrize("weights", ["nf4", "int8"])

@@ -71,6 +71,16 @@ def test_estimate_tells_what_a_trace_saw(home: Path) -> None:
     assert sum(trace["peak"]["components"].values()) == trace["peak_allocated_bytes"]
     assert trace["peak_allocated_bytes"] <= trace["smallest_capacity_bytes"] * 1.001
     assert trace["smallest_capacity_bytes"] <= trace["peak_reserved_bytes"]
+    assert list(stages) == [
+        "load", "first step", "steady step", "eval", "generate", "save", "resume",
+    ]  # fmt: skip
+    # Nothing is made on the card to save: weights stand there, and AdamW's two moments.
+    assert 6 * NUM_PARAMS <= stages["save"] < stages["steady step"]
+    assert told["host_loading"]["weight_bytes_by_rank"] == [2 * NUM_PARAMS]
+    assert told["time"]["tier"] == "traced"
+    seconds = told["time"]["seconds_per_step"]
+    assert sum(told["time"]["components"].values()) == pytest.approx(seconds)
+    assert sum(told["traced_time"]["stages"].values()) == pytest.approx(seconds)
     savings = {tuple(one["setting"].items()): one["saving_bytes"] for one in told["advice"]}
     assert any(("checkpointing", "true") in setting for setting in savings)
     assert all(saving > 0 for saving in savings.values())
@@ -93,6 +103,8 @@ def test_plan_traces_by_itself_and_recomputes_no_more_than_it_must(home: Path) -
     assert plan["estimate"]["tier"] == "traced"
     assert plan["estimate"]["peak"]["tensors"]
     assert plan["estimate"]["verdict"] == "fits"
+    assert by_formula["estimate"]["time"]["tier"] == "closed-form"
+    assert plan["estimate"]["time"]["tier"] == "traced"
 
 
 def test_without_a_config_a_trace_is_refused_and_a_plan_is_not(home: Path) -> None:

@@ -7,8 +7,14 @@ import re
 import pytest
 from cli_examples import make_estimate
 
-from tightfit.cli.render_trace import describe_advice, describe_effort, show_trace
+from tightfit.cli.render_trace import (
+    describe_advice,
+    describe_effort,
+    describe_loading,
+    show_trace,
+)
 from tightfit.core.units import GIB, MIB, render_bytes
+from tightfit.estimate.host import PROCESS_BYTES
 from tightfit.estimate.trace.result import TracedMemory
 from tightfit.estimate.trace.summary import judge_traced
 from tightfit.hardware.catalogue import find_gpu
@@ -85,6 +91,26 @@ def test_every_stage_has_a_row(capsys: pytest.CaptureFixture[str], traced: Trace
         row = row_of(text.split("Peak of each stage")[1], stage.name)
         assert render_bytes(stage.peak_allocated_bytes) in row
         assert render_bytes(stage.peak_reserved_bytes) in row
+
+
+def test_host_memory_while_loading_is_told_by_rank(
+    capsys: pytest.CaptureFixture[str], traced: TracedMemory
+) -> None:
+    told = describe_loading([13 * GIB, 0, 0, 0])
+    assert told == [
+        f"rank 0: {render_bytes(PROCESS_BYTES + 13 * GIB)}, 13.0 GiB of it weights",
+        f"ranks 1 to 3, each: {render_bytes(PROCESS_BYTES)}, no weights",
+    ]
+    assert len(describe_loading([5 * GIB] * 8)) == 1
+    show_trace(
+        traced,
+        gpu=find_gpu("RTX 4090"),
+        context_bytes=CONTEXT,
+        closed_form=make_estimate(),
+        loading_bytes=[13 * GIB, 0, 0, 0],
+    )
+    text = capsys.readouterr().out
+    assert all(line in text.split("Host RAM while loading")[1] for line in told)
 
 
 def test_what_stands_at_the_peak_sums_to_it(

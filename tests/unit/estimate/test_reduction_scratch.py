@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tightfit.estimate.trace import habits_reduce
 from tightfit.estimate.trace.card_habits import CardHabits
 from tightfit.estimate.trace.habits_reduce import find_multiprocessors, reduce_scratch
+from tightfit.estimate.trace.seen_as_card import seen_as_card
 
 H200 = find_multiprocessors((9, 0))
 
@@ -114,3 +116,11 @@ def test_habits_know_reductions_by_their_operations() -> None:
         (aten.linalg_vector_norm.default, (source, 2, [0])),
     ):
         assert habits.scratch_bytes(func, args, {})[0] == 134_217_728
+
+
+@pytest.mark.parametrize("card", [(7, 5), (8, 0), (9, 0)])
+def test_a_library_that_asks_is_told_of_as_many(card: tuple[int, int]) -> None:
+    with seen_as_card("tightfit.estimate", card):
+        count = vars(habits_reduce)["torch"].cuda.get_device_properties(0).multi_processor_count
+
+    assert count == find_multiprocessors(card).count

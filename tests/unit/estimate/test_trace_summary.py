@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tightfit.estimate.trace.caching_allocator import AllocatorSettings, CachingAllocator, replay
 from tightfit.estimate.trace.recording import CATEGORIES, Allocation, Recording
 from tightfit.estimate.trace.summary import (
     build_timeline,
@@ -19,6 +20,7 @@ from tightfit.estimate.trace.summary import (
 )
 
 KIB = 1024
+MIB = 1024 * KIB
 STAGES = (
     ("load", 0),
     ("forward", 1),
@@ -53,8 +55,9 @@ class Doubling:
         self.live: dict[int, int] = {}
         self.reserved_bytes = 0
 
-    def allocate(self, key: int, num_bytes: int, /) -> None:
+    def allocate(self, key: int, num_bytes: int, /, *, stream: int) -> None:
         assert key not in self.live
+        assert stream == 0, "one pool of blocks is all this has"
         self.live[key] = num_bytes
         self.reserved_bytes = max(self.reserved_bytes, 2 * sum(self.live.values()))
 
@@ -269,6 +272,32 @@ def test_another_process_has_nothing_cached() -> None:
     reserved = {name: stage.peak_reserved_bytes // KIB for name, stage in stages.items()}
     assert reserved == {"load": 16, "first step": 144, "save": 144, "generate": 24, "resume": 48}
     assert stages["generate"].peak_allocated_bytes == 12 * KIB
+
+
+def test_a_stage_that_makes_nothing_shows_what_stands() -> None:
+    made = [
+        allocation(8 * KIB, stage="load", step=0),
+        allocation(64 * KIB, stage="eval", step=0),
+        allocation(0, stage="save", step=0),
+        allocation(0, stage="generate", step=0),
+    ]
+    recording = Recording(allocations=made, events=[1, 2, -2, 3, -3, -1, 4, -4])
+    stages = {stage.name: stage for stage in list_stage_peaks(recording, Doubling())}
+    assert stages["save"].peak_allocated_bytes == 8 * KIB
+    assert stages["save"].peak_reserved_bytes == stages["eval"].peak_reserved_bytes
+    assert stages["generate"].peak_allocated_bytes == 0
+    assert describe_peak(recording).stage == "eval"
+
+
+def test_a_stage_s_reserve_is_that_of_all_streams() -> None:
+    made = [allocation(64 * MIB), allocation(64 * MIB, stream=1)]
+    recording = Recording(allocations=made, events=[1, -1, 2])
+    settings = AllocatorSettings()
+    (stage,) = list_stage_peaks(recording, CachingAllocator(settings))
+    whole = replay(recording.sizes, recording.events, settings, streams=recording.streams)
+    assert whole is not None
+    assert stage.peak_allocated_bytes == 64 * MIB
+    assert stage.peak_reserved_bytes == whole.peak_reserved_bytes >= 128 * MIB
 
 
 def test_later_steps_are_left_out_of_the_picture_but_not_of_the_sums() -> None:

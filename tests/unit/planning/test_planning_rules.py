@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,10 @@ def _case(
     node = Node(gpu=find_gpu(gpu), num_gpus=num_gpus)
     strategy = Strategy(**(_PLAIN | fields))
     return Case(spec=resolve_model(model), strategy=strategy, node=node, num_nodes=num_nodes)
+
+
+def _as_opt(case: Case) -> Case:
+    return replace(case, spec=case.spec.model_copy(update={"model_type": "opt"}))
 
 
 def _without_capability(case: Case) -> Case:
@@ -164,6 +169,14 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "packing-encoder-decoder": (
         lambda: _case({"packing": True}, model="t5-base"),
         lambda: _case({"packing": True}, model="gpt2"),
+    ),
+    "packing-family": (
+        lambda: _case({"packing": True}, model="falcon-7b"),
+        lambda: _case({"packing": False}, model="falcon-7b"),
+    ),
+    "packing-opt": (
+        lambda: _as_opt(_case(_BF16 | {"packing": True, "attention": "eager"}, model="gpt2")),
+        lambda: _as_opt(_case(_BF16 | {"packing": True, "attention": "sdpa"}, model="gpt2")),
     ),
     "packing-mask": (
         lambda: _case(_FP16 | {"packing": True, "attention": "sdpa"}, gpu="T4"),

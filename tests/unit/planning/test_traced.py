@@ -67,10 +67,22 @@ def test_what_lacks_host_memory_does_not_fit_whatever_the_card_says() -> None:
     assert not found.plans
     roomy = search(request, make_cluster((1, "A100-40GB"), host_memory_bytes=512 * GIB)).plans[0]
     short = roomy.estimate.model_copy(
-        update={"verdict": Verdict.DOES_NOT_FIT, "reason": "needs 90 GiB of host memory per node"}
+        update={
+            "verdict": Verdict.DOES_NOT_FIT,
+            "reason": "in any words",
+            "host": roomy.estimate.host.model_copy(update={"capacity_bytes": 16 * GIB}),
+        }
     )
     after = apply_trace(short, SMALL, roomy.hardware.node)
     assert after.verdict is Verdict.DOES_NOT_FIT
+    assert after.reason == "in any words"
+
+
+def test_what_lacks_memory_on_the_card_alone_is_judged_by_the_trace(best: Plan) -> None:
+    named = best.estimate.model_copy(
+        update={"verdict": Verdict.DOES_NOT_FIT, "reason": "not for want of host memory"}
+    )
+    assert apply_trace(named, SMALL, best.hardware.node).verdict is Verdict.FITS
 
 
 def test_the_room_is_the_card_less_the_context(best: Plan) -> None:
@@ -133,3 +145,13 @@ def test_no_more_layers_are_recomputed_than_must_be(result: SearchResult) -> Non
     seconds = after.estimate.time.seconds_per_step
     assert seconds < plan.estimate.time.seconds_per_step or plan.strategy.recomputed_layers
     assert any("recomputes 5 of 32 layers" in why for why in after.why)
+
+
+def test_nothing_is_said_to_need_fewer_layers_than_none(result: SearchResult) -> None:
+    plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
+    found = Found(traced=SMALL, fewest_recomputed=0)
+    one = SearchResult(plans=(plan,), excluded=(), num_considered=1, shortfall=None)
+    after = trace_plans(one, answer(lambda _: found), num_traced=1).result.plans[0]
+    assert not after.strategy.checkpointing
+    assert "recomputes none of 32 layers" in after.why[-1]
+    assert "fewer" not in after.why[-1]

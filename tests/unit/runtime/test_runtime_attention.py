@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import make_config, make_model
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UsageError
@@ -347,3 +348,49 @@ def test_families_without_positions_cannot_pack() -> None:
     check_packable(make_model("llama"))
     with pytest.raises(UsageError, match="t5"):
         check_packable(make_model("t5"))
+
+
+_SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+_BLIND: dict[str, dict[str, Any]] = {
+    "falcon": _SMALL | {"alibi": False},
+    "opt": _SMALL | {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 64},
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64},
+}
+
+
+def make_blind(family: str, *, attention: str) -> Any:
+    config = AutoConfig.for_model(family, **_BLIND[family], use_cache=False, initializer_range=0.3)
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM  # not annotated
+    return auto.from_config(config, attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("falcon", "sdpa"), ("opt", "sdpa"), ("opt", "eager")]
+)
+def test_families_that_would_mix_documents_cannot_pack(family: str, name: str) -> None:
+    model = make_blind(family, attention=name)
+    ids, positions, documents = lay_out(1)
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions).logits.flatten(0, 1)
+        mixed = float((packed - answer_apart(model, documents)).abs().max())
+
+    assert mixed > 1e-2, f"{family} keeps documents apart now: it may pack"
+    with pytest.raises(UsageError, match=f"{family} models cannot keep packed"):
+        check_packable(model)
+
+
+def test_documents_that_attention_itself_keeps_apart_may_be_packed() -> None:
+    register_attention()
+    check_packable(make_blind("opt", attention=VARLEN))
+    with pytest.raises(UsageError, match="bloom"):
+        check_packable(make_blind("bloom", attention="eager"))
+
+
+def test_a_family_with_attention_of_its_own_gets_none_of_ours() -> None:
+    config = make_blind("falcon", attention="eager").config
+
+    assert fit_attention(config, REPEAT) == "sdpa"
+    assert fit_attention(config, PACKED) == "sdpa"
+    with pytest.raises(UsageError, match="its own attention"):
+        fit_attention(config, VARLEN)

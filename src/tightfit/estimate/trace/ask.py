@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tightfit.core.cache import cache_folder
 from tightfit.core.errors import UserError
 from tightfit.core.files import write_atomic
+from tightfit.estimate.trace.operations import OperationLog
 from tightfit.estimate.trace.result import TracedMemory
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "pydantic")
@@ -35,6 +36,9 @@ class Answer(BaseModel):
     traced: TracedMemory | None = None
     fewest_recomputed: int | None = None
     """Layers that the traced job recomputes, where the job asked for the fewest."""
+    operations: OperationLog | None = None
+    """Of a steady step of the traced job: its seconds follow from them on any card, so that rates
+    measured later need no new trace. None where an operation was not understood."""
     problem: str = ""
     remedy: str = ""
 

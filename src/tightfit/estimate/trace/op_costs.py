@@ -14,6 +14,7 @@ from tightfit.estimate.trace.op_work import (
     TENSORS_PER_KERNEL,
     Arguments,
     Work,
+    count_indexed,
     list_tensors,
     sum_bytes,
 )
@@ -68,7 +69,32 @@ def _describe_moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
         return NOTHING if not read else Work(MEMORY_BOUND, num_bytes=read)
     shapes = [tuple(x.shape) for x in (*outputs, *list_tensors(args)) if x.dim()]
     widest = max(shapes, key=prod, default=())
-    return Work(MEMORY_BOUND, shape=widest, num_bytes=read + written)
+    indexed = 0.0
+    if not func.name().startswith(_BY_ROWS):
+        changed = outputs or list(_list_written(func, args, kwargs))
+        indexed = _count_indexed(changed, list_tensors((args, kwargs)))
+    return Work(MEMORY_BOUND, shape=widest, num_bytes=read + written, num_indexed=indexed)
+
+
+_BY_ROWS = tuple(
+    f"aten::{name}"
+    for name in (
+        *("_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm"),
+        *("native_dropout", "native_group_norm"),
+    )
+)
+"""Kernels with loops of their own, whose operands need not be alike."""
+
+
+def _count_indexed(outputs: list[Tensor], inputs: Iterable[Tensor]) -> float:
+    """Of one kernel with one output; a sum reads more than it writes, in a loop of its own."""
+    if len(outputs) != 1:
+        return 0.0
+    (output,) = outputs
+    given = list(inputs)
+    if any(tensor.numel() > output.numel() for tensor in given):
+        return 0.0
+    return count_indexed(given, output)
 
 
 def _list_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
@@ -109,6 +135,24 @@ def _write(tensors: Callable[[Arguments, Any], Any], num_kernels: int = 1) -> An
     return work
 
 
+def _copy(args: Arguments, _result: Any) -> Work:
+    target, source = args["self"], args["src"]
+    return Work(
+        MEMORY_BOUND,
+        shape=tuple(target.shape),
+        num_bytes=sum_bytes((target, source)),
+        num_indexed=count_indexed((source,), target),
+    )
+
+
+def _join(_args: Arguments, result: Any) -> Work:
+    """Every value is looked for in the list."""
+    moved = 2 * sum_bytes((result,))
+    return Work(
+        MEMORY_BOUND, shape=tuple(result.shape), num_bytes=moved, num_indexed=float(result.numel())
+    )
+
+
 def _copy_shards(args: Arguments, _result: Any) -> Work:
     """Into this rank's part of the buffer that is gathered."""
     given = args["all_gather_inputs"]
@@ -136,13 +180,22 @@ def _add_embeddings(args: Arguments, result: Any) -> Work:
     return Work(MEMORY_BOUND, num_bytes=moved, num_kernels=_SORT_KERNELS + 1)
 
 
+def _widen(args: Arguments, result: Any) -> Work:
+    """A part's gradient among zeros: all are written, then the part is copied."""
+    part = args["grad_output"]
+    moved = sum_bytes((result,)) + 2 * sum_bytes((part,))
+    indexed = float(part.numel())
+    return Work(MEMORY_BOUND, num_bytes=moved, num_indexed=indexed, num_kernels=2.0)
+
+
 def _read_value(args: Arguments, _result: Any) -> Work:
     return Work(MEMORY_BOUND, num_bytes=sum_bytes(list_tensors(tuple(args.values()))), waits=True)
 
 
 _SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTING | {
     "fsdp::all_gather_copy_in": _copy_shards,
-    "aten::copy_": _write(lambda args, _: (args["self"], args["src"])),
+    "aten::copy_": _copy,
+    "aten::cat": _join,
     "aten::zero_": _write(lambda args, _: args["self"]),
     "aten::fill_.Scalar": _write(lambda args, _: args["self"]),
     "aten::embedding": _take_rows,
@@ -152,6 +205,8 @@ _SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTING | {
     "aten::nll_loss_forward": _write(lambda args, _: args["target"]),
     "aten::nll_loss_backward": _write(lambda _, result: result, num_kernels=2),
     "aten::embedding_dense_backward": _add_embeddings,
+    "aten::slice_backward": _widen,
+    "aten::select_backward": _widen,
     "aten::index_put_": _put_rows,
     "aten::_index_put_impl_": _put_rows,
     "aten::_local_scalar_dense": _read_value,

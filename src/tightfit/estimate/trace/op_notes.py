@@ -45,7 +45,7 @@ class OperationNotes:
         self._start()
 
     def _start(self, step: int = 0) -> None:
-        self._step, self._stage = step, ""
+        self._step, self._again = step, -1
         self._places: dict[Any, int] = {}
         self._table: list[Operation] = []
         self._stretches: list[tuple[int | None, list[int]]] = [(None, [])]
@@ -64,13 +64,12 @@ class OperationNotes:
         self.add(moment, func.name(), work)
 
     def add(self, moment: Moment, name: str, work: Work) -> None:
-        step, stage, layer, module = moment
+        step, stage, layer, _ = moment
         if not step:
             return
         if step != self._step:
             self._start(step)
-        work = work._replace(around=self._find_python(stage, module, work) or work.around)
-        self._stage = stage
+        work = work._replace(around=self._find_python(moment, work) or work.around)
         if work.shape and work.kind == MEMORY_BOUND:
             # Over the vocabulary: measured apart, since its kernels do not fit their rows.
             kind = LOSS if work.shape[-1] == self._vocab_size and stage != UPDATE else work.kind
@@ -89,10 +88,11 @@ class OperationNotes:
             self._stretches.append((layer, []))
         self._stretches[-1][1].append(place)
 
-    def _find_python(self, stage: str, module: str, work: Work) -> str:
-        if stage == RECOMPUTE and self._stage != RECOMPUTE:
+    def _find_python(self, moment: Moment, work: Work) -> str:
+        if moment.stage == RECOMPUTE and moment.layer is not None and moment.layer != self._again:
+            self._again = moment.layer
             return AGAIN
-        return ADAPTER if work.kind == MATMUL and _FIRST_OF_ADAPTER in module else ""
+        return ADAPTER if work.kind == MATMUL and _FIRST_OF_ADAPTER in moment.module else ""
 
     def finish(self) -> OperationLog | None:
         """None where an operation was not understood, or no step was taken."""

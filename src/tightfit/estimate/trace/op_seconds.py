@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.estimate import efficiency as eff
+from tightfit.estimate import traffic
 from tightfit.estimate.measured import bandwidth_at, find_table
 from tightfit.estimate.trace.op_host import HostPace, find_host_pace
 from tightfit.estimate.trace.operations import (
@@ -164,19 +165,23 @@ class DeviceSeconds:
     def _move(self, one: Operation) -> float:
         """Rates are known by the size of one tensor of two or three."""
         told = self._gpu.measured
-        if told is None or not told.elementwise or not one.num_bytes:
-            return one.num_bytes / self.rates.elementwise_bytes_per_second
-        return one.num_bytes / bandwidth_at(told.elementwise, one.num_bytes / 2)
+        bandwidth = self.rates.stream_bytes_per_second
+        if told is not None and told.elementwise and one.num_bytes:
+            bandwidth = bandwidth_at(told.elementwise, one.num_bytes / 2)
+        found = one.num_indexed / eff.indexed_values_per_second(self._gpu)
+        return max(one.num_bytes / bandwidth, found)
 
     def _unpack(self, num_weights: int) -> float:
         told = self._gpu.measured
         if told is not None and told.nf4_weights_per_second is not None:
             return num_weights / told.nf4_weights_per_second
-        return eff.DEQUANTIZE_BYTES[Dtype.NF4] * num_weights / self.rates.stream_bytes_per_second
+        return (
+            traffic.DEQUANTIZE_BYTES[Dtype.NF4] * num_weights / self.rates.stream_bytes_per_second
+        )
 
     def _update(self, one: Operation) -> float:
         if one.dtype == "int8":
-            return one.shape[0] * eff.EIGHT_BIT_SECONDS_PER_PARAM
+            return one.shape[0] * traffic.EIGHT_BIT_SECONDS_PER_PARAM
         told = self._gpu.measured
         each = None if told is None else told.adamw_seconds_per_param.get(one.dtype)
         if each is not None:

@@ -25,6 +25,7 @@ class Work(NamedTuple):
     shape: tuple[int, ...] = ()
     flops: float = 0.0
     num_bytes: float = 0.0
+    num_indexed: float = 0.0
     num_kernels: float = 1.0
     num_tensors: float = 1.0
     num_calls: float = 1.0
@@ -46,6 +47,23 @@ def _bytes(tensor: Tensor) -> int:
     """What there is to read: an expanded dimension is the same values again."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, step in steps if step) * tensor.element_size()
+
+
+def count_indexed(inputs: Iterable[Tensor], output: Tensor) -> float:
+    """Values that a kernel finds one by one: operands of other shapes, layouts or widths.
+
+    Torch's kernels read and write several values at once only where all operands lie alike; a
+    cast from fp32 to 16 bit is the one that has a kernel of its own (CUDALoops.cuh, Copy.cu).
+    """
+    given = [tensor for tensor in inputs if tensor.dim()]
+    lies_alike = all(
+        tensor.shape == output.shape and tensor.stride() == output.stride() for tensor in given
+    )
+    widths = {x.element_size() for x in (*given, output) if x.is_floating_point()}
+    narrows = len(given) == 1 and given[0].element_size() > output.element_size()
+    if lies_alike and (len(widths) < 2 or narrows):
+        return 0.0
+    return float(output.numel())
 
 
 def sum_bytes(tensors: Iterable[Tensor]) -> float:

@@ -46,6 +46,8 @@ class Operation(_Frozen):
     """Of all pairs, masked or not, as `torch.utils.flop_counter` counts them."""
     num_bytes: NonNegativeFloat = 0.0
     """Read and written."""
+    num_indexed: NonNegativeFloat = 0.0
+    """Values whose addresses are computed one by one."""
     num_kernels: NonNegativeFloat = 0.0
     num_tensors: NonNegativeFloat = 1.0
     """Of a list that is worked on at once."""
@@ -98,7 +100,7 @@ class OperationLog(_Frozen):
         return sum(one.count * one.flops for one in self.walk())
 
 
-_SUMMED = ("flops", "num_bytes", "num_kernels", "num_tensors", "num_calls")
+_SUMMED = ("flops", "num_bytes", "num_indexed", "num_kernels", "num_tensors", "num_calls")
 
 
 def list_totals(one: Operation) -> list[float]:

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,10 +26,12 @@ from tightfit.estimate.trace.recording import (
     WEIGHTS,
     Allocation,
     Recording,
+    repeat_events,
 )
 from tightfit.estimate.trace.shadows import Shadows
 
 _aten = torch.ops.aten
+_device_of = torch.ops.prim.device.default
 _WRAPPERS = ("torch._compile", "torch._dynamo")
 """Modules of torch's that stand between an operation and a dispatch mode."""
 
@@ -85,6 +87,11 @@ class Recorder(TorchDispatchMode):
         self._sole_owner = _count_owners()
         self._sharded = _sharded_tensor()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would wrap each call to keep its compiler away; nothing here is compiled."""
+        return False
+
     def __enter__(self) -> Any:
         self._of_card.enter_context(self._habits.functions())
         LISTENERS.append(self._hear)
@@ -122,11 +129,36 @@ class Recorder(TorchDispatchMode):
         finally:
             self.stage = before
 
+    def count_events(self) -> int:
+        return len(self._events)
+
+    def repeat_step(self, since: int) -> bool:
+        """Note the step that began at event `since` once more, as the one that follows it.
+
+        False, and nothing noted, where it may not be the same: see `repeat_events`.
+        """
+        again = repeat_events(self._events[since:], first=len(self._drafts) + 1)
+        if again is None:
+            return False
+        self.step += 1
+        made = [event - 1 for event in self._events[since:] if event > 0]
+        self._drafts.extend(replace(self._drafts[index], step=self.step) for index in made)
+        self._events.extend(again)
+        return True
+
+    def stand_still(self) -> None:
+        """Note the moment: what stands now is its stage's, even where the stage makes nothing."""
+        index = self._add(0, "", (), "uint8")
+        self._drafts[index].category = TEMPORARY
+        self._give_back([index])
+
     def finish(self) -> Recording:
         """The recording; nothing is noted any more."""
         self._is_open = False
         return Recording(
-            allocations=[self._settle(draft) for draft in self._drafts], events=self._events
+            allocations=[self._settle(draft) for draft in self._drafts],
+            events=self._events,
+            operations=self.notes.finish(),
         )
 
     # What torch tells
@@ -141,6 +173,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._sharded in types:
             return NotImplemented  # its shard comes by itself
+        if func is _device_of and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # asked twice for every operation: not worth the long way
         if self.is_paused:
             return func(*args, **kwargs)
         if func is _aten.add.Tensor and self._is_accumulation(args, kwargs):

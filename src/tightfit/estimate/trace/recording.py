@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tightfit.estimate.trace.operations import OperationLog
+
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
@@ -59,6 +61,8 @@ class Recording:
 
     allocations: list[Allocation] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
+    operations: OperationLog | None = field(default=None, compare=False)
+    """What the last step computes. None where an operation was not understood."""
 
     @property
     def sizes(self) -> list[int]:
@@ -74,6 +78,23 @@ class Recording:
         """Each event as its allocation, and whether it begins."""
         for event in self.events:
             yield self.allocations[abs(event) - 1], event > 0
+
+
+def repeat_events(events: Sequence[int], *, first: int) -> list[int] | None:
+    """The same beginnings and ends once more, of allocations numbered from `first`.
+
+    None where something was left standing, or something older ended: what comes next then finds
+    other things there than these events did.
+    """
+    numbers: dict[int, int] = {}
+    again = []
+    for event in events:
+        if event > 0:
+            numbers[event] = first + len(numbers)
+        elif -event not in numbers:
+            return None
+        again.append(numbers[event] if event > 0 else -numbers[-event])
+    return again if len(again) == 2 * len(numbers) else None
 
 
 def find_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:

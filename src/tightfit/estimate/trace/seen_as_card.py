@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tightfit.estimate.trace.habits_reduce import find_multiprocessors
+
 _CARD = torch.device("cuda", 0)
 _FUNCTIONS = (BuiltinFunctionType, FunctionType)
-_NUM_MULTIPROCESSORS = 132
-"""An H100's. Gradients of trained norms are summed in as many rows: megabytes, for a moment."""
 _COMMON_CAPABILITY = (8, 0)
 """For cards that are not NVIDIA's, on which libraries take the same way."""
 
@@ -65,7 +65,9 @@ class _Lens:
     """torch as the library sees it: with a card, and what is made there made on the host."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
-        properties = SimpleNamespace(multi_processor_count=_NUM_MULTIPROCESSORS)
+        # Gradients of trained norms are summed in as many rows.
+        count = find_multiprocessors(capability).count
+        properties = SimpleNamespace(multi_processor_count=count)
         self.cuda = SimpleNamespace(
             is_available=lambda: True,
             get_device_capability=lambda *_: capability,

@@ -31,7 +31,9 @@ class Shadows:
         if func in _DATA_DEPENDENT:
             return self._imagine(func, args, kwargs)
         result = func(*args, **kwargs)
-        if func is _aten.lift_fresh.default:
+        if func is _aten.rand.default and not result.dim():
+            give_shadow(result, _highest(result.dtype))
+        elif func is _aten.lift_fresh.default:
             _keep_constant(result, args[0])
         elif isinstance(result, torch.Tensor) and _is_whole(result):
             self._follow(result, func, args, kwargs)
@@ -100,6 +102,13 @@ def _keep_constant(fake: torch.Tensor, given: torch.Tensor) -> None:
         real = given
     if real is not None and _is_whole(real):
         setattr(fake, _ATTRIBUTE, real)
+
+
+def _highest(dtype: torch.dtype) -> torch.Tensor:
+    """What a single drawn number is taken for: models that leave layers out by chance, as OPT and
+    BART may, then leave out none, which takes the most memory."""
+    with _disable_current_modes():
+        return torch.tensor(1.0 - torch.finfo(dtype).eps, dtype=dtype)
 
 
 def give_shadow(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 class Allocator(Protocol):
     """What `list_stage_peaks` asks of the allocator's model."""
 
-    def allocate(self, key: int, num_bytes: int, /) -> None: ...
+    def allocate(self, key: int, num_bytes: int, /, *, stream: int) -> None: ...
 
     def free(self, key: int, /) -> None: ...
 
@@ -116,7 +116,7 @@ def list_stage_peaks(recording: Recording, allocator: Allocator) -> tuple[Traced
         if stage != before and stage in OTHER_PROCESSES:
             allocator.release_cached()
         live += round_block(size)
-        allocator.allocate(index, size)
+        allocator.allocate(index, size, stream=recording.allocations[index].stream)
         allocated[stage] = max(allocated.get(stage, 0), live)
         reserved[stage] = max(reserved.get(stage, 0), allocator.reserved_bytes)
     known = [name for name in _STAGE_ORDER if name in allocated]

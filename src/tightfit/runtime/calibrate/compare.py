@@ -11,6 +11,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Optimizer, Strategy
 from tightfit.estimate import communication as comms
 from tightfit.estimate import efficiency as eff
+from tightfit.estimate import traffic
 from tightfit.estimate.allocator import estimate_context_bytes
 from tightfit.estimate.launches import ADAPTER_KERNELS
 from tightfit.hardware.calibration import BACKWARD_FLOPS, Calibration
@@ -121,7 +122,7 @@ def _compare_scores(found: Calibration, node: Node) -> Iterator[ComparedRate]:
     """Attention that writes its scores out, per billion of them, forward."""
     rates = _rates(found, node)
     for name, (forward, _) in found.rates().score_seconds.items():
-        each = eff.EAGER_PAIR_BYTES / rates.elementwise_bytes_per_second
+        each = traffic.EAGER_PAIR_BYTES / rates.elementwise_bytes_per_second
         each += 4.0 * 128 / rates.matmul_flops_per_second
         yield ComparedRate(
             name=f"{name} attention, 1e9 scores, heads of 128",
@@ -153,14 +154,14 @@ def _compare_traffic(found: Calibration, node: Node) -> Iterator[ComparedRate]:
             name=f"fused AdamW in {update.dtype}, 1e9 values",
             unit="s",
             measured=1e9 * update.seconds / update.num_params,
-            assumed=1e9 * eff.optimizer_seconds_per_param(strategy, rates),
+            assumed=1e9 * traffic.optimizer_seconds_per_param(strategy, rates),
         )
     if found.nf4_weights_per_second is not None:
         yield ComparedRate(
             name="unpacking nf4",
             unit="weights/s",
             measured=found.nf4_weights_per_second,
-            assumed=rates.stream_bytes_per_second / eff.DEQUANTIZE_BYTES[Dtype.NF4],
+            assumed=rates.stream_bytes_per_second / traffic.DEQUANTIZE_BYTES[Dtype.NF4],
         )
 
 

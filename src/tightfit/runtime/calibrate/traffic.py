@@ -21,10 +21,20 @@ SIZES = {
 CHAIN_BYTES = 256 * MIB
 """Tensors in turn until that much: each reads what the one before wrote, as layers do, and none
 finds its own old result in the cache."""
-ROOM_TIMES = {"copy": 3.0, "elementwise": 3.0, "softmax": 3.0, "sum": 2.0, "loss": 12.0}
+ROOM_TIMES = {
+    "copy": 3.0,
+    "elementwise": 3.0,
+    "softmax": 3.0,
+    "sum": 2.0,
+    "loss": 12.0,
+    "indexed": 4.0,
+}
 """Tensors' worth of memory that a kernel needs beside the chain."""
 LOGITS = {"cuda": (2048, 32000), "cpu": (128, 32000)}
 ADAM_TENSORS = {"cuda": (16, 2**22), "cpu": (8, 2**20)}
+HEAD_DIM = 128
+ROTATED_VALUES = 4.5
+"""Per value of a head: two products, half of them negated, all joined, all added."""
 NF4_SHAPE = {"cuda": (11008, 4096), "cpu": (2048, 2048)}
 
 
@@ -56,6 +66,7 @@ def _list_rows(bench: Bench) -> list[Wanted]:
             ("loss", _prepare_loss, LOSS_BYTES),
             ("softmax", _prepare_softmax, 2 * value),
             ("sum", _prepare_sum, value),
+            ("indexed", _prepare_indexed, ROTATED_VALUES * 2 * value),
         )
     ]
 
@@ -98,6 +109,18 @@ def _prepare_softmax(bench: Bench, num_rows: int, vocab: int) -> Work:
 
 def _prepare_sum(bench: Bench, num_rows: int, vocab: int) -> Work:
     return partial(torch.sum, bench.randn(num_rows, vocab), -1)
+
+
+def _prepare_indexed(bench: Bench, num_rows: int, vocab: int) -> Work:
+    """Heads rotated as transformers does it, between linear layers that keep tokens together."""
+    heads = bench.randn(num_rows, vocab // HEAD_DIM, HEAD_DIM).transpose(0, 1)
+    turn = bench.randn(num_rows, HEAD_DIM)
+
+    def rotate() -> object:
+        left, right = heads.chunk(2, dim=-1)
+        return heads * turn + torch.cat((-right, left), dim=-1) * turn
+
+    return rotate
 
 
 def _prepare_loss(bench: Bench, num_rows: int, vocab: int) -> Work:

@@ -13,7 +13,7 @@ from tightfit.train.tracing.job import Document, TraceJob
 
 def make_real_batch(job: TraceJob, *, is_encoder_decoder: bool) -> Batch:
     """One micro-batch in host memory."""
-    rows = job.rows or list_longest_rows(job)
+    rows = job.rows or list_longest_rows(job, is_pair=is_encoder_decoder)
     encoded = [[_encode(document) for document in row] for row in rows]
     if is_encoder_decoder:
         return collate_pairs(encoded, pad_token_id=0)
@@ -21,10 +21,11 @@ def make_real_batch(job: TraceJob, *, is_encoder_decoder: bool) -> Batch:
     return collate(encoded, pad_token_id=0)
 
 
-def list_longest_rows(job: TraceJob) -> tuple[tuple[Document, ...], ...]:
+def list_longest_rows(job: TraceJob, *, is_pair: bool = False) -> tuple[tuple[Document, ...], ...]:
     """The largest batch that the plan allows, every token of it trained.
 
-    Rows that are not packed differ in length by a token, so that attention gets its mask.
+    Rows that are not packed differ in length by a token, so that attention gets its mask. A
+    pair is as much again to read, for the encoder.
     """
     strategy = job.strategy
     length = strategy.seq_len
@@ -34,8 +35,11 @@ def list_longest_rows(job: TraceJob) -> tuple[tuple[Document, ...], ...]:
         row = (Document(num_tokens=mean),) * whole
         row += (Document(num_tokens=rest),) if rest else ()
         return (row,) * strategy.micro_batch
-    first = (Document(num_tokens=length),)
-    others = (Document(num_tokens=max(1, length - job.is_padded)),)
+    less = max(1, length - job.is_padded)
+    first, others = (
+        (Document(num_tokens=2 * size, num_prompt=size) if is_pair else Document(num_tokens=size),)
+        for size in (length, less)
+    )
     return (first, *(others,) * (strategy.micro_batch - 1))
 
 

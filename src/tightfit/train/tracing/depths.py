@@ -4,14 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 
-from tightfit.estimate.trace.depth import CannotExtend, Growth, plan_depths
+from tightfit.estimate.trace.depth import CannotExtend, DepthPlan, Growth, plan_depths
 from tightfit.estimate.trace.depth_config import find_depth_refusal, read_depth, with_depth
+from tightfit.estimate.trace.op_depth import extend_log, list_kinds
+from tightfit.estimate.trace.operations import OperationLog
 from tightfit.estimate.trace.recording import Recording
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.libraries import import_libraries
 from tightfit.train.tracing.run import record_job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shallow:
+    """What was learnt from a few layers."""
+
+    growth: Growth
+    logs: list[OperationLog]
+    """Operations of the shallowest model and of the deeper ones; none where one has no log."""
+
+    def extend(self, plan: DepthPlan) -> Recording:
+        recording = self.growth.extend(plan.num_more)
+        if self.logs:
+            recording.operations = _extend_log(plan, self.logs)
+        return recording
+
+
+def _extend_log(plan: DepthPlan, logs: Sequence[OperationLog]) -> OperationLog | None:
+    """Memory stands without it: then the closed form speaks of the time."""
+    base, *grown = logs
+    try:
+        return extend_log(base, grown, list_kinds(plan))
+    except CannotExtend:
+        return None
+
+
+def _learn(plan: DepthPlan, recordings: Sequence[Recording]) -> _Shallow:
+    base, *grown = recordings
+    logs = [one.operations for one in recordings if one.operations is not None]
+    is_whole = len(logs) == len(recordings)
+    return _Shallow(growth=Growth(plan, base, grown), logs=logs if is_whole else [])
 
 
 class DepthTracer:
@@ -23,7 +57,7 @@ class DepthTracer:
         self.num_traced = 0
         """Layers of the deepest model that ran."""
         self.refusal = "asked for" if job.is_full_depth else find_depth_refusal(job.config)
-        self._growths: dict[tuple[object, ...], Growth] = {}
+        self._known: dict[tuple[object, ...], _Shallow] = {}
 
     def record(self, num_recomputed: int) -> Recording:
         """The whole job, this many layers of it recomputed, counted from the first."""
@@ -46,11 +80,10 @@ class DepthTracer:
         if not plan.grown:
             return self._run(kinds, is_recomputed=is_recomputed)
         key = (is_recomputed, plan.base, plan.grown)
-        if key not in self._growths:
+        if key not in self._known:
             depths = (plan.base, *plan.grown)
-            base, *grown = self._run_all(depths, is_recomputed=is_recomputed)
-            self._growths[key] = Growth(plan, base, grown)
-        return self._growths[key].extend(plan.num_more)
+            self._known[key] = _learn(plan, self._run_all(depths, is_recomputed=is_recomputed))
+        return self._known[key].extend(plan)
 
     def _run_all(
         self, depths: Sequence[tuple[int, ...]], *, is_recomputed: bool

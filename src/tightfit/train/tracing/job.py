@@ -45,6 +45,8 @@ class TraceJob(_Frozen):
     random_weights: bool = False
     """Whether the base model's values are drawn, not read from its files: they come to the card
     in another order."""
+    expandable_segments: bool = True
+    """As `tightfit train` sets torch's allocator; otherwise torch's default."""
     is_full_depth: bool = False
     """Trace every layer even where a few would do."""
 

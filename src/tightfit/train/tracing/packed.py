@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import EnvironmentFaultError
+from tightfit.estimate.trace.habits_scratch import count_outliers
 from tightfit.runtime.load import LoadRequest, packing_config
 from tightfit.runtime.random_weights import list_packable
 
@@ -144,7 +145,10 @@ def bitsandbytes_without_kernels() -> Iterator[None]:
             real: Tensor = make_map(*args, **kwargs)
         return torch.empty(real.shape, dtype=real.dtype)
 
+    outliers = _Outliers()
+
     def matmul(a: Tensor, b: Tensor, out: Any = None, state: Any = None, **rest: Any) -> Tensor:
+        outliers.expect(a)
         product: Tensor = _functions.MatMul8bitLt.apply(a, b, out, rest.get("bias"), state)
         return product
 
@@ -155,7 +159,7 @@ def bitsandbytes_without_kernels() -> Iterator[None]:
         patch.object(Optimizer8bit, "get_state_buffer", _make_state_buffer),
         patch.object(modules, "fix_4bit_weight_quant_state_from_module", _remember_state),
         patch.object(Params4bit, "__deepcopy__", _copy_in_place(Params4bit.__deepcopy__)),
-        patch.object(torch.library, "get_ctx", _NoOutliers),
+        patch.object(torch.library, "get_ctx", lambda: outliers),
     ):
         yield
 
@@ -176,15 +180,21 @@ def _copy_in_place(copy: Any) -> Any:
     return deepcopy
 
 
-class _NoOutliers:
-    """Answers how many columns of an activation exceed int8's threshold: none.
+class _Outliers:
+    """Answers the fakes of one int8 product how many columns of its activation are left as is."""
 
-    Only values tell. In real models they are a few of thousands, and what is kept of them
-    is as small a part of the activation.
-    """
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+
+    def expect(self, activation: Tensor) -> None:
+        """First the columns' numbers are asked for, then the columns, as if of whole numbers."""
+        columns = count_outliers(activation)
+        num_rows = activation.numel() // activation.shape[-1]
+        kept_bytes = num_rows * columns * activation.element_size()
+        self._sizes = [columns, kept_bytes // torch.int64.itemsize]
 
     def new_dynamic_size(self, **_limits: int) -> int:
-        return 0
+        return self._sizes.pop(0) if self._sizes else 0
 
 
 def _make_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from tightfit.train.tracing.subject import (
 NUM_STEPS = 3
 """Optimizer state appears in the first, and the second is like all that follow; but what is cached
 of the second shapes the third where memory is scarce."""
+FIRST_STEADY = 2
+"""The first step that finds the optimizer's state there."""
 
 
 def record_job(job: TraceJob, config: dict[str, Any]) -> Recording:
@@ -80,8 +83,20 @@ def _record(job: TraceJob, config: dict[str, Any]) -> Recording:
             learning_rate=training.learning_rate,
             seeds=(0,) * strategy.grad_accum,
         )
-        for step in range(1, NUM_STEPS + 1):
-            recorder.step = step
-            train_step(staged, [batch] * strategy.grad_accum, plan)
-        run_stages(job.stages, engine, batch, recorder)
+        _run_steps(lambda: train_step(staged, [batch] * strategy.grad_accum, plan), recorder)
+        run_stages(job, engine, batch, recorder)
     return recorder.finish()
+
+
+def _run_steps(take_step: Callable[[], object], recorder: Recorder) -> None:
+    """`NUM_STEPS` steps; from the second on, one that leaves memory as it was is not run again.
+
+    The second starts with all that stays: then the third does what it did.
+    """
+    since = 0
+    while recorder.step < NUM_STEPS:
+        if recorder.step >= FIRST_STEADY and recorder.repeat_step(since):
+            continue
+        since = recorder.count_events()
+        recorder.step += 1
+        take_step()

@@ -1,0 +1,116 @@
+"""One training step under torch's profiler: device time by operation and shapes."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from _kernels import Meter
+from _trace_build import shrink_job, write_config
+from _trace_job import Run
+from _trace_jobs import Job
+
+NUM_WARM, NUM_TIMED = 3, 6
+NUM_BEFORE = 4
+"""Steps between the profiler's start, which lets the card rest, and the one it records."""
+LEAST_SECONDS = 20e-6
+"""Operations of less than this in sum are counted, but have no row."""
+LEAST_DIM = 1024
+"""A product with a smaller side than this does not show how fast the card multiplies."""
+SAMPLE_SECONDS = 0.08
+
+
+def measure_steps(job: Job, device: torch.device) -> dict[str, list[dict[str, Any]]]:
+    """Rows `steps` and `ops` of one job."""
+    is_tiny = device.type == "cpu"
+    if is_tiny:
+        job = replace(job, strategy=job.strategy.model_copy(update=shrink_job(job.strategy)))
+    with tempfile.TemporaryDirectory() as name:
+        write_config(job, Path(name), is_tiny=is_tiny)
+        run = Run(job, device, Path(name))
+        for number in range(NUM_WARM):
+            run.step(number)
+        with Meter(device, every_seconds=SAMPLE_SECONDS) as meter:
+            seconds = [run.step(NUM_WARM + number)["seconds"] for number in range(NUM_TIMED)]
+        ops = _profile(run, device)
+    readings = {"clock_mhz": meter.clock_mhz, "power_watts": meter.power_watts}
+    return describe_steps(job.name, seconds, readings, ops)
+
+
+Op = tuple[str, list[Any], int, float]
+"""Name, shapes of its inputs, how often, device seconds in sum."""
+
+
+def _profile(run: Run, device: torch.device) -> list[Op]:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    plan = schedule(wait=0, warmup=NUM_BEFORE, active=1, repeat=1)
+    with profile(activities=activities, record_shapes=True, schedule=plan) as profiler:
+        for number in range(NUM_BEFORE + 1):
+            run.step(NUM_WARM + NUM_TIMED + number)
+            profiler.step()
+    return read_ops(profiler.key_averages(group_by_input_shape=True), device)
+
+
+def read_ops(events: Iterable[Any], device: torch.device) -> list[Op]:
+    """Operations with time of their own on the device.
+
+    Kernels come once more as events of the device, and so do spans such as `Optimizer.step`.
+    """
+    name = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+    host: Any = torch.autograd.DeviceType.CPU
+    return [
+        (event.key, event.input_shapes, event.count, getattr(event, name) / 1e6)
+        for event in events
+        if event.device_type == host
+        and getattr(event, name) > 0
+        and not event.key.startswith("ProfilerStep")
+    ]
+
+
+def describe_steps(
+    name: str, seconds: list[float], readings: dict[str, list[Any]], ops: list[Op]
+) -> dict[str, list[dict[str, Any]]]:
+    """One row for the job, and one for each operation that takes long enough."""
+    kept = [op for op in ops if op[3] >= LEAST_SECONDS]
+    row = {
+        "name": name,
+        "step_seconds": statistics.median(seconds),
+        "all_step_seconds": [round(each, 5) for each in seconds],
+        "device_seconds": round(sum(op[3] for op in ops), 6),
+        "left_out_seconds": round(sum(op[3] for op in ops) - sum(op[3] for op in kept), 6),
+        "product_seconds": round(sum(op[3] for op in kept if count_flops(op)), 6),
+        "product_flops_per_second": rate_products(kept),
+        **readings,
+    }
+    rows = [
+        {"job": name, "op": op, "shapes": shapes, "count": count, "seconds": round(each, 7)}
+        for op, shapes, count, each in sorted(kept, key=lambda op: -op[3])
+    ]
+    return {"steps": [row], "ops": rows}
+
+
+def count_flops(op: Op) -> int:
+    """Of a large product; 0 for everything else."""
+    name, shapes, count, _ = op
+    place = {"aten::mm": 0, "aten::addmm": 1}.get(name)
+    if place is None:
+        return 0
+    (num_rows, depth), (_, num_columns) = shapes[place : place + 2]
+    if min(num_rows, depth, num_columns) < LEAST_DIM:
+        return 0
+    return int(2 * num_rows * depth * num_columns * count)
+
+
+def rate_products(ops: list[Op]) -> float | None:
+    """Of the step's large products together; None where there are none."""
+    large = [op for op in ops if count_flops(op)]
+    return sum(map(count_flops, large)) / sum(op[3] for op in large) if large else None

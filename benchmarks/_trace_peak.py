@@ -1,0 +1,60 @@
+"""The traced peak of one job, and no more of a trace than that: for many jobs in a row."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from tightfit.core.errors import UserError
+from tightfit.train.tracing.job import TraceJob
+
+NUM_STEPS = 2
+"""Optimizer state appears in the first, and the second is like all that follow."""
+NUM_TENSORS = 12
+
+
+def prepare_process() -> None:
+    """No card, no hub, one thread: what the tracer's own process gets."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    warnings.simplefilter("ignore")
+
+
+def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
+    """What stands at the peak of the steps; or `problem`, why the tracer refuses."""
+    # Imported here: torch takes seconds, and the environment must be set before.
+    from tightfit.train.tracing import run
+    from tightfit.train.tracing.trace import CannotTraceError
+
+    run.NUM_STEPS = NUM_STEPS
+    try:
+        return _trace(TraceJob.model_validate(job))
+    except (CannotTraceError, UserError) as fault:
+        return {"problem": str(fault)}
+    except Exception as fault:  # a library's fault is counted with its name, and ends nothing
+        first = (str(fault).strip().splitlines() or [""])[0]
+        return {"problem": f"{type(fault).__name__}: {first[:200]}"}
+
+
+def _trace(job: TraceJob) -> dict[str, Any]:
+    from tightfit.estimate.trace.caching_allocator import AllocatorSettings, replay
+    from tightfit.estimate.trace.summary import describe_peak
+    from tightfit.train.tracing.depths import DepthTracer
+    from tightfit.train.tracing.trace import _check
+
+    _check(job.strategy)
+    tracer = DepthTracer(job)
+    recording = tracer.record(job.strategy.count_recomputed(tracer.num_layers))
+    replayed = replay(
+        recording.sizes, recording.events, AllocatorSettings(), streams=recording.streams
+    )
+    assert replayed is not None, "nothing runs out of memory without a limit"
+    peak = describe_peak(recording)
+    return {
+        "traced_bytes": replayed.peak_allocated_bytes,
+        "traced_reserved_bytes": replayed.peak_reserved_bytes,
+        "stage": peak.stage,
+        "op": peak.op,
+        "components": peak.components,
+        "tensors": [one.model_dump(mode="json") for one in peak.tensors[:NUM_TENSORS]],
+    }

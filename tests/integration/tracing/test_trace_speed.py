@@ -1,0 +1,52 @@
+"""What a trace of a 7B job costs the machine that plans it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightfit.models.resolve import resolve_model
+from tightfit.models.source_config import read_source_config
+
+GIB = 2**30
+MOST_MEMORY_BYTES = 2 * GIB
+MOST_CPU_SECONDS = {"few": 30.0, "all": 60.0}
+"""Of the CPU, since tests run beside others; even so a crowded core takes nearly twice as long as
+an idle one, and there is room for half as much again."""
+
+
+def _trace_7b(folder: Path, *, is_full_depth: bool) -> tuple[dict[str, Any], Any]:
+    """The tracer's answer, and what its processes used."""
+    job = {
+        "config": read_source_config(resolve_model("Llama-2-7b-hf")),
+        "strategy": {"method": "lora", "micro_batch": 2, "seq_len": 1024},
+        "compute_capability": (9, 0),
+        "is_full_depth": is_full_depth,
+    }
+    given, answer = folder / "in", folder / "out"
+    given.write_text(json.dumps(job) + "\n")
+    words = [sys.executable, "-m", "tightfit.train.tracing.worker"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with given.open() as stdin, answer.open("w") as stdout:
+        process = subprocess.Popen(words, stdin=stdin, stdout=stdout, env=environment)
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return json.loads(answer.read_text()), used
+
+
+@pytest.mark.parametrize("depth", MOST_CPU_SECONDS)
+def test_tracing_7b_takes_seconds_and_little_memory(depth: str, tmp_path: Path) -> None:
+    answer, used = _trace_7b(tmp_path, is_full_depth=depth == "all")
+
+    traced = answer["traced"]
+    assert traced is not None, answer["problem"]
+    assert (traced["num_traced_layers"] == traced["num_layers"]) == (depth == "all")
+    assert used.ru_maxrss * 1024 < MOST_MEMORY_BYTES
+    assert used.ru_utime + used.ru_stime < MOST_CPU_SECONDS[depth]

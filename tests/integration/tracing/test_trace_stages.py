@@ -1,0 +1,88 @@
+"""Every stage of a traced job, and families whose steps branch by chance or by their own rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tightfit.core.errors import UsageError
+from tightfit.estimate.trace.caching_allocator import AllocatorSettings, CachingAllocator
+from tightfit.estimate.trace.recording import INPUTS, Recording
+from tightfit.estimate.trace.result import TracedStage
+from tightfit.estimate.trace.summary import list_stage_peaks
+from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.run import record_job
+
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 120}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _SIZES | {"intermediate_size": 96, "max_position_embeddings": 64},
+    "opt": _SIZES | {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 64},
+    "falcon": _SIZES | {"alibi": False},
+    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    | {"vocab_size": 120, "decoder_start_token_id": 0, "is_encoder_decoder": True},
+}
+ALL = ["load", "first step", "steady step", "eval", "generate", "save", "resume"]
+
+
+def record(family: str, fields: dict[str, Any], **changes: Any) -> Recording:
+    config = {"model_type": family, **CONFIGS[family], **changes}
+    strategy = {"micro_batch": 2, "seq_len": 32, "checkpointing": False} | fields
+    job = TraceJob.model_validate(
+        {"config": config, "strategy": strategy, "compute_capability": (9, 0)}
+    )
+    return record_job(job, config)
+
+
+def list_stages(recording: Recording) -> dict[str, TracedStage]:
+    allocator = CachingAllocator(AllocatorSettings())
+    return {stage.name: stage for stage in list_stage_peaks(recording, allocator)}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {"method": "full"}),
+        ("llama", {"sharding": "fsdp", "gpus_per_node": 2}),
+        ("llama", {"sharding": "zero2", "gpus_per_node": 2}),
+        ("llama", {"packing": True}),
+        ("t5", {"method": "full"}),
+    ],
+)
+def test_every_stage_has_its_figure(family: str, fields: dict[str, Any]) -> None:
+    stages = list_stages(record(family, fields))
+
+    assert list(stages) == ALL
+    assert all(stages["load"].peak_allocated_bytes <= stages[n].peak_allocated_bytes for n in ALL)
+    assert stages["save"].peak_allocated_bytes < stages["steady step"].peak_allocated_bytes
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_no_layer_is_left_out_by_chance(method: str, checkpointing: bool) -> None:
+    """OPT draws a number before each layer, and skips the layer where it is low."""
+    fields = {"method": method, "checkpointing": checkpointing}
+    for chance in (0.0, 0.9):
+        made = record("opt", fields, layerdrop=chance).allocations
+        assert {one.layer for one in made if one.stage == "forward"} >= {0, 1}
+        assert {one.layer for one in made if one.stage == "backward"} >= {0, 1}
+
+
+def test_an_evaluation_s_rows_are_never_packed() -> None:
+    packed = record("llama", {"packing": True, "attention": "eager"})
+    plain = record("llama", {"packing": False, "attention": "eager"})
+
+    def evaluate(recording: Recording) -> Counter[tuple[str, int]]:
+        made = (one for one in recording.allocations if one.stage == "eval")
+        return Counter((one.op, one.num_bytes) for one in made if one.category != INPUTS)
+
+    assert evaluate(packed) == evaluate(plain)
+
+
+def test_what_cannot_be_packed_says_so_with_a_remedy() -> None:
+    with pytest.raises(UsageError, match="falcon") as caught:
+        record("falcon", {"packing": True})
+    assert "packing=false" in caught.value.remedy
+    assert list(list_stages(record("falcon", {"repeat_keys": True}))) == ALL

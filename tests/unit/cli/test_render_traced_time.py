@@ -1,0 +1,42 @@
+"""A traced step as text: its stages, what stays by formula, and what the formulas said."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from cli_examples import make_estimate
+
+from tightfit.cli.render_traced_time import show_traced_time
+from tightfit.estimate.trace.time_result import TracedTime
+
+
+def test_a_traced_step_is_told_by_stage_beside_the_formulas(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    closed = make_estimate().time
+    step = closed.model_copy(
+        update={
+            "seconds_per_step": 4.0,
+            "components": {"matmul": 3.5, "communication": 0.5},
+            "tier": "traced",
+        }
+    )
+    traced = TracedTime(
+        seconds_per_step=3.5,
+        stages={"forward": 1.0, "recompute": 0.0, "backward": 2.0, "update": 0.5},
+        components={"matmul": 3.5},
+        host_seconds=1.25,
+        device_seconds=3.25,
+        flops=1e12,
+    )
+    show_traced_time(traced, step=step, closed_form=closed)
+    text = capsys.readouterr().out
+    assert "Time of a step, traced: 4.00 s" in text
+    assert re.search(r"^backward +2\.00 s", text, re.MULTILINE)
+    assert re.search(r"^communication, by formula +0\.50 s", text, re.MULTILINE)
+    assert "recompute" not in text
+    words = " ".join(text.split())
+    assert "the device needs 3.25 s and the host 1.25 s" in words
+    assert f"({closed.seconds_per_step / 4.0 - 1:+.1%})" in words
