@@ -55,6 +55,7 @@ check: install  ## what CI runs before the tests: style, types, rooms, generated
 bench: install  ## predicted against published memory and time; fails if it got worse
 	$(BIN)/python benchmarks/h200_memory.py --check
 	$(BIN)/python benchmarks/h200_allocator.py --check
+	$(BIN)/python benchmarks/h200_trace.py --check
 	$(BIN)/python benchmarks/closed_form_vs_trace.py --check
 	$(BIN)/python benchmarks/published_memory.py --check
 	$(BIN)/python benchmarks/published_time.py --check

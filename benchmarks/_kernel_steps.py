@@ -26,6 +26,11 @@ LEAST_DIM = 1024
 """A product with a smaller side than this does not show how fast the card multiplies."""
 SAMPLE_SECONDS = 0.08
 
+Op = tuple[str, list[Any], int, float]
+"""Name, shapes of its inputs, how often, device seconds in sum."""
+Readings = dict[str, list[Any]]
+"""Of the card, while the steps that are timed ran."""
+
 
 def measure_steps(job: Job, device: torch.device) -> dict[str, list[dict[str, Any]]]:
     """Rows `steps` and `ops` of one job."""
@@ -40,12 +45,8 @@ def measure_steps(job: Job, device: torch.device) -> dict[str, list[dict[str, An
         with Meter(device, every_seconds=SAMPLE_SECONDS) as meter:
             seconds = [run.step(NUM_WARM + number)["seconds"] for number in range(NUM_TIMED)]
         ops = _profile(run, device)
-    readings = {"clock_mhz": meter.clock_mhz, "power_watts": meter.power_watts}
+    readings: Readings = {"clock_mhz": meter.clock_mhz, "power_watts": meter.power_watts}
     return describe_steps(job.name, seconds, readings, ops)
-
-
-Op = tuple[str, list[Any], int, float]
-"""Name, shapes of its inputs, how often, device seconds in sum."""
 
 
 def _profile(run: Run, device: torch.device) -> list[Op]:
@@ -66,18 +67,18 @@ def read_ops(events: Iterable[Any], device: torch.device) -> list[Op]:
     Kernels come once more as events of the device, and so do spans such as `Optimizer.step`.
     """
     name = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
-    host: Any = torch.autograd.DeviceType.CPU
+    autograd: Any = torch.autograd  # does not export it by name
     return [
         (event.key, event.input_shapes, event.count, getattr(event, name) / 1e6)
         for event in events
-        if event.device_type == host
+        if event.device_type == autograd.DeviceType.CPU
         and getattr(event, name) > 0
         and not event.key.startswith("ProfilerStep")
     ]
 
 
 def describe_steps(
-    name: str, seconds: list[float], readings: dict[str, list[Any]], ops: list[Op]
+    name: str, seconds: list[float], readings: Readings, ops: list[Op]
 ) -> dict[str, list[dict[str, Any]]]:
     """One row for the job, and one for each operation that takes long enough."""
     kept = [op for op in ops if op[3] >= LEAST_SECONDS]

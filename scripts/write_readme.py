@@ -93,9 +93,21 @@ def make_figures() -> str:
         f"{published['classified_right']:.1%} are classified right "
         f"({published['oom_rows']:.0f} of them were out of memory)."
     )
+    lines += ["", make_traced_figures(read("h200_trace.json")["total"])]
     if TRAINING.exists():
         lines += ["", *make_training_figures(json.loads(TRAINING.read_text()))]
     return "\n".join(lines) + "\n"
+
+
+def make_traced_figures(total: dict[str, float]) -> str:
+    return (
+        "[Traced](docs/tracing.md), where torch is installed: peak allocated memory of "
+        f"{total['jobs']:.0f} jobs that were not looked at while the tracer was built is off by "
+        f"{total['mean_allocated_error']:.2%} in the mean and {total['worst_allocated_error']:.1%} "
+        "at worst; the smallest memory in which they survive on the card by "
+        f"{total['mean_capacity_error']:.2%}, and never more than "
+        f"{total['worst_capacity_error_low']:.1%} too low (`benchmarks/results/h200_trace.json`)."
+    )
 
 
 def make_training_figures(document: dict[str, Any]) -> list[str]:
