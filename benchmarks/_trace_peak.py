@@ -37,18 +37,15 @@ def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trace(job: TraceJob) -> dict[str, Any]:
-    from tightfit.estimate.trace.caching_allocator import AllocatorSettings, replay
+    from tightfit.estimate.trace.caching_allocator import AllocatorSettings
     from tightfit.estimate.trace.summary import describe_peak
     from tightfit.train.tracing.depths import DepthTracer
-    from tightfit.train.tracing.trace import _check
+    from tightfit.train.tracing.trace import check_traceable, replay_unlimited
 
-    _check(job.strategy)
+    check_traceable(job.strategy)
     tracer = DepthTracer(job)
     recording = tracer.record(job.strategy.count_recomputed(tracer.num_layers))
-    replayed = replay(
-        recording.sizes, recording.events, AllocatorSettings(), streams=recording.streams
-    )
-    assert replayed is not None, "nothing runs out of memory without a limit"
+    replayed = replay_unlimited(recording, AllocatorSettings())
     peak = describe_peak(recording)
     return {
         "traced_bytes": replayed.peak_allocated_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tightfit.core.strategy import Method, Sharding, Strategy
@@ -17,7 +17,7 @@ from tightfit.estimate.allocator import (
     estimate_cpu_slack_bytes,
     estimate_slack_bytes,
 )
-from tightfit.estimate.buffers import estimate_buffer_bytes
+from tightfit.estimate.buffers import BufferBytes, estimate_buffer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
 from tightfit.estimate.state import StateBytes, estimate_state_bytes, trained_value_bytes
 from tightfit.models.spec import ModelSpec
@@ -154,21 +154,6 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
 
     if is_cpu:
         state = _at_home(state)
-    # The weight norms of one adapted matrix, where layers are computed.
-    norms_again = buffers.weight_norms if strategy.checkpointing else 0
-    recompute = moment(
-        "recompute",
-        gradients=gradients.recompute,
-        activations=activations.recomputed,
-        communication=buffers.backward,
-        dequantized=buffers.dequantized,
-        weight_norms=norms_again,
-    )
-    embedding = moment(
-        "embedding",
-        gradients=gradients.end + gradients.embedding,
-        communication=buffers.embedding,
-    )
     gather = moment(
         "gather",
         gradients=gradients.start,
@@ -198,6 +183,39 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
             communication=buffers.loss,
             autocast_copies=buffers.casts_loss,
         ),
+        *_list_backward(moment, strategy, gradients, activations, buffers),
+        moment(
+            "optimizer",
+            gradients=gradients.step,
+            optimizer_temporary=state.optimizer_temporary,
+        ),
+    ]
+
+
+def _list_backward(
+    moment: Callable[..., Moment],
+    strategy: Strategy,
+    gradients: _Gradients,
+    activations: ActivationBytes,
+    buffers: BufferBytes,
+) -> list[Moment]:
+    """From the last layer to the embedding."""
+    # The weight norms of one adapted matrix, where layers are computed.
+    norms_again = buffers.weight_norms if strategy.checkpointing else 0
+    recompute = moment(
+        "recompute",
+        gradients=gradients.recompute,
+        activations=activations.recomputed,
+        communication=buffers.backward,
+        dequantized=buffers.dequantized,
+        weight_norms=norms_again,
+    )
+    embedding = moment(
+        "embedding",
+        gradients=gradients.end + gradients.embedding,
+        communication=buffers.embedding,
+    )
+    return [
         moment(
             "backward",
             gradients=gradients.backward,
@@ -217,11 +235,6 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
             weight_norms=norms_again,
         ),
         *([embedding] if gradients.embedding or buffers.embedding else []),
-        moment(
-            "optimizer",
-            gradients=gradients.step,
-            optimizer_temporary=state.optimizer_temporary,
-        ),
     ]
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
-from tightfit.cli.completion import complete_model
 from tightfit.cli.flags.engine_options import (
+    Check,
     Context,
     Device,
     Engine_,
     Hosts,
     MaxNewTokens,
     MinP,
+    Model,
     RepetitionPenalty,
     Seed,
     Settings,
@@ -26,7 +25,7 @@ from tightfit.cli.flags.engine_options import (
     TopP,
     Weights,
 )
-from tightfit.cli.flags.options import Json, refuse_empty, text_option
+from tightfit.cli.flags.options import Json, text_option
 
 EXAMPLES = """\b
 Examples:
@@ -45,16 +44,7 @@ class ChatFlags:
     each line is a message, and only answers are printed.
     """
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|RUN",
-            help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("MODEL", "runs/sql"),
-            show_default=False,
-        ),
-    ]
+    model: Model
     once: Annotated[
         str | None,
         text_option("--once", "TEXT", "Answer this one message and leave.", example="'Hello'"),
@@ -75,12 +65,5 @@ class ChatFlags:
     threads: Threads = None
     hosts: Hosts = None
     settings: Settings = None
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check/--no-check",
-            help="Refuse to load what is predicted not to fit.",
-            show_default=True,
-        ),
-    ] = True
+    check: Check = True
     as_json: Json = False

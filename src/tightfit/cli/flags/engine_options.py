@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from tightfit.cli import choices
-from tightfit.cli.flags.options import count_option, text_option, word_option
+from tightfit.cli.completion import complete_model
+from tightfit.cli.flags.options import count_option, refuse_empty, text_option, word_option
 from tightfit.core.errors import UsageError
 
 ENGINES = ("auto", "transformers", "llama.cpp", "vllm")
@@ -78,6 +79,24 @@ def _read_device(value: str | None) -> str | None:
     )
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RUN",
+        help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
+        autocompletion=complete_model,
+        callback=refuse_empty("MODEL", "runs/sql"),
+        show_default=False,
+    ),
+]
+Check = Annotated[
+    bool,
+    typer.Option(
+        "--check/--no-check",
+        help="Refuse to load what is predicted not to fit.",
+        show_default=True,
+    ),
+]
 Engine_ = Annotated[
     str | None,
     typer.Option(

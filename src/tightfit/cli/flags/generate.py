@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tightfit.cli.completion import complete_model
 from tightfit.cli.flags.engine_options import (
+    Check,
     Context,
     Device,
     Engine_,
     Hosts,
     MaxNewTokens,
     MinP,
+    Model,
     Parallel,
     RepetitionPenalty,
     Seed,
@@ -32,7 +31,6 @@ from tightfit.cli.flags.options import (
     Json,
     count_option,
     path_option,
-    refuse_empty,
     switch_option,
     text_option,
 )
@@ -63,16 +61,7 @@ class GenerateFlags:
     run back.
     """
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|RUN",
-            help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("MODEL", "runs/sql"),
-            show_default=False,
-        ),
-    ]
+    model: Model
     prompts: Annotated[
         str | None,
         text_option("--prompts", "FILE|-", "Prompts; - is stdin.", example="prompts.jsonl"),
@@ -140,14 +129,7 @@ class GenerateFlags:
         bool,
         switch_option("--dry-run", "Show the first prompts as they are sent, and the prediction."),
     ] = False
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check/--no-check",
-            help="Refuse to load what is predicted not to fit.",
-            show_default=True,
-        ),
-    ] = True
+    check: Check = True
     stats: Annotated[
         Path | None,
         path_option("--stats", "Write the statistics there too, as JSON.", example="stats.json"),

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CPU_SLOTS, GPU_SLOTS = 4, 8
+"""Enough that reading the weights is shared, few enough that each answer stays quick."""
 CPU_BATCH_TOKENS = 128
 """Of prompts, in one go; a few seconds for a small model, where the default is 2,048."""
-"""Enough that reading the weights is shared, few enough that each answer stays quick."""
 SPARE_MEMORY_FRACTION = 0.25
 """Of the free RAM, what slots nobody asked for may take."""
 SCORED_POSITIONS = 512

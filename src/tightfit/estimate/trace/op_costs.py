@@ -63,16 +63,15 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments
 def _describe_moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
     """Arguments are read, results written; what is changed in place is both."""
     outputs = list(list_tensors(result))
-    read = sum_bytes(list_tensors((args, kwargs)))
-    written = sum_bytes(outputs) if outputs else sum_bytes(_list_written(func, args, kwargs))
+    inputs = list(list_tensors((args, kwargs)))
+    changed = outputs or list(_list_written(func, args, kwargs))
+    read, written = sum_bytes(inputs), sum_bytes(changed)
     if not outputs and not written:
         return NOTHING if not read else Work(MEMORY_BOUND, num_bytes=read)
     shapes = [tuple(x.shape) for x in (*outputs, *list_tensors(args)) if x.dim()]
     widest = max(shapes, key=prod, default=())
-    indexed = 0.0
-    if not func.name().startswith(_BY_ROWS):
-        changed = outputs or list(_list_written(func, args, kwargs))
-        indexed = _count_indexed(changed, list_tensors((args, kwargs)))
+    has_own_loop = func.name().startswith(_BY_ROWS)
+    indexed = 0.0 if has_own_loop else _count_indexed(changed, inputs)
     return Work(MEMORY_BOUND, shape=widest, num_bytes=read + written, num_indexed=indexed)
 
 
@@ -86,15 +85,14 @@ _BY_ROWS = tuple(
 """Kernels with loops of their own, whose operands need not be alike."""
 
 
-def _count_indexed(outputs: list[Tensor], inputs: Iterable[Tensor]) -> float:
+def _count_indexed(outputs: list[Tensor], inputs: list[Tensor]) -> float:
     """Of one kernel with one output; a sum reads more than it writes, in a loop of its own."""
     if len(outputs) != 1:
         return 0.0
     (output,) = outputs
-    given = list(inputs)
-    if any(tensor.numel() > output.numel() for tensor in given):
+    if any(tensor.numel() > output.numel() for tensor in inputs):
         return 0.0
-    return count_indexed(given, output)
+    return count_indexed(inputs, output)
 
 
 def _list_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:

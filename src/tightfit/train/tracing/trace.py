@@ -11,6 +11,7 @@ from tightfit.estimate.trace.ask import Answer, list_versions
 from tightfit.estimate.trace.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
+    Replay,
     find_smallest_capacity,
     replay,
 )
@@ -38,7 +39,7 @@ def trace(job: TraceJob) -> Answer:
     its step come along.
     """
     start = time.perf_counter()
-    _check(job.strategy)
+    check_traceable(job.strategy)
     settings = AllocatorSettings(expandable_segments=job.expandable_segments)
     tracer = DepthTracer(job)
     num_recomputed = job.strategy.count_recomputed(tracer.num_layers)
@@ -48,11 +49,15 @@ def trace(job: TraceJob) -> Answer:
         num_recomputed = num_recomputed if fewest is None else fewest
     recording = tracer.record(num_recomputed)
     training = _until_training_ends(recording)
-    stream = (training.sizes, training.events, settings)
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as beside:  # it takes the longest
-        smallest = beside.submit(find_smallest_capacity, *stream, streams=training.streams)
-        unlimited = replay(*stream, streams=training.streams)
-        assert unlimited is not None, "nothing runs out of memory without a limit"
+        smallest = beside.submit(
+            find_smallest_capacity,
+            training.sizes,
+            training.events,
+            settings,
+            streams=training.streams,
+        )
+        unlimited = replay_unlimited(training, settings)
         traced = TracedMemory(
             peak_allocated_bytes=unlimited.peak_allocated_bytes,
             peak_reserved_bytes=unlimited.peak_reserved_bytes,
@@ -90,11 +95,15 @@ def _find_fewest(tracer: DepthTracer, room_bytes: int, settings: AllocatorSettin
 
     def reserve(num_recomputed: int) -> int:
         training = _until_training_ends(tracer.record(num_recomputed))
-        replayed = replay(training.sizes, training.events, settings, streams=training.streams)
-        assert replayed is not None, "nothing runs out of memory without a limit"
-        return replayed.peak_reserved_bytes
+        return replay_unlimited(training, settings).peak_reserved_bytes
 
     return find_fewest_recomputed(reserve, num_layers=tracer.num_layers, room_bytes=room_bytes)
+
+
+def replay_unlimited(recording: Recording, settings: AllocatorSettings) -> Replay:
+    replayed = replay(recording.sizes, recording.events, settings, streams=recording.streams)
+    assert replayed is not None, "nothing runs out of memory without a limit"
+    return replayed
 
 
 def _until_training_ends(recording: Recording) -> Recording:
@@ -104,7 +113,7 @@ def _until_training_ends(recording: Recording) -> Recording:
     return recording
 
 
-def _check(strategy: Strategy) -> None:
+def check_traceable(strategy: Strategy) -> None:
     """What a trace would get wrong is refused."""
     if not strategy.is_trained:
         raise CannotTraceError("nothing is trained")
