@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/closed_form_vs_trace.py --jobs 200     # table, and the result file
     .venv/bin/python benchmarks/closed_form_vs_trace.py --check        # fails if it got worse
+    .venv/bin/python benchmarks/closed_form_vs_trace.py --again        # new formulas, same traces
 
 Draws strategies that the rules allow, traces them until there are enough, and compares the peak of
 allocated memory. What the tracer refuses is counted by its reason. A check recomputes the closed
@@ -40,6 +41,8 @@ NOISE = 0.002
 MAX_MEDIAN_ERROR = 0.05
 NUM_SEEN_DRAWS = 92
 """Of this seed, that were looked at while the closed form was mended; later ones were not."""
+SEEN_LATER = frozenset({155})
+"""But these: Falcon in nf4, whose layers stay unpacked."""
 TRACED = ("n", "model", "gpu", "strategy", "traced_bytes", "traced_reserved_bytes", "stage", "op")
 """What a row keeps of a trace."""
 
@@ -127,6 +130,28 @@ def trace_until(count: int, journal: Path, num_workers: int) -> list[dict[str, A
     return [known[number] for number in sorted(known)]
 
 
+def list_unseen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["n"] >= NUM_SEEN_DRAWS and row["n"] not in SEEN_LATER]
+
+
+def compare_again() -> int:
+    """The stored traces beside the closed form as it is now; nothing is traced."""
+    stored = json.loads(RESULT.read_text())
+    rows = compare_all(stored["rows"])
+    kept = {name: stored[name] for name in ("seed", "versions", "refused")}
+    total, unseen = summarise(rows), summarise(list_unseen(rows))
+    print(json.dumps({"all": total, "unseen": unseen}))
+    write_result(
+        RESULT,
+        "benchmarks/closed_form_vs_trace.py",
+        **kept,
+        total=total,
+        unseen=unseen,
+        rows=rows,
+    )
+    return 0
+
+
 def check() -> int:
     rows = compare_all(json.loads(RESULT.read_text())["rows"])
     total = summarise(rows)
@@ -141,6 +166,7 @@ def check() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the committed result")
+    parser.add_argument("--again", action="store_true", help="compare stored traces anew")
     parser.add_argument("--jobs", type=int, default=200, help="how many to trace")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--journal", type=Path, default=Path("closed_form_vs_trace.jsonl"))
@@ -148,12 +174,14 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.check:
         return check()
+    if arguments.again:
+        return compare_again()
     prepare_process()
     drawn = trace_until(arguments.jobs, arguments.journal, arguments.workers)
     rows = compare_all([row for row in drawn if "traced_bytes" in row])
     refused = Counter(row["problem"] for row in drawn if "problem" in row)
     total = summarise(rows)
-    unseen = [row for row in rows if row["n"] >= NUM_SEEN_DRAWS]
+    unseen = list_unseen(rows)
     print("\n".join(map(describe, rows)))
     print("\n".join(f"refused {number}: {problem}" for problem, number in refused.most_common()))
     print(json.dumps({"all": total, "unseen": summarise(unseen)}))

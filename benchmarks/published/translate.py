@@ -174,6 +174,8 @@ def translate_litgpt(row: Row, job: Job) -> None:
         job["optimizer"] = "adamw"
         job["keeps_quantized_inputs"] = True
         job["extras"]["quantize_lm_head"] = True
+        if job["model"].startswith("tiiuae/"):
+            job["packs_subclasses"] = True
     whole = 128 if config is None else LITGPT_BATCHES[config[1]]
     if config is None:
         fused_qkv = job["model"].startswith(("stabilityai/", "tiiuae/"))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from tightfit.cli.choices import read_word
+from tightfit.cli.faults import report_fault
 from tightfit.cli.flags.calibrate import DEVICES, CalibrateFlags
 from tightfit.cli.json_output import show_json
 from tightfit.cli.output import announce
@@ -27,18 +32,33 @@ def calibrate(flags: CalibrateFlags) -> None:
     device = None if flags.device is None else read_word(flags.device, DEVICES, option="--device")
     if flags.show and flags.seconds is not None:
         raise UsageError("--show measures nothing; --seconds would be ignored.", remedy="--show")
+    if flags.show and flags.force:
+        raise UsageError("--show stores nothing; --force would be ignored.", remedy="--show")
     cluster = _find_machine(device)
     node = cluster.groups[0].node
     if flags.show:
         found, path = _read_stored(node)
-    else:
-        require_packages("Calibration", "torch")
-        prepare_folder()  # 90 seconds are not to be lost for a folder
-        found = _measure(node, flags.seconds)
-        path = write_calibration(found)
-    _tell(flags, found, node, path)
-    if not flags.show:
-        announce(path)
+        _tell(flags, found, node, path=path)
+        return
+    require_packages("Calibration", "torch")
+    prepare_folder()  # 90 seconds are not to be lost for a folder
+    found = _measure(node, flags.seconds)
+    if found.warnings and not flags.force:
+        _refuse(flags, found, node)
+    path = write_calibration(found)
+    _tell(flags, found, node, path=path)
+    announce(path)
+
+
+def _refuse(flags: CalibrateFlags, found: Calibration, node: Node) -> None:
+    """Times of a busy machine may turn the order of plans around: shown, and not kept."""
+    fault = EnvironmentFaultError(
+        f"Not kept, since {found.warnings[0].partition(':')[0]}.",
+        remedy="tightfit calibrate    (when nothing else runs; --force keeps it all the same)",
+    )
+    told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
+    _tell(flags, found, node, path=None, more=told)
+    raise typer.Exit(report_fault(fault, as_json=False))
 
 
 def _find_machine(device: str | None) -> Cluster:
@@ -76,18 +96,26 @@ def _measure(node: Node, seconds: float | None) -> Calibration:
         return measure_machine(node, budget_seconds=seconds or DEFAULT_SECONDS, report=report)
 
 
-def _tell(flags: CalibrateFlags, found: Calibration, node: Node, path: Path) -> None:
+def _tell(
+    flags: CalibrateFlags,
+    found: Calibration,
+    node: Node,
+    *,
+    path: Path | None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
     from tightfit.runtime.calibrate.compare import compare_rates
 
     compared = compare_rates(found, node)
     if flags.as_json:
         show_json(
             {
-                "path": str(path),
+                "path": None if path is None else str(path),
                 "calibration": found.model_dump(mode="json"),
                 "compared": [
                     row.model_dump(mode="json") | {"ratio": row.ratio} for row in compared
                 ],
+                **(more or {}),
             }
         )
         return

@@ -10,6 +10,7 @@ from pathlib import Path
 from tightfit.cli.harmless import shorten
 from tightfit.cli.output import announce
 from tightfit.core.errors import UsageError
+from tightfit.core.files import check_writable
 from tightfit.core.units import GIB, render_bytes
 from tightfit.estimate.result import Estimate
 from tightfit.planning.explain import fullest_phases
@@ -97,13 +98,14 @@ def make_panel(title: str, estimate: Estimate, *, subtitle: str = "") -> Panel:
 
 
 def check_chart_path(path: Path) -> None:
-    """Refuse an ending we cannot draw, before any work is done."""
+    """Refuse an ending we cannot draw and a file we cannot write, before any work is done."""
     if path.suffix.lower() not in (".png", ".html", ".htm"):
         instead = path.parent / f"{path.stem.strip('.') or 'memory'}.html"
         raise UsageError(
             f"`--chart {shorten(path)}` ends neither in .png nor in .html.",
             remedy=f"--chart {shlex.quote(str(instead))}",
         )
+    check_writable(path)
 
 
 def write_chart(chart: Chart, path: Path) -> None:

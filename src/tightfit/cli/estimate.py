@@ -36,6 +36,13 @@ def estimate(flags: EstimateFlags) -> None:
             "`--chart` draws what a trace has seen, and none was asked for.",
             remedy=f"--trace --chart {flags.chart}",
         )
+    if flags.zero_table and flags.trace:
+        raise UsageError(
+            "`--zero-table` is arithmetic on sizes alone; --trace would be ignored.",
+            remedy="tightfit estimate MODEL --trace    (without --zero-table)",
+        )
+    if flags.chart is not None:
+        check_chart_path(flags.chart)
     if flags.zero_table:
         print_zero_table(flags)
     elif flags.model is None and flags.total_params is not None:
@@ -69,7 +76,7 @@ def _estimate_model(flags: EstimateFlags, name: str) -> None:
     notes = (*notes, *cluster.warnings, *judged.assumptions)
     notes = note_network(cluster, dict.fromkeys(notes))
     judged = judged.model_copy(update={"assumptions": notes})
-    traced = _trace(flags, spec, strategy, group, judged) if flags.trace else None
+    traced = _trace(spec, strategy, group, judged) if flags.trace else None
     final = judged if traced is None else traced.apply(judged)
     if flags.as_json:
         show_json(
@@ -78,29 +85,35 @@ def _estimate_model(flags: EstimateFlags, name: str) -> None:
                 "strategy": strategy.model_dump(mode="json"),
                 "hardware": describe_group(group, cluster),
                 **final.model_dump(mode="json"),
-                **({} if traced is None else traced.describe()),
+                **({} if traced is None else traced.describe(judged)),
             }
         )
     else:
         from tightfit.cli.render_estimate import show_estimate
 
         show_estimate(final, spec=spec, strategy=strategy, group=group)
-        if traced is not None:
-            traced.show(judged)
-    if traced is not None and flags.chart is not None:
-        traced.draw(flags.chart, judged)
+    if traced is not None:
+        _tell_trace(flags, traced, judged)
     if flags.check and final.verdict in (Verdict.DOES_NOT_FIT, Verdict.ILLEGAL):
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
+def _tell_trace(flags: EstimateFlags, traced: TracedEstimate, judged: Estimate) -> None:
+    """What is known first; the advice takes longest."""
+    if not flags.as_json:
+        traced.show(judged)
+    if flags.chart is not None:
+        traced.draw(flags.chart, judged)
+    if not flags.as_json:
+        traced.show_advice()
+
+
 def _trace(
-    flags: EstimateFlags, spec: ModelSpec, strategy: Strategy, group: NodeGroup, judged: Estimate
+    spec: ModelSpec, strategy: Strategy, group: NodeGroup, judged: Estimate
 ) -> TracedEstimate | None:
     from tightfit.cli.traced_estimate import trace_estimate
 
     if judged.verdict is Verdict.ILLEGAL:
         return None
-    if flags.chart is not None:
-        check_chart_path(flags.chart)
     case = Case(spec=spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes)
     return trace_estimate(case, judged)

@@ -15,6 +15,7 @@ from tightfit.core.units import render_bytes, render_count, render_seconds
 from tightfit.estimate.result import Estimate, StepTime, Verdict
 from tightfit.hardware.types import NodeGroup
 from tightfit.models.spec import ModelSpec
+from tightfit.planning.traced import TRACED, UNTRACED_PHASES
 
 VERDICT_STYLES = {
     Verdict.FITS: "bold green",
@@ -48,9 +49,7 @@ def _render(
     yield heading(f"Memory at its peak ({phase}), of each process" if is_cpu else gpu_words)
     yield _render_components(estimate, place="free" if is_cpu else "on the card")
     yield ""
-    yield heading("Peak of each phase")
-    yield _render_phases(estimate, is_cpu=is_cpu)
-    yield ""
+    yield from _render_phases(estimate, is_cpu=is_cpu)
     yield _render_surroundings(estimate)
     assumed = [note for note in estimate.assumptions if note not in spec.warnings]
     yield from render_notes("Assumed", assumed)
@@ -98,7 +97,7 @@ def _render_components(estimate: Estimate, *, place: str) -> RenderableType:
     ]
     rows.append(
         (
-            "total",
+            _name_total(estimate),
             render_bytes(gpu.peak_reserved_bytes),
             f"of {render_bytes(gpu.capacity_bytes)} {place} "
             f"({gpu.peak_reserved_bytes / max(gpu.capacity_bytes, 1):.0%})",
@@ -109,7 +108,18 @@ def _render_components(estimate: Estimate, *, place: str) -> RenderableType:
     return make_table(columns, rows)
 
 
-def _render_phases(estimate: Estimate, *, is_cpu: bool) -> RenderableType:
+def _name_total(estimate: Estimate) -> str:
+    """A traced job that cannot run here has no peak on this card."""
+    is_unlimited = estimate.tier == TRACED and estimate.verdict is Verdict.DOES_NOT_FIT
+    return "total, without a limit" if is_unlimited else "total"
+
+
+def _render_phases(estimate: Estimate, *, is_cpu: bool) -> Iterator[RenderableType]:
+    """A trace tells of its own stages; then only what it does not run is left to tell."""
+    is_traced = estimate.tier == TRACED
+    phases = [p for p in estimate.phases if not is_traced or p.name in UNTRACED_PHASES]
+    if not phases:
+        return
     capacity = max(estimate.gpu.capacity_bytes, 1)
     rows = [
         (
@@ -119,7 +129,7 @@ def _render_phases(estimate: Estimate, *, is_cpu: bool) -> RenderableType:
             render_gauge(phase.peak_reserved_bytes / capacity, width=24)
             + (" too much" if phase.peak_reserved_bytes > capacity else ""),
         )
-        for phase in estimate.phases
+        for phase in phases
     ]
     columns = (
         Column(title="phase"),
@@ -127,7 +137,9 @@ def _render_phases(estimate: Estimate, *, is_cpu: bool) -> RenderableType:
         Column(title="process", right=True),
         Column(title="process in memory" if is_cpu else "process on the card"),
     )
-    return make_table(columns, rows)
+    yield heading("Peak of each phase that is not traced" if is_traced else "Peak of each phase")
+    yield make_table(columns, rows)
+    yield ""
 
 
 def _words(name: str) -> str:

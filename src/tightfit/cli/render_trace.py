@@ -33,7 +33,6 @@ def show_trace(
     gpu: Gpu,
     context_bytes: int,
     closed_form: Estimate,
-    advice: Sequence[Advice] = (),
     loading_bytes: Sequence[int] = (),
 ) -> None:
     """Print what a trace adds to an estimate; `loading_bytes` of host RAM are each rank's."""
@@ -52,9 +51,13 @@ def show_trace(
             *_render_loading(loading_bytes),
             heading(f"At the traced peak ({describe_place(traced.peak)})"),
             _render_tensors(traced),
-            *render_notes("Less memory, each traced", [describe_advice(one) for one in advice]),
         ]
     )
+
+
+def show_advice(advice: Sequence[Advice]) -> None:
+    """Print what would lower the peak, where there is anything."""
+    show(render_notes("Less memory, each traced", [describe_advice(one) for one in advice]))
 
 
 def describe_loading(loading_bytes: Sequence[int]) -> list[str]:
@@ -119,7 +122,7 @@ def _render_verdict(
     short = f", {render_bytes(needed - capacity_bytes)} short" if needed > capacity_bytes else ""
     share = needed / max(capacity_bytes, 1)
     return Text.assemble(
-        "Traced: ",
+        "Traced, ",
         (VERDICT_WORDS[verdict], VERDICT_STYLES[verdict]),
         f": survives in {render_bytes(needed)}; {shorten_gpu(gpu.name)} has "
         f"{render_bytes(capacity_bytes)} ({share:.0%}{short})",

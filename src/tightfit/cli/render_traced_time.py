@@ -9,6 +9,9 @@ from tightfit.estimate.result import StepTime
 from tightfit.estimate.trace.step_time import KEPT
 from tightfit.estimate.trace.time_result import TracedTime
 
+SHORTEST_TOLD = 0.005
+"""Seconds that are still rounded to 0.01."""
+
 
 def show_traced_time(traced: TracedTime, *, step: StepTime, closed_form: StepTime) -> None:
     """Print the parts of the traced step, transfers between ranks by formula."""
@@ -18,7 +21,7 @@ def show_traced_time(traced: TracedTime, *, step: StepTime, closed_form: StepTim
     parts |= {f"{name}, by formula": seconds for name, seconds in by_formula.items() if seconds > 0}
     whole = max(step.seconds_per_step, 1e-12)
     rows = [
-        (name, render_seconds(seconds), render_bar(seconds / whole, width=36))
+        (name, _say(seconds), render_bar(seconds / whole, width=36))
         for name, seconds in parts.items()
     ]
     columns = (Column(title="part"), Column(title="time", right=True), Column(title="of the step"))
@@ -34,3 +37,8 @@ def show_traced_time(traced: TracedTime, *, step: StepTime, closed_form: StepTim
             ),
         ]
     )
+
+
+def _say(seconds: float) -> str:
+    """What is there is not told as nothing."""
+    return render_seconds(seconds) if seconds >= SHORTEST_TOLD else "under 0.01 s"

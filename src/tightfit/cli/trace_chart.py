@@ -19,7 +19,11 @@ from tightfit.estimate.trace.result import Timeline, TracedMemory
 from tightfit.hardware.types import Gpu
 
 CONTEXT = "cuda context"
-COLOURS = NAMED_COLOURS | {"inputs": "#994455", "temporary": "#ccbb44"}
+COLOURS = NAMED_COLOURS | {
+    "inputs": "#994455",
+    "load reserve": "#88ccaa",
+    "temporary": "#ccbb44",
+}
 ROOM_ABOVE = 1.08
 MOST_EMPTY = 2.5
 """A card that is larger than this many times the job is named, not drawn: it would leave the job
@@ -29,6 +33,9 @@ SHORTEST_SHARE = 14
 """A stage is drawn at least so much of the width: one part in this many."""
 LETTER_FRACTION = 0.0085
 """Of the width, that a letter of a name under the picture takes."""
+MOST_NAMED = 0.8
+"""Of the width, that names may take before moments are drawn without regard to them."""
+MOST_STRETCHES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +128,7 @@ class TracePanel:
 
     def has_room(self, span: Span, name: str) -> bool:
         """Whether a name under the picture can be read."""
-        return span.end - span.start >= LETTER_FRACTION * len(name) * self.num_columns
+        return _has_room(span, name, self.num_columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,20 +193,41 @@ def write_trace_panels(model_name: str, panels: tuple[TracePanel, ...], path: Pa
 
 
 def stretch(timeline: Timeline) -> Timeline:
-    """The same with the columns of short stages repeated: saving is few events, yet a stage."""
+    """The same with the columns of short stages repeated: saving is few events, yet a stage.
+
+    What is repeated makes the picture longer and the others' share of it smaller, hence again.
+    """
     num_columns = _count_columns(timeline)
+    for _ in range(MOST_STRETCHES):
+        stretched = _stretch(timeline, num_columns)
+        num_columns = _count_columns(stretched)
+        moments = _list_spans(stretched)
+        if all(_has_room(span, span.part or span.stage, num_columns) for span in moments):
+            break
+    return stretched
+
+
+def _has_room(span: Span, name: str, num_columns: int) -> bool:
+    return span.end - span.start >= LETTER_FRACTION * len(name) * num_columns
+
+
+def _stretch(timeline: Timeline, num_columns: int) -> Timeline:
+    """For a picture of so many columns in all."""
     moments = tuple(_list_spans(timeline))
+    named = LETTER_FRACTION * sum(len(span.part or span.stage) for span in moments)
     lengths = {
         span.name: span.end - span.start for span in reversed(_gather(moments))
     }  # of a stage that comes twice, the first
     least_stage = num_columns / SHORTEST_SHARE
     least_moment = num_columns / max(SHORTEST_SHARE, 2 * len(moments))
+    letter = LETTER_FRACTION * num_columns if named < MOST_NAMED else 0.0
     columns: list[int] = []
     stages: list[tuple[int, str]] = []
     for span in moments:
         stages.append((len(columns), span.name))
         in_stage = least_stage / lengths[span.stage]
-        times = ceil(max(1.0, in_stage, least_moment / (span.end - span.start)))
+        least = max(least_moment, letter * len(span.part or span.stage))
+        times = ceil(max(1.0, in_stage, least / (span.end - span.start)))
         columns += [column for column in range(span.start, span.end) for _ in range(times)]
     rows = tuple(tuple(row[column] for column in columns) for row in timeline.bytes)
     return Timeline(categories=timeline.categories, bytes=rows, stages=tuple(stages))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tightfit.cli.describe import count_of
 from tightfit.cli.tracing import NUM_TRACED, VARIABLE, choose_tracer
 from tightfit.core.errors import DoesNotFitError
 from tightfit.estimate.trace.result import TracedMemory
@@ -56,7 +57,7 @@ def _describe(found: TracedSearch) -> tuple[str, ...]:
     said = []
     if num_traced:
         what = "memory and time" if num_timed == num_traced else "memory"
-        said.append(f"{what} of the first {num_traced} plans: traced; of others: estimated")
+        said.append(f"{what} of {count_of(num_traced, 'plan')} traced, of the others by formula")
     if num_timed < num_traced:
         count = f"{num_timed} of them" if num_timed else "none"
         said.append(f"time is traced for {count}: not all operations were understood")

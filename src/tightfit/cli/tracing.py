@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tightfit.cli.harmless import harmless
+from tightfit.cli.output import write_err
 from tightfit.cli.progress_bar import Report, progress_bar
 from tightfit.cli.require import require_packages
 from tightfit.core.errors import UsageError
@@ -21,7 +23,7 @@ from tightfit.planning.advice import Advice, judge_alternatives, list_alternativ
 from tightfit.planning.case import Case
 from tightfit.planning.traced import Found, Wish
 from tightfit.planning.traced_time import find_document_len
-from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.job import TraceJob, find_obstacle
 
 WORKER = "tightfit.train.tracing.worker"
 NUM_TRACED = 3
@@ -40,12 +42,24 @@ class ModelTracer:
 
     def trace(self, wishes: Sequence[Wish]) -> list[Found]:
         """All in one process, which takes seconds to start. The `Trace` that planning asks for."""
+        obstacles = [find_obstacle(wish.strategy) for wish in wishes]
+        possible = [wish for wish, why in zip(wishes, obstacles, strict=True) if not why]
+        answers = iter(self._ask(possible))
+        return [Found(traced=None, problem=why) if why else next(answers) for why in obstacles]
+
+    def _ask(self, wishes: Sequence[Wish]) -> list[Found]:
         jobs = [self._job(wish).model_dump(mode="json") for wish in wishes]
-        with progress_bar() as report:
-            tell = None if report is None else partial(_tell, report, len(jobs))
-            if tell is not None:
-                tell(0)
-            answers = Tracer(module=WORKER).ask(jobs, tell)
+        tracer = Tracer(module=WORKER)
+        try:
+            with progress_bar() as report:
+                tell = None if report is None else partial(_tell, report, len(jobs))
+                if tell is not None:
+                    tell(0)
+                answers = tracer.ask(jobs, tell)
+        except KeyboardInterrupt:
+            write_err("interrupted: tracing was stopped\n")
+            raise
+        _note_losses(tracer.faults)
         return [_read(answer) for answer in answers]
 
     def advise(self, case: Case, traced: TracedMemory, *, room_bytes: int) -> tuple[Advice, ...]:
@@ -101,6 +115,20 @@ def _describe_obstacle(spec: ModelSpec, node: Node) -> str:
 
 def _tell(report: Report, of: int, done: int) -> None:
     report("tracing the step", done, of)
+
+
+def _note_losses(faults: Sequence[str]) -> None:
+    """Once a command: everything that is asked again is then traced again."""
+    if faults and not _NOTED:
+        _NOTED.append(faults[0])
+        why = harmless(faults[0].rstrip("."))
+        write_err(
+            f"note: traces cannot be kept, so each is made anew ({why}); TIGHTFIT_CACHE names "
+            "another folder\n"
+        )
+
+
+_NOTED: list[str] = []
 
 
 def _read(answer: Answer) -> Found:

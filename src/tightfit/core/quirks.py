@@ -31,6 +31,9 @@ class Quirks(BaseModel):
     """Sharded gradients accumulate unsharded, and are reduced once a step."""
     keeps_quantized_inputs: bool = False
     """4-bit matrices hold on to their input though they never need it: bitsandbytes < 0.43.2."""
+    packs_subclasses: bool = False
+    """nf4 and int8 loading packs linear layers of a model's own class too, as Falcon's:
+    transformers 4 and lit-gpt."""
     narrow_loss: bool = False
     """The loss reads a shifted copy of the logits in the head's own dtype, in fp32 only where
     autocast says so, as much modelling code of 2023 does."""

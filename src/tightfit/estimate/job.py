@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from tightfit.core.dtypes import Dtype
@@ -27,7 +28,7 @@ from tightfit.estimate.result import (
     Verdict,
 )
 from tightfit.estimate.time import estimate_step_time
-from tightfit.estimate.weights import num_trainable
+from tightfit.estimate.weights import as_loaded, num_trainable
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec, Role
 
@@ -54,6 +55,7 @@ def estimate_job(
 
     `num_checkpoints` are kept on disk beside the one being written.
     """
+    asked, strategy = strategy, as_loaded(spec, strategy)
     gpu, phases = _gpu_memory(spec, strategy, node)
     host = _host_memory(spec, strategy, node, gpu)
     disk = estimate_disk_components(spec, strategy, num_checkpoints=num_checkpoints)
@@ -77,8 +79,19 @@ def estimate_job(
             num_trainable=trainable,
         ),
         phases=phases,
-        assumptions=_assumptions(spec, strategy, node, network_bytes_per_second),
+        assumptions=(
+            *_describe_unpacked(spec, asked, strategy),
+            *_assumptions(spec, strategy, node, network_bytes_per_second),
+        ),
     )
+
+
+def _describe_unpacked(spec: ModelSpec, asked: Strategy, loaded: Strategy) -> Iterator[str]:
+    if loaded.weights is not asked.weights:
+        yield (
+            f"transformers packs none of {spec.model_type}'s layers: {asked.weights.value} weights "
+            f"stay {loaded.weights.value}"
+        )
 
 
 def _gpu_memory(

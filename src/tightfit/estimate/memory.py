@@ -20,6 +20,7 @@ from tightfit.estimate.allocator import (
 from tightfit.estimate.buffers import BufferBytes, estimate_buffer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
 from tightfit.estimate.state import StateBytes, estimate_state_bytes, trained_value_bytes
+from tightfit.estimate.weights import as_loaded
 from tightfit.models.spec import ModelSpec
 
 BATCH_SIZED = ("activations", "logits")
@@ -139,6 +140,7 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
     Between two moments memory changes linearly in the number of layers done,
     so the peak is at one of them.
     """
+    strategy = as_loaded(spec, strategy)
     state = estimate_state_bytes(spec, strategy)
     buffers = estimate_buffer_bytes(spec, strategy)
     activations = estimate_activation_bytes(spec, strategy, is_cpu=is_cpu)

@@ -24,6 +24,7 @@ from tightfit.estimate.flops import (
 from tightfit.estimate.launches import count_forward_kernels, host_launch_seconds
 from tightfit.estimate.products import Batch, Products, estimate_products
 from tightfit.estimate.result import StepTime
+from tightfit.estimate.weights import as_loaded
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
 
@@ -90,6 +91,7 @@ def estimate_step_time(
     their real mean length instead of `seq_len`.
     Leaves out: data loading, evaluation, checkpoints, the first steps, stragglers.
     """
+    strategy = as_loaded(spec, strategy)
     job = _describe_job(spec, strategy, node, profile)
     parts = _compute_parts(job)
     links = comms.find_links(node, network_bytes_per_second=network_bytes_per_second)

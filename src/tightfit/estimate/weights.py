@@ -16,6 +16,23 @@ NF4_OUTER_BLOCK = 256
 GPTQ_GROUP = 128
 """Values per fp16 scale and packed zero. Source: GPTQ arXiv:2210.17323; the usual group size."""
 
+UNPACKED_FAMILIES = frozenset({"falcon"})
+"""Whose layers are linear modules of a class of their own, which nf4 and int8 loading leaves as it
+is: it takes `nn.Linear` itself and no subclass. Source: transformers `replace_with_bnb_linear`,
+`FalconLinear`."""
+
+
+def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
+    """The strategy with the weights that loading makes: plain ones where nothing would be packed.
+
+    They are in the dtype of what is never packed, which is raised with the rest where that is.
+    """
+    is_left = spec.model_type in UNPACKED_FAMILIES and not strategy.quirks.packs_subclasses
+    if not is_left or strategy.weights not in (Dtype.NF4, Dtype.INT8):
+        return strategy
+    plain = Dtype.FP32 if strategy.upcast_unquantized else strategy.compute
+    return strategy.model_copy(update={"weights": plain})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:

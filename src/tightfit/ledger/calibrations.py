@@ -107,6 +107,8 @@ def apply_calibrations(cluster: Cluster) -> Cluster:
         if stored.calibration is None:
             groups.append(group)
             continue
+        if stored.calibration.warnings:
+            warnings.append(_tell_disturbed(stored.calibration))
         gpu = stored.calibration.apply(group.node.gpu)
         node = group.node.model_copy(update={"gpu": gpu})
         groups.append(group.model_copy(update={"node": node}))
@@ -117,6 +119,13 @@ def apply_calibrations(cluster: Cluster) -> Cluster:
 
 def _name_file(gpu_name: str, host: str | None) -> str:
     return f"{_safe(host or socket.gethostname())}--{_safe(gpu_name)}.json"
+
+
+def _tell_disturbed(found: Calibration) -> str:
+    return (
+        f"Rates were measured while the machine was not idle ({found.date[:10]}), so times and the "
+        f"order of plans may be wrong: {AGAIN}."
+    )
 
 
 def _tell(path: Path, why: str) -> str:

@@ -41,13 +41,15 @@ class Candidate:
 
     @property
     def idea(self) -> tuple[object, ...]:
-        """Coarser still: adapters alike on DDP or ZeRO-1, weights alike over FSDP or ZeRO-3."""
-        s = self.strategy
+        """Coarser still: adapters alike on DDP or ZeRO-1, weights alike over FSDP or ZeRO-3,
+        and the same nodes alike under the names of two partitions."""
+        s, node = self.strategy, self.layout.group.node
         spread = (
             s.sharding.shards_weights,
             s.method is Method.FULL and s.sharding.shards_optimizer,
         )
-        return (*self.family[:4], spread, s.offload)
+        kind = (node.gpu.name, node.num_gpus, node.host_memory_bytes, node.num_cores)
+        return (*kind, *self.family[1:4], spread, s.offload)
 
 
 def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:

@@ -9,6 +9,7 @@ from tightfit import __version__
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.assume import assume_host, describe_assumption
+from tightfit.planning.by_group import GroupBest, warn_of_limit
 from tightfit.planning.case import Case
 from tightfit.planning.cost import estimate_cost
 from tightfit.planning.known import KnownOutcome, find_limit
@@ -39,6 +40,8 @@ class SearchResult:
     shortfall: Shortfall | None
     wanted_batch: int | None = None
     """Sequences per step that were asked for, over all ranks."""
+    by_group: tuple[GroupBest, ...] = ()
+    """The best plan of each group, where there are several."""
 
     @property
     def failure(self) -> str | None:
@@ -78,10 +81,7 @@ def search(
     )
     for order, layout in enumerate(_list_all_layouts(request, cluster, is_coarse=is_coarse)):
         sieve.sift(layout, is_coarse=is_coarse or order >= _NUM_FULL_LAYOUTS)
-    best = _best_of_families(sieve.candidates)
-    num_refined = num_plans if is_coarse else _NUM_REFINED
-    refined = [_refine(sieve, candidate) for candidate in best[:num_refined]]
-    ordered = sorted([*refined, *best[num_refined:]], key=rank)
+    ordered = _refine_first(sieve, num_plans if is_coarse else _NUM_REFINED)
     chosen = _choose_different(ordered, num_plans)
     tell = _tell_nothing if is_coarse else explain_choice
     return SearchResult(
@@ -92,7 +92,24 @@ def search(
         num_considered=sieve.num_considered,
         shortfall=None if chosen else sieve.nearest or sieve.nearest_host,
         wanted_batch=request.effective_batch,
+        by_group=() if is_coarse else _best_by_group(sieve, ordered, cluster),
     )
+
+
+def _best_by_group(
+    sieve: Sieve, ordered: Sequence[Candidate], cluster: Cluster
+) -> tuple[GroupBest, ...]:
+    """Partitions differ in more than speed (what is free, how long a job may run): one of each."""
+    if len(cluster.groups) < 2:
+        return ()
+    first: dict[str, Candidate] = {}
+    for candidate in ordered:
+        first.setdefault(candidate.layout.group.name, candidate)
+    plans = {
+        name: _make_plan(sieve, candidate, cluster, explain_choice(sieve, candidate))
+        for name, candidate in first.items()
+    }
+    return tuple(GroupBest(group=group, plan=plans.get(group.name)) for group in cluster.groups)
 
 
 def _tell_nothing(_sieve: Sieve, _candidate: Candidate) -> tuple[str, ...]:
@@ -115,6 +132,13 @@ def _best_of_families(candidates: list[Candidate]) -> list[Candidate]:
         if held is None or rank(candidate) < rank(held):
             found[candidate.family] = candidate
     return sorted(found.values(), key=rank)
+
+
+def _refine_first(sieve: Sieve, count: int) -> list[Candidate]:
+    """The best of each family in order, the first few of them refined."""
+    best = _best_of_families(sieve.candidates)
+    refined = [_refine(sieve, candidate) for candidate in best[:count]]
+    return sorted([*refined, *best[count:]], key=rank)
 
 
 def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
@@ -155,6 +179,8 @@ def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[
         update={"assumptions": (*said, *candidate.estimate.assumptions)}
     )
     case = Case(spec=request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes)
+    num_epochs = request.count_epochs(candidate.estimate)
+    limit = warn_of_limit(group, candidate.estimate, num_epochs)
     return Plan(
         tightfit_version=__version__,
         model=request.spec,
@@ -167,16 +193,16 @@ def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[
             source=cluster.source,
         ),
         data=request.profile,
-        num_epochs=request.count_epochs(candidate.estimate),
+        num_epochs=num_epochs,
         effective_batch=strategy.micro_batch * strategy.grad_accum * strategy.world_size,
         estimate=estimate,
         cost=estimate_cost(
             gpu=group.node.gpu,
             num_gpus=strategy.world_size,
             estimate=candidate.estimate,
-            num_epochs=request.count_epochs(candidate.estimate),
+            num_epochs=num_epochs,
         ),
         training=request.training.get(strategy.method),
         why=why,
-        warnings=tuple(warning.reason for warning in find_warnings(case)),
+        warnings=(*(warning.reason for warning in find_warnings(case)), *limit),
     )

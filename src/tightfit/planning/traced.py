@@ -25,6 +25,10 @@ NUM_HALVINGS = 2
 """Of the micro-batch, before a plan is given up."""
 _STAGE_PHASES = {"load": "load", "eval": "eval", "save": "save", "generate": "inference"}
 """A trace's stages that the closed form knows as phases."""
+RECOMPUTE_LEVERS = ("recomputing activations", "no recomputation")
+"""As `why.py` names them."""
+UNTRACED_PHASES = ("merge", "quantize")
+"""What a trace does not run: other programs do it, later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +80,7 @@ def apply_trace(
     `time` is the traced one. None where there is none: the formulas' stays.
     """
     gpu = estimate.gpu
-    room = gpu.capacity_bytes - gpu.context_bytes
-    held = min(traced.peak_reserved_bytes, max(traced.smallest_capacity_bytes, room))
+    held = _find_held(traced, gpu.capacity_bytes - gpu.context_bytes)
     components = dict(traced.peak.components)
     components["allocator_slack"] = held - sum(components.values())
     components["cuda_context"] = gpu.context_bytes
@@ -106,6 +109,14 @@ def apply_trace(
             "time": time or estimate.time,
         }
     )
+
+
+def _find_held(traced: TracedMemory, room_bytes: int) -> int:
+    """What torch reserves on this card: all of it where it has to give memory back. A job that
+    does not survive there reserves what it would without a limit."""
+    if traced.smallest_capacity_bytes > room_bytes:
+        return traced.peak_reserved_bytes
+    return min(traced.peak_reserved_bytes, room_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +201,11 @@ def _halve(plan: Plan) -> Plan | None:
     micro_batch = strategy.micro_batch // 2
     per_step = strategy.micro_batch * strategy.grad_accum
     update = {"micro_batch": micro_batch, "grad_accum": -(-per_step // micro_batch)}
-    return _change(plan, strategy.model_copy(update=update))
+    smaller = _change(plan, strategy.model_copy(update=update))
+    why = f"micro-batch {micro_batch}, not {strategy.micro_batch}: traced, and that does not fit"
+    # What was made of the wanted batch was said with the old numbers.
+    kept = [line for line in plan.why if "micro-batch" not in line]
+    return smaller.model_copy(update={"why": (*kept, why)})
 
 
 def _settle(plan: Plan, found: Found) -> _Settled:
@@ -226,7 +241,13 @@ def _recompute(plan: Plan, num_recomputed: int | None) -> Plan:
     why = f"recomputes {num_recomputed} of {num_layers} layers: traced, and fewer do not fit"
     if not num_recomputed:
         why = f"recomputes none of {num_layers} layers: traced, and it fits without"
-    return _change(plan, strategy).model_copy(update={"why": (*plan.why, why)})
+    kept = _drop_reasons(plan.why, *RECOMPUTE_LEVERS)
+    return _change(plan, strategy).model_copy(update={"why": (*kept, why)})
+
+
+def _drop_reasons(why: Sequence[str], *levers: str) -> tuple[str, ...]:
+    """Without what was said of these, which is not so any more."""
+    return tuple(line for line in why if not line.startswith(tuple(f"{name}:" for name in levers)))
 
 
 def _change(plan: Plan, strategy: Strategy) -> Plan:
@@ -264,7 +285,7 @@ def _phases(estimate: Estimate, traced: TracedMemory, context_bytes: int) -> tup
         )
         for stage in traced.stages
     ]
-    kept = [p for p in estimate.phases if p.name in ("merge", "quantize", "inference", "save")]
+    kept = [p for p in estimate.phases if p.name in (*UNTRACED_PHASES, "inference", "save")]
     return (*made, *(phase for phase in kept if phase.name not in replaced))
 
 
@@ -274,11 +295,11 @@ def _reason(verdict: Verdict, traced: TracedMemory, gpu: GpuMemory, node: Node) 
     held = render_bytes(traced.peak_reserved_bytes + gpu.context_bytes)
     if verdict is Verdict.FITS:
         spare = render_bytes(gpu.capacity_bytes - gpu.context_bytes - traced.peak_reserved_bytes)
-        return f"traced: holds {held} per GPU; {has} ({spare} to spare)"
+        return f"holds {held} per GPU, traced; {has} ({spare} to spare)"
     if verdict is Verdict.TIGHT:
         return (
-            f"traced: would hold {held} per GPU and survives in {least}; {has}: the allocator "
+            f"would hold {held} per GPU and survives in {least}, traced; {has}, so the allocator "
             "has to give memory back and ask again"
         )
     short = render_bytes(traced.smallest_capacity_bytes + gpu.context_bytes - gpu.capacity_bytes)
-    return f"traced: needs at least {least} per GPU; {has} ({short} short)"
+    return f"needs at least {least} per GPU, traced; {has} ({short} short)"

@@ -39,7 +39,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tightfit.cli.app", "calibrate"),
-            *("--device", "cpu", "--seconds", "6", "--json"),
+            *("--device", "cpu", "--seconds", "6", "--json", "--force"),
         ],
         capture_output=True,
         text=True,

@@ -9,7 +9,14 @@ import pytest
 
 from tightfit.core.errors import UsageError
 from tightfit.estimate.trace.caching_allocator import AllocatorSettings, CachingAllocator
-from tightfit.estimate.trace.recording import INPUTS, Recording
+from tightfit.estimate.trace.recording import (
+    GRADIENTS,
+    INPUTS,
+    KV_CACHE,
+    OPTIMIZER,
+    TEMPORARY,
+    Recording,
+)
 from tightfit.estimate.trace.result import TracedStage
 from tightfit.estimate.trace.summary import list_stage_peaks
 from tightfit.train.tracing.job import TraceJob
@@ -23,7 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
     | {"vocab_size": 120, "decoder_start_token_id": 0, "is_encoder_decoder": True},
 }
-ALL = ["load", "first step", "steady step", "eval", "generate", "save", "resume"]
+ALL = ["load", "first step", "steady step", "eval", "save", "generate", "resume"]
 
 
 def record(family: str, fields: dict[str, Any], **changes: Any) -> Recording:
@@ -57,6 +64,30 @@ def test_every_stage_has_its_figure(family: str, fields: dict[str, Any]) -> None
     assert list(stages) == ALL
     assert all(stages["load"].peak_allocated_bytes <= stages[n].peak_allocated_bytes for n in ALL)
     assert stages["save"].peak_allocated_bytes < stages["steady step"].peak_allocated_bytes
+
+
+def sum_made(recording: Recording, stage: str) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for made in recording.allocations:
+        if made.stage == stage:
+            sizes[made.category] += made.num_bytes
+    return sizes
+
+
+@pytest.mark.parametrize("fields", [{}, {"sharding": "fsdp", "gpus_per_node": 2}])
+def test_later_processes_are_told_by_what_they_hold(fields: dict[str, Any]) -> None:
+    recording = record("llama", {"method": "full", **fields})
+    resumed, steps = sum_made(recording, "resume"), sum_made(recording, "update")
+    assert resumed[OPTIMIZER] == steps[OPTIMIZER] > 0
+    assert resumed[GRADIENTS] > 0
+    assert resumed[TEMPORARY] < resumed[GRADIENTS]
+    # Keys and values of 2 layers for 2 rows: 32 tokens, and then all of them with one more.
+    assert sum_made(recording, "generate")[KV_CACHE] == 2 * 2 * (2 * 64 * 2) * (32 + 33)
+
+
+def test_an_encoder_decoder_caches_what_both_halves_know() -> None:
+    recording = record("t5", {"method": "full"})
+    assert sum_made(recording, "generate")[KV_CACHE] > 0
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

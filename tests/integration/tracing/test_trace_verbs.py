@@ -72,7 +72,7 @@ def test_estimate_tells_what_a_trace_saw(home: Path) -> None:
     assert trace["peak_allocated_bytes"] <= trace["smallest_capacity_bytes"] * 1.001
     assert trace["smallest_capacity_bytes"] <= trace["peak_reserved_bytes"]
     assert list(stages) == [
-        "load", "first step", "steady step", "eval", "generate", "save", "resume",
+        "load", "first step", "steady step", "eval", "save", "generate", "resume",
     ]  # fmt: skip
     # Nothing is made on the card to save: weights stand there, and AdamW's two moments.
     assert 6 * NUM_PARAMS <= stages["save"] < stages["steady step"]

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tightfit.estimate.trace.ask import Answer, Tracer
@@ -78,7 +79,29 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "file" / "below"))
-    assert ask(make_worker(tmp_path, "print(ANSWER)"), {"name": "a"}) == [ANSWER]
+    tracer = Tracer(module=make_worker(tmp_path, "print(ANSWER)"))
+    assert tracer.ask([{"name": "a"}, {"name": "b"}]) == [ANSWER, ANSWER]
+    (fault,) = tracer.faults
+    assert "Not a directory" in fault
+
+
+def test_what_can_be_kept_is_no_fault(tmp_path: Path) -> None:
+    tracer = Tracer(module=make_worker(tmp_path, "print(ANSWER)"))
+    tracer.ask([{"name": "a"}])
+    assert tracer.faults == []
+
+
+def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
+    (tmp_path / "pid").touch()
+    body = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    body += "print(ANSWER, flush=True)\nif job['name']: time.sleep(600)"
+
+    def interrupt(_done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Tracer(module=make_worker(tmp_path, body)).ask([{"name": "a"}, {"name": "b"}], interrupt)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize(

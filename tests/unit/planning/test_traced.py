@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from planning_cases import make_cluster, make_request
@@ -58,6 +59,29 @@ def test_the_verdict_is_the_trace_s(
     assert found.gpu.peak_allocated_bytes == TRACED.peak_allocated_bytes
     assert sum(found.gpu.components.values()) == found.gpu.peak_reserved_bytes
     assert found.peak == TRACED.peak
+
+
+def test_the_reserve_is_what_its_name_says(best: Plan) -> None:
+    """All of the card where memory is given back; without a limit where there is no surviving."""
+    gpu = best.estimate.gpu
+
+    def reserve(reserved: float, least: float) -> float:
+        found = apply_trace(
+            best.estimate, traced(reserved=reserved, least=least), best.hardware.node
+        )
+        return found.gpu.peak_reserved_bytes - gpu.context_bytes
+
+    assert reserve(20, 18) == 20 * GIB
+    assert reserve(60, 20) == gpu.capacity_bytes - gpu.context_bytes
+    assert reserve(60, 41) == 60 * GIB
+
+
+@pytest.mark.parametrize(("reserved", "least"), [(20, 18), (60, 20), (60, 41)])
+def test_a_reason_has_no_colon_of_its_own(best: Plan, reserved: float, least: float) -> None:
+    """It stands behind the verdict and one already."""
+    found = apply_trace(best.estimate, traced(reserved=reserved, least=least), best.hardware.node)
+    assert ":" not in found.reason
+    assert "traced" in found.reason
 
 
 def test_what_lacks_host_memory_does_not_fit_whatever_the_card_says() -> None:
@@ -155,3 +179,32 @@ def test_nothing_is_said_to_need_fewer_layers_than_none(result: SearchResult) ->
     assert not after.strategy.checkpointing
     assert "recomputes none of 32 layers" in after.why[-1]
     assert "fewer" not in after.why[-1]
+
+
+def test_reasons_are_those_of_the_plan_that_is_left(result: SearchResult) -> None:
+    """Levers that the trace turned back are not praised, nor batches that it halved."""
+    plan = result.plans[0]
+    on = plan.strategy.model_copy(update={"checkpointing": True, "recomputed_layers": None})
+    why = ("recomputing activations: 1.40x slower, -9.0 GiB per GPU", "fused kernels: 1.12x faster")
+    asked = replace(result, plans=(plan.model_copy(update={"strategy": on, "why": why}),))
+    free = Found(traced=SMALL, fewest_recomputed=0)
+
+    told = trace_plans(asked, answer(lambda _: free), num_traced=1).result.plans[0].why
+
+    assert told[0] == "fused kernels: 1.12x faster"
+    assert "recomputes none of" in told[1]
+    assert len(told) == 2
+
+
+def test_a_halved_batch_says_so(result: SearchResult) -> None:
+    plan = result.plans[0]
+    twice = plan.strategy.model_copy(update={"micro_batch": 4, "grad_accum": 4})
+    why = ("12 sequences per step, not 16: 1 GPUs x micro-batch 4 x 3",)
+    asked = replace(result, plans=(plan.model_copy(update={"strategy": twice, "why": why}),))
+
+    def find(wish: Wish) -> Found:
+        return Found(traced=BIG if wish.strategy.micro_batch == 4 else SMALL)
+
+    told = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
+    assert told.strategy.micro_batch == 2
+    assert told.why == ("micro-batch 2, not 4: traced, and that does not fit",)

@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,9 +49,12 @@ class Tracer:
     """Traces jobs in a subprocess. Which program runs there is the caller's to say."""
 
     module: str
-    """`python -m` this: reads a job per line, answers with an `Answer` per line."""
+    """`python -m` this: reads a job per line, answers with an `Answer` per line. Its one word is
+    our process id: it ends when we do."""
     timeout_seconds: float = 600.0
     uses_cache: bool = True
+    faults: list[str] = field(default_factory=list)
+    """Why what was traced could not be kept; the first alone."""
 
     def ask(
         self, jobs: Sequence[Mapping[str, Any]], tell: Callable[[int], None] | None = None
@@ -61,14 +65,16 @@ class Tracer:
         """
         answers: list[Answer | None] = [self._recall(job) for job in jobs]
         missing = [number for number, answer in enumerate(answers) if answer is None]
-        for number, answer in zip(missing, self._run([jobs[n] for n in missing]), strict=True):
-            answers[number] = answer
-            self._remember(jobs[number], answer)
-            if tell is not None:
-                tell(sum(known is not None for known in answers))
+        # Closed on every way out: the process ends with it, not when Python comes round to it.
+        with closing(self._run([jobs[number] for number in missing])) as made:
+            for number, answer in zip(missing, made, strict=True):
+                answers[number] = answer
+                self._remember(jobs[number], answer)
+                if tell is not None:
+                    tell(sum(known is not None for known in answers))
         return [answer for answer in answers if answer is not None]
 
-    def _run(self, jobs: Sequence[Mapping[str, Any]]) -> Iterator[Answer]:
+    def _run(self, jobs: Sequence[Mapping[str, Any]]) -> Generator[Answer, None, None]:
         """As many answers as jobs, each as soon as it is there."""
         if not jobs:
             return
@@ -104,12 +110,13 @@ class Tracer:
             questions.write(lines)
             questions.seek(0)
             return subprocess.Popen(
-                [sys.executable, "-m", self.module],
+                [sys.executable, "-m", self.module, str(os.getpid())],
                 stdin=questions,
                 stdout=subprocess.PIPE,
                 stderr=complaints,
                 text=True,
                 env={**os.environ, **_ENVIRONMENT},
+                start_new_session=True,  # a Ctrl-C is ours to hear: we end it
             )
 
     def _recall(self, job: Mapping[str, Any]) -> Answer | None:
@@ -128,8 +135,9 @@ class Tracer:
             path = _cache_path(job)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, answer.model_dump_json())
-        except (OSError, UserError):
-            return  # a trace that cannot be kept can be made again
+        except (OSError, UserError) as fault:  # it can be made again
+            if not self.faults:
+                self.faults.append(_describe_loss(fault))
 
 
 _ENVIRONMENT = {
@@ -174,6 +182,12 @@ def _own_code() -> str:
             stat = path.stat()
             digest.update(f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()
+
+
+def _describe_loss(fault: OSError | UserError) -> str:
+    said = fault.problem if isinstance(fault, UserError) else f"{fault.strerror or fault}"
+    where = getattr(fault, "filename", None)
+    return f"{where}: {said}" if where else said
 
 
 def _parse(line: str) -> Answer:

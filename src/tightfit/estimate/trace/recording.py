@@ -13,7 +13,10 @@ OPTIMIZER = "optimizer"
 ACTIVATIONS = "activations"
 LOGITS = "logits"
 COMMUNICATION = "communication"
+KV_CACHE = "kv cache"
 INPUTS = "inputs"
+LOAD_RESERVE = "load reserve"
+"""Of transformers: as much as all weights, taken at once and given back, to have the blocks."""
 TEMPORARY = "temporary"
 CATEGORIES = (
     WEIGHTS,
@@ -22,7 +25,9 @@ CATEGORIES = (
     ACTIVATIONS,
     LOGITS,
     COMMUNICATION,
+    KV_CACHE,
     INPUTS,
+    LOAD_RESERVE,
     TEMPORARY,
 )
 """What an allocation serves, in the order in which pictures stack them."""

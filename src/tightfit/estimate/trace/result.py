@@ -13,7 +13,7 @@ class TracedStage(_Frozen):
     """One stage of the job and its peak on the traced GPU."""
 
     name: str
-    """`load`, `first step`, `steady step`, `eval`, `generate`, `save` or `resume`."""
+    """`load`, `first step`, `steady step`, `eval`, `save`, `generate` or `resume`."""
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
 

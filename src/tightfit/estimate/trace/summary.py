@@ -33,7 +33,7 @@ OTHER_PROCESSES = ("generate", "resume")
 """Stages of processes that come after training: nothing is cached for them."""
 
 _STEP_STAGES = ("forward", "backward", "update")
-_STAGE_ORDER = ("load", "first step", "steady step", "eval", "generate", "save", "resume")
+_STAGE_ORDER = ("load", "first step", "steady step", "eval", "save", "generate", "resume")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 

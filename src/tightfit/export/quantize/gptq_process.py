@@ -82,9 +82,10 @@ def run_gptq(
 
 def worker_command(python: str | None, job_path: Path) -> list[str]:
     """By module in our own environment, by path in another, which need not have tightfit."""
+    words = [str(job_path), str(os.getpid())]
     if python is None or Path(python) == Path(sys.executable):
-        return [sys.executable, "-m", gptq_worker.__name__, str(job_path)]
-    return [python, str(Path(gptq_worker.__file__).resolve()), str(job_path)]
+        return [sys.executable, "-m", gptq_worker.__name__, *words]
+    return [python, str(Path(gptq_worker.__file__).resolve()), *words]
 
 
 def _prepare(job: GptqJob, work: Path) -> None:

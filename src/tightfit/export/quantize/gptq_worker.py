@@ -1,14 +1,15 @@
-"""The process that makes a GPTQ-format model: `python -m ...gptq_worker job.json`.
+"""The process that makes a GPTQ-format model: `python -m ...gptq_worker job.json PARENT`.
 
-It needs nothing of this package, so that it can be run by the Python of another environment, where
-the quantizer's version demands do not clash with ours. Progress goes to stdout, a JSON object per
-line; what the libraries say goes to stderr.
+It imports nothing of this package, so that it can be run by the Python of another environment,
+where the quantizer's version demands do not clash with ours. Progress goes to stdout, a JSON object
+per line; what the libraries say goes to stderr. It ends with PARENT, the process that started it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import threading
 import time
@@ -56,7 +57,7 @@ def main(words: list[str]) -> int:
     here = Path(__file__).resolve().parent
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != here]
     told = _take_stdout()
-    _end_with_parent()
+    _end_with_parent(int(words[1]))
     job = read_job(Path(words[0]))
     started = time.monotonic()
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
@@ -253,8 +254,13 @@ def _take_stdout() -> TextIO:
     return own
 
 
-def _end_with_parent() -> None:
-    """The parent holds our stdin open as long as it lives, whatever it dies of."""
+def _end_with_parent(parent_pid: int) -> None:
+    """By the kernel where it can: a library may keep our threads waiting for minutes.
+
+    The parent holds our stdin open as long as it wants us, whatever it dies of.
+    """
+    helper = Path(__file__).resolve().parents[2] / "core" / "with_parent.py"
+    runpy.run_path(str(helper))["end_with_parent"](parent_pid)
 
     def wait() -> None:
         while os.read(0, 1):  # not sys.stdin, whose lock Python wants back when it ends

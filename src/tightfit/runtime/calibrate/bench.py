@@ -19,6 +19,8 @@ ROUND_SECONDS = {"cuda": 0.1, "cpu": 0.05}
 MOST_REPEATS = 60
 """More would fill the driver's queue, and the host would wait inside the measured stretch."""
 NUM_ROUNDS = 3
+MANY_ROUNDS = 8
+"""From which on single outliers are left out of the spread."""
 SPIN_HZ = 2.0e9
 """Cycles of the device's clock in a second of waiting; slower clocks wait longer, which is safe."""
 MOST_SPIN_SECONDS = 0.2
@@ -39,6 +41,8 @@ class Bench:
     deadline: float
     """Of the part under way, on `time.monotonic`."""
     skipped: list[str] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)
+    """How far the rounds of each measurement lay apart, as a fraction of its result."""
 
     @property
     def is_cpu(self) -> bool:
@@ -79,20 +83,28 @@ class Bench:
 
     def seconds(self, work: Work) -> float:
         """Median time of `work` on the device, after unmeasured runs."""
-        if self.is_cpu:
-            return _time_on_cpu(work)
-        return _time_on_gpu(work)
+        times = _time_on_cpu(work) if self.is_cpu else _time_on_gpu(work)
+        middle = statistics.median(times)
+        self.spreads.append(_measure_spread(times) / middle)
+        return middle
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
 
 
-def _time_on_cpu(work: Work) -> float:
+def _measure_spread(times: list[float]) -> float:
+    """Between the ends of the middle half; of a few rounds, between all."""
+    if len(times) < MANY_ROUNDS:
+        return max(times) - min(times)
+    lower, _, upper = statistics.quantiles(times, n=4)
+    return upper - lower
+
+
+def _time_on_cpu(work: Work) -> list[float]:
     work()
     times = [_call(work)]
     repeats = min(max(int(NUM_ROUNDS * ROUND_SECONDS["cpu"] / times[0]), 1), MOST_REPEATS)
-    times += [_call(work) for _ in range(repeats)]
-    return statistics.median(times)
+    return times + [_call(work) for _ in range(repeats)]
 
 
 def _call(work: Work) -> float:
@@ -101,7 +113,7 @@ def _call(work: Work) -> float:
     return max(time.perf_counter() - start, 1e-9)
 
 
-def _time_on_gpu(work: Work) -> float:
+def _time_on_gpu(work: Work) -> list[float]:
     """By events around repeats that were all queued while the device still waited.
 
     A single call between two events would show the host's time for whatever is quicker than a
@@ -122,7 +134,7 @@ def _time_on_gpu(work: Work) -> float:
         # step other kernels come between them, and they run as after a rest (h200_kernels.json).
         time.sleep(min(repeats * took, ROUND_SECONDS["cuda"]))
         times.append(_time_round(work, repeats, wait=1e-4 + 2 * repeats * queued))
-    return statistics.median(times)
+    return times
 
 
 def _time_round(work: Work, repeats: int, *, wait: float) -> float:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -18,14 +17,14 @@ from tightfit import __version__
 from tightfit.core.errors import EnvironmentFaultError
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.cpu import read_cpu
-from tightfit.hardware.machine import read_machine
-from tightfit.hardware.nvml import DriverReading, read_driver
+from tightfit.hardware.nvml import read_driver
 from tightfit.hardware.surroundings import read_version
 from tightfit.hardware.types import Node
 from tightfit.runtime.calibrate.attention import measure_attention
 from tightfit.runtime.calibrate.bench import Bench, warm_up
 from tightfit.runtime.calibrate.collectives import measure_collectives
 from tightfit.runtime.calibrate.context import measure_context
+from tightfit.runtime.calibrate.disturbance import Disturbance
 from tightfit.runtime.calibrate.host import measure_host
 from tightfit.runtime.calibrate.host_link import measure_host_link
 from tightfit.runtime.calibrate.matmuls import measure_matmuls
@@ -34,8 +33,6 @@ from tightfit.runtime.quiet import silence_libraries
 
 DEFAULT_SECONDS = 90.0
 """Of measuring; starting torch and the processes around it comes on top."""
-BUSY_LOAD_FRACTION = 0.5
-"""Of the cores, runnable processes from which on the host's times are not its own."""
 WARM_UP_FRACTION = 0.02
 PACKAGES = ("torch", "transformers", "bitsandbytes", "triton")
 Report = Callable[[str, int, int], None]
@@ -50,7 +47,7 @@ def measure_machine(
     """
     began = time.monotonic()
     driver = read_driver()
-    warnings = tuple(_find_disturbance(driver, is_cpu=node.gpu.is_cpu))
+    disturbance = Disturbance(is_cpu=node.gpu.is_cpu)
     _load_libraries()  # before the time runs
     bench = _open_bench(node, budget_seconds)
     found: dict[str, Any] = {}
@@ -74,20 +71,9 @@ def measure_machine(
         versions=_read_versions(),
         seconds=round(time.monotonic() - began, 1),
         skipped=tuple(bench.skipped),
-        warnings=warnings,
+        warnings=disturbance.find(bench.spreads),
         **found,
     )
-
-
-def _find_disturbance(driver: DriverReading, *, is_cpu: bool) -> Iterator[str]:
-    """Others at work: a rate measured beside them is not the machine's."""
-    cores = read_machine().num_usable_cores
-    load = os.getloadavg()[0]
-    if load > BUSY_LOAD_FRACTION * cores:
-        yield f"the machine was busy (load {load:.1f} on {cores} cores): measure again when idle"
-    busy = sum(bool(gpu.processes) for gpu in driver.gpus)
-    if busy and not is_cpu:
-        yield f"{busy} of {len(driver.gpus)} GPUs were in use: measure again when idle"
 
 
 def _load_libraries() -> None:

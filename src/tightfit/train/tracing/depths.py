@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 
 from tightfit.estimate.trace.depth import CannotExtend, DepthPlan, Growth, plan_depths
 from tightfit.estimate.trace.depth_config import find_depth_refusal, read_depth, with_depth
 from tightfit.estimate.trace.op_depth import extend_log, list_kinds
 from tightfit.estimate.trace.operations import OperationLog
 from tightfit.estimate.trace.recording import Recording
+from tightfit.train.tracing.beside import fork_beside
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.libraries import import_libraries
 from tightfit.train.tracing.run import record_job
@@ -92,7 +91,7 @@ class DepthTracer:
         self.num_traced = max(self.num_traced, *map(sum, depths))
         jobs = [self._job_of(kinds, is_recomputed=is_recomputed) for kinds in depths]
         import_libraries()
-        with ProcessPoolExecutor(len(jobs) - 1, mp_context=get_context("fork")) as others:
+        with fork_beside(len(jobs) - 1) as others:
             waiting = [others.submit(record_job, job, job.config) for job in jobs[1:]]
             return [record_job(jobs[0], jobs[0].config), *(one.result() for one in waiting)]
 

@@ -6,10 +6,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
-from tightfit.core.strategy import Optimizer, Strategy
+from tightfit.core.strategy import Offload, Optimizer, Strategy
 
 STAGES = ("eval", "generate", "save", "resume")
 """What a job does beside loading and stepping."""
+MOST_TOKENS = 8 * 2**20
+"""Of a batch: the values of its labels are computed for real, and larger tensors' are not
+(`_MAX_BYTES` in shadows.py, at 8 bytes each)."""
 
 
 class _Frozen(BaseModel):
@@ -55,3 +58,19 @@ def needs_bitsandbytes(strategy: Strategy) -> bool:
     """Whether the job runs any of its code."""
     of_8bit = (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
     return strategy.weights.is_quantized or strategy.optimizer in of_8bit
+
+
+def find_obstacle(strategy: Strategy) -> str:
+    """Why a trace of this would be wrong, as a clause; empty where it would not."""
+    num_tokens = strategy.micro_batch * strategy.seq_len
+    if not strategy.is_trained:
+        return "nothing is trained"
+    if strategy.compile:
+        return "compiled layers allocate what the compiler decides"
+    if strategy.offload is not Offload.NONE:
+        return "fake tensors cannot tell the card from the host it offloads to"
+    if strategy.weights.is_quantized and strategy.sharding.shards_weights:
+        return "packed weights cannot be cut into fake shards"
+    if num_tokens > MOST_TOKENS:
+        return f"a batch of {num_tokens:,} tokens is more than a trace follows ({MOST_TOKENS:,})"
+    return ""

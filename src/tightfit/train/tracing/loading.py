@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.trace.recorder import Recorder
-from tightfit.estimate.trace.recording import TEMPORARY
+from tightfit.estimate.trace.recording import LOAD_RESERVE, TEMPORARY
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import LoadRequest
 from tightfit.runtime.packing_check import list_widths, pack_and_unpack
@@ -89,7 +89,9 @@ class _Loading:
     def warm_up(self) -> None:
         """`caching_allocator_warmup` of transformers takes all weights' bytes, and frees them."""
         sizes = [self._count_bytes(name) for name in self.base]
+        self._recorder.purpose = LOAD_RESERVE
         torch.empty(sum(sizes) // 2, dtype=torch.float16, device=self._device)
+        self._recorder.purpose = None
 
     def list_read(self) -> list[str]:
         """The base's tensors by name, as `convert_and_load_state_dict_in_model` sorts them.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
-from tightfit.core.strategy import Offload, Strategy
+from tightfit.core.strategy import Strategy
 from tightfit.estimate.trace.ask import Answer, list_versions
 from tightfit.estimate.trace.caching_allocator import (
     AllocatorSettings,
@@ -24,8 +22,9 @@ from tightfit.estimate.trace.summary import (
     describe_peak,
     list_stage_peaks,
 )
+from tightfit.train.tracing.beside import fork_beside
 from tightfit.train.tracing.depths import DepthTracer
-from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.job import TraceJob, find_obstacle
 
 
 class CannotTraceError(Exception):
@@ -49,7 +48,7 @@ def trace(job: TraceJob) -> Answer:
         num_recomputed = num_recomputed if fewest is None else fewest
     recording = tracer.record(num_recomputed)
     training = _until_training_ends(recording)
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as beside:  # it takes the longest
+    with fork_beside(1) as beside:  # it takes the longest
         smallest = beside.submit(
             find_smallest_capacity,
             training.sizes,
@@ -115,11 +114,6 @@ def _until_training_ends(recording: Recording) -> Recording:
 
 def check_traceable(strategy: Strategy) -> None:
     """What a trace would get wrong is refused."""
-    if not strategy.is_trained:
-        raise CannotTraceError("nothing is trained")
-    if strategy.compile:
-        raise CannotTraceError("compiled layers allocate what the compiler decides")
-    if strategy.offload is not Offload.NONE:
-        raise CannotTraceError("fake tensors cannot tell the card from the host it offloads to")
-    if strategy.weights.is_quantized and strategy.sharding.shards_weights:
-        raise CannotTraceError("packed weights cannot be cut into fake shards")
+    obstacle = find_obstacle(strategy)
+    if obstacle:
+        raise CannotTraceError(obstacle)

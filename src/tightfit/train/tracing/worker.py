@@ -10,12 +10,14 @@ import warnings
 from typing import TextIO
 
 from tightfit.core.errors import UserError
+from tightfit.core.with_parent import end_with_parent
 from tightfit.estimate.trace.ask import Answer
 from tightfit.train.tracing.job import TraceJob, needs_bitsandbytes
 
 
 def main() -> None:
     """Answer every line of standard input on what standard output was at the start."""
+    end_with_parent(int(sys.argv[1]))
     answers = _take_stdout()
     warnings.simplefilter("ignore")
     jobs = [TraceJob.model_validate(json.loads(line)) for line in sys.stdin]
@@ -55,7 +57,17 @@ def _answer(job: TraceJob) -> Answer:
         return Answer(problem=fault.problem.rstrip("."), remedy=fault.remedy)
     except Exception as fault:  # the closed form still stands: no fault of a library may end a plan
         first = (str(fault).strip().splitlines() or [""])[0]
-        return Answer(problem=f"{type(fault).__name__}: {first[:200]}")
+        return Answer(problem=_describe(type(fault).__name__, first[:200]))
+
+
+_VALUES_MISSING = ("DynamicOutputShapeException", "DataDependentOutputException")
+"""torch's, where an operation on fake tensors asks what only real values tell."""
+
+
+def _describe(kind: str, said: str) -> str:
+    if kind in _VALUES_MISSING:
+        return f"what {said or 'an operation'} allocates follows from values that a trace lacks"
+    return f"it failed with {kind} ({said})" if said else f"it failed with {kind}"
 
 
 def _take_stdout() -> TextIO:
