@@ -8,9 +8,10 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 TRAINING = chaos train_zero
 SERVING = serve_api browser generate
 TRACING = tracing
-HEAVY = $(TRAINING) $(SERVING) $(TRACING)
+CLUSTER = cluster
+HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(CLUSTER)
 
-.PHONY: help install demo test test-bare test-training test-serving test-tracing check bench format docs clean
+.PHONY: help install demo test test-bare test-training test-serving test-tracing test-cluster check bench format docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +41,9 @@ test-training: install  ## runs that are killed, starved and cut off, and ZeRO: 
 
 test-tracing: install  ## traces of many real models, strategies and shardings: minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(TRACING))
+
+test-cluster: install  ## a real Slurm of five nodes, hosts as namespaces: root, minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix tests/integration/,$(CLUSTER))
 
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py

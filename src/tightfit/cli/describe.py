@@ -61,7 +61,8 @@ def describe_how(strategy: Strategy, gpu: str | None = None, *, is_cpu: bool = F
     """The head of a plan's row: `LoRA r16, fp16, ddp on 4 GPUs`, or `on 4 x V100-SXM2-32GB`."""
     words = (describe_method(strategy), describe_precision(strategy), describe_sharding(strategy))
     if is_cpu and gpu is None:
-        return f"{', '.join(words)}, {count_of(strategy.world_size, 'process')}"
+        nodes = f" on {strategy.num_nodes} nodes" if strategy.num_nodes > 1 else ""
+        return f"{', '.join(words)}, {count_of(strategy.world_size, 'process')}{nodes}"
     gpus = describe_gpus(gpu, num_nodes=strategy.num_nodes, gpus_per_node=strategy.gpus_per_node)
     return f"{', '.join(words)} on {gpus}"
 

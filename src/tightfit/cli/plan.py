@@ -17,14 +17,16 @@ from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.hardware_choice import choose_cluster
 from tightfit.cli.job import read_job
 from tightfit.cli.json_output import show_json
+from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
 from tightfit.cli.output import announce
 from tightfit.cli.saved_plan import read_saved_plans, refuse_new_wishes
 from tightfit.cli.traced_plans import draw_traces, trace_search
 from tightfit.core.errors import DoesNotFitError, UsageError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import check_writable, write_atomic
 from tightfit.estimate.trace.result import TracedMemory
 from tightfit.hardware.types import Cluster
+from tightfit.planning.by_group import GroupBest
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
 
@@ -36,6 +38,8 @@ def plan(flags: PlanFlags) -> None:
     """Search, then show, save and draw."""
     if flags.chart is not None:
         check_chart_path(flags.chart)
+    if flags.save is not None:
+        check_writable(flags.save)
     saved = read_saved_plans(flags.job)
     if saved is not None:
         refuse_new_wishes(flags, saved.plans[0])
@@ -52,7 +56,7 @@ def plan(flags: PlanFlags) -> None:
     result = search(job.request, cluster, num_plans=flags.top)
     if not result.plans:
         _refuse(flags, result)
-    traced = trace_search(result, asked=flags.trace)
+    traced = trace_search(warn_of_missing(result), asked=flags.trace)
     _tell(flags, traced.result, cluster=cluster, traces=traced.traces)
 
 
@@ -94,6 +98,22 @@ def describe_result(result: SearchResult) -> dict[str, Any]:
         "plans": [found.model_dump(mode="json") for found in result.plans],
         "excluded": [exclusion.model_dump(mode="json") for exclusion in result.excluded],
         "considered": result.num_considered,
+        "groups": [_describe_group(best) for best in result.by_group],
+    }
+
+
+def _describe_group(best: GroupBest) -> dict[str, Any]:
+    """One of several groups: what is free of it, and its best plan."""
+    group = best.group
+    return {
+        "name": group.name,
+        "num_nodes": group.num_nodes,
+        "num_free_nodes": group.num_free_nodes,
+        "num_free_gpus": group.num_free_gpus,
+        "max_seconds": group.max_seconds,
+        "can_start_now": best.can_start_now,
+        "exceeds_limit": best.exceeds_limit,
+        "plan": None if best.plan is None else best.plan.model_dump(mode="json"),
     }
 
 

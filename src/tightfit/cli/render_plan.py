@@ -9,10 +9,12 @@ from rich.text import Text
 
 from tightfit.cli.describe import count_of, describe_how, describe_levers
 from tightfit.cli.harmless import harmless
+from tightfit.cli.missing import find_missing
 from tightfit.cli.network import note_network
 from tightfit.cli.notes import heading, plain, render_notes
-from tightfit.cli.order import explain_order
+from tightfit.cli.order import explain_order, explain_steps
 from tightfit.cli.render_estimate import VERDICT_STYLES
+from tightfit.cli.render_plan_groups import render_groups
 from tightfit.cli.screen import Column, make_table, render_gauge, show
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds, render_usd
 from tightfit.core.workload import DataProfile
@@ -20,6 +22,7 @@ from tightfit.estimate.result import StepTime, Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.plan import Exclusion, Plan
 from tightfit.planning.search import SearchResult
+from tightfit.planning.traced import TRACED
 
 BAR_WIDTH = 16
 NUM_CARDS = 6
@@ -47,10 +50,13 @@ def _render(
     yield ""
     yield _render_table(result.plans, is_one_group=len(cards) == 1)
     order = explain_order(result.plans)
-    if order is not None:
+    lines = [] if order is None else [order]
+    lines += explain_steps(result.plans)
+    if lines:
         yield ""
-        yield plain(order)
-    yield from render_notes("Why the first", best.why)
+        yield from (plain(line) for line in lines)
+    yield from render_groups(result.by_group, result.plans)
+    yield from render_notes(_name_reasons(best), best.why)
     yield ""
     yield plain(_describe_needs(best))
     assumed = tuple(dict.fromkeys(best.estimate.assumptions))
@@ -63,6 +69,12 @@ def _render(
         yield plain(f"A saved plan (tightfit {best.tightfit_version}); nothing was searched.")
     else:
         yield from _render_excluded(result, is_explained=is_explained)
+
+
+def _name_reasons(best: Plan) -> str:
+    """Levers are turned back by formula, whatever the plan's own figures stand on."""
+    is_traced = best.estimate.tier == TRACED
+    return "Why the first (differences by formula)" if is_traced else "Why the first"
 
 
 def describe_data(data: DataProfile) -> str:
@@ -123,12 +135,25 @@ def _render_table(plans: Sequence[Plan], *, is_one_group: bool) -> RenderableTyp
         Column(title="time" if has_data else "speed"),
         Column(title="cost"),
     )
+    has_traced = any(found.estimate.tier == TRACED for found in plans)
     rows = []
     for number, found in enumerate(plans, start=1):
         how = Text(_describe_place(found, is_one_group=is_one_group))
         how.append("\n" + describe_levers(found.strategy), style="dim")
-        rows.append((str(number), how, _memory_cell(found), _speed_cell(found), _cost_cell(found)))
+        for need in find_missing(found):
+            how.append(f"\nneeds: {need.command}", style="yellow")
+        memory = _memory_cell(found)
+        if has_traced:
+            memory.append("\n" + describe_tier(found), style="dim")
+        rows.append((str(number), how, memory, _speed_cell(found), _cost_cell(found)))
     return make_table(columns, rows, is_spaced=True)
+
+
+def describe_tier(found: Plan) -> str:
+    """What a row's figures stand on."""
+    if found.estimate.tier != TRACED:
+        return "by formula"
+    return "traced" if found.estimate.time.tier == TRACED else "memory traced"
 
 
 def _describe_place(found: Plan, *, is_one_group: bool) -> str:

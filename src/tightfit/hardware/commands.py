@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 
 from tightfit.core.errors import EnvironmentFaultError
+
+
+class CommandMissingError(EnvironmentFaultError):
+    """The command is not installed, so that another way may be tried."""
+
 
 RunCommand = Callable[[Sequence[str], float], str]
 """Arguments and seconds in, standard output out. Tests put recorded outputs in its place."""
@@ -32,7 +38,7 @@ def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
             check=False,
         )
     except FileNotFoundError as fault:
-        raise EnvironmentFaultError(
+        raise CommandMissingError(
             f"The command `{command}` is not on this machine.",
             remedy="run this where it is installed, or say the hardware in words: --on 4xV100-32GB",
         ) from fault
@@ -49,7 +55,7 @@ def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
     if done.returncode != 0:
         raise EnvironmentFaultError(
             f"`{command}` failed: {_last_line(done.stderr) or f'exit code {done.returncode}'}",
-            remedy=f"run by hand: {' '.join(arguments)}",
+            remedy=f"run by hand: {shlex.join(arguments)}",
         )
     return done.stdout.decode("utf-8", "replace")
 

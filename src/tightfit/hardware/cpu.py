@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ BF16_TIMES_FP32 = {"amx_bf16": 16.0, "avx512_bf16": 2.0, "bf16": 2.0}
 Source: Intel 64 optimization manual, chapter on AMX; Arm BFDOT."""
 ASSUMED_HZ = 2.0e9
 """Where neither the kernel nor psutil tells the clock."""
+ASSUMED_FLAG = "fma"
+"""Of a node that only its scheduler describes: x86 servers have AVX2 with it since 2013."""
 BYTES_PER_SECOND_PER_CORE = 15e9
 MOST_BYTES_PER_SECOND = 150e9
 """RAM: 11e9 copying and 18e9 adding on one core of a Xeon with AVX-512; two sockets of DDR4."""
@@ -143,6 +145,35 @@ def describe_cpu(machine: Machine, chip: CpuReading, *, num_processes: int = 1) 
         is_cpu=True,
         source="/proc/cpuinfo, psutil",
         notes=f"{chip.model}: cores x {clock} x {per_cycle:.0f} fp32 operations a cycle",
+    )
+
+
+def describe_cpu_node(
+    *, num_cores: int, memory_bytes: int, features: Sequence[str] = (), threads_per_core: int = 1
+) -> Gpu:
+    """A node's CPU, of which its scheduler tells cores and memory alone, as one process's device.
+
+    Hardware threads share a core's units: `num_cores` / `threads_per_core` count. The clock
+    is assumed, and AVX2, unless the node's features speak of more.
+    """
+    words = " ".join(features).casefold()
+    flag = "avx512f" if "avx512" in words or "amx" in words else ASSUMED_FLAG
+    cores = max(1, num_cores // max(1, threads_per_core))
+    per_cycle = FLOPS_PER_CYCLE[flag]
+    units = "AVX-512" if flag == "avx512f" else "AVX2"
+    return Gpu(
+        name=f"CPU, {_count_cores(cores)}",
+        marketing_gb=max(1.0, float(round(memory_bytes / GIB))),
+        memory_bytes=memory_bytes,
+        compute_capability=None,
+        peak_flops={"fp32": cores * ASSUMED_HZ * per_cycle},
+        memory_bytes_per_second=min(cores * BYTES_PER_SECOND_PER_CORE, MOST_BYTES_PER_SECOND),
+        pcie_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
+        supports_bf16=False,
+        is_cpu=True,
+        source="cores and memory as the cluster's scheduler tells them",
+        notes=f"assumed: {ASSUMED_HZ / 1e9:.2g} GHz, {units} "
+        f"({per_cycle:.0f} fp32 operations a cycle and core), no bf16 units",
     )
 
 

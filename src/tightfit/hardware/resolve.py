@@ -6,14 +6,16 @@ from pathlib import Path
 
 from tightfit.core.errors import UsageError
 from tightfit.hardware.cpu import probe_cpu, read_cpu_words
+from tightfit.hardware.inventory import Inventory
 from tightfit.hardware.types import Cluster
 from tightfit.hardware.words import EXAMPLES, parse_words
+
+_SCHEDULERS = ("slurm", "k8s", "kubernetes")
 
 
 def resolve_hardware(text: str) -> Cluster:
     """Find out what the text means and look there. Words are read where nothing else matches."""
     said = text.strip()
-    word, colon, partition = said.partition(":")
     if said.casefold() == "here":
         from tightfit.hardware.local import probe_here
 
@@ -21,16 +23,11 @@ def resolve_hardware(text: str) -> Cluster:
     num_processes = read_cpu_words(said)
     if num_processes is not None:
         return probe_cpu(num_processes)
-    if word.casefold() == "slurm":
-        from tightfit.hardware.slurm import probe_slurm
+    inventory = probe_inventory(said)
+    if inventory is not None:
+        from tightfit.hardware.plannable import plan_over
 
-        if colon and not partition.strip():
-            raise UsageError("`slurm:` names no partition.", remedy="--on slurm or --on slurm:NAME")
-        return probe_slurm(partition.strip() or None)
-    if said.casefold() in ("k8s", "kubernetes"):
-        from tightfit.hardware.kubernetes import probe_kubernetes
-
-        return probe_kubernetes()
+        return plan_over(inventory)
     if said.casefold().endswith((".yaml", ".yml")):
         from tightfit.hardware.cluster_file import read_cluster_file
 
@@ -41,3 +38,21 @@ def resolve_hardware(text: str) -> Cluster:
             remedy=f"--on here, --on cpu, --on slurm, --on k8s, or {EXAMPLES}",
         )
     return parse_words(said)
+
+
+def probe_inventory(text: str) -> Inventory | None:
+    """Every node of the scheduler that the text names; None where it names none."""
+    word, colon, pool = (part.strip() for part in text.strip().partition(":"))
+    if word.casefold() not in _SCHEDULERS:
+        return None
+    if colon and not pool:
+        raise UsageError(
+            f"`{word}:` names no part of it.", remedy=f"--on {word} or --on {word}:NAME"
+        )
+    if word.casefold() == "slurm":
+        from tightfit.hardware.slurm import probe_slurm_inventory
+
+        return probe_slurm_inventory(pool or None)
+    from tightfit.hardware.kubernetes import probe_kubernetes_inventory
+
+    return probe_kubernetes_inventory(pool or None)

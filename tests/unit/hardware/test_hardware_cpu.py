@@ -9,7 +9,14 @@ import pytest
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.units import GIB
-from tightfit.hardware.cpu import CpuReading, describe_cpu, probe_cpu, read_cpu, read_cpu_words
+from tightfit.hardware.cpu import (
+    CpuReading,
+    describe_cpu,
+    describe_cpu_node,
+    probe_cpu,
+    read_cpu,
+    read_cpu_words,
+)
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.resolve import resolve_hardware
 
@@ -84,3 +91,14 @@ def test_this_machine_can_be_named() -> None:
     assert group.node.num_gpus == 2
     assert group.node.gpu.is_cpu
     assert 0 < group.node.gpu.memory_bytes * 2 <= (group.node.host_memory_bytes or 0)
+
+
+def test_a_node_that_only_its_scheduler_describes() -> None:
+    node = describe_cpu_node(num_cores=64, memory_bytes=256 * GIB, threads_per_core=2)
+    assert node.name == "CPU, 32 cores"
+    assert node.memory_bytes == 256 * GIB
+    assert node.peak_flops == {"fp32": 32 * 2.0e9 * 32}
+    assert "assumed: 2 GHz, AVX2" in node.notes
+    told = describe_cpu_node(num_cores=32, memory_bytes=GIB, features=("icelake", "avx512"))
+    assert told.peak_flops["fp32"] == 2 * node.peak_flops["fp32"]
+    assert not told.supports_bf16

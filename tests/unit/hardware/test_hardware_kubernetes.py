@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,8 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.core.errors import EnvironmentFaultError, UserError
-from tightfit.hardware.kubernetes import build_cluster, parse_quantity, probe_kubernetes
+from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UserError
+from tightfit.hardware.inventory import NodeState
+from tightfit.hardware.kubernetes import (
+    build_inventory,
+    probe_kubernetes,
+    probe_kubernetes_inventory,
+)
+from tightfit.hardware.kubernetes_objects import parse_quantity
+from tightfit.hardware.plannable import plan_over
 from tightfit.hardware.types import Cluster, NodeGroup
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "hardware"
@@ -55,24 +63,68 @@ def test_a_cluster_of_many_kinds() -> None:
 
 def test_what_is_left_out_or_unusual_is_said() -> None:
     warnings = "\n".join(probe_kubernetes(run=_recorded()).warnings)
-    assert "volta-3 is left out: it is cordoned" in warnings
-    assert "volta-4 is left out: it is not ready" in warnings
+    assert "volta-3 (drained: it is cordoned)" in warnings
+    assert "volta-4 (down: it is not ready" in warnings
     assert "taint team" in warnings
     assert "nvidia.com/gpu" not in warnings, "that taint is customary"
     assert "4 pods share each GPU" in warnings
-    assert "without GPUs are left out (cpu-1)" in warnings
+    assert "1 node without GPUs not planned for: cpu-1" in warnings
+
+
+def test_every_node_is_in_the_inventory() -> None:
+    inventory = probe_kubernetes_inventory(run=_recorded())
+    seen = {node.name: node for node in inventory.nodes}
+    assert seen["volta-3"].state is NodeState.DRAINED
+    assert seen["volta-4"].state is NodeState.DOWN
+    assert seen["volta-4"].num_free_gpus == 0
+    assert seen["cpu-1"].kind == "CPU"
+    assert seen["cpu-1"].num_cores
+    for node in seen.values():
+        assert node.num_free_cores is not None
+        assert node.num_free_cores <= (node.num_cores or 0)
+
+
+def _cpu_node(name: str, *, taints: object = None) -> dict[str, object]:
+    return {
+        "metadata": {"name": name, "labels": {"pool": "plain"}},
+        "spec": {"taints": taints},
+        "status": {"allocatable": {"cpu": "15890m", "memory": "64Gi"}},
+    }
+
+
+def test_nodes_without_gpus_are_planned_as_cpus_where_there_is_nothing_else() -> None:
+    control = {"key": "node-role.kubernetes.io/control-plane", "effect": "NoSchedule"}
+    nodes = [_cpu_node("a"), _cpu_node("b"), _cpu_node("head", taints=[control])]
+    container = {"resources": {"requests": {"cpu": "12", "memory": "1Gi"}}}
+    sidecar = {"restartPolicy": "Always", "resources": {"requests": {"cpu": "1500m"}}}
+    spec = {"nodeName": "b", "containers": [container], "initContainers": [sidecar]}
+    inventory = build_inventory(nodes, [{"spec": spec, "status": {"phase": "Running"}}])
+    assert [node.num_free_cores for node in inventory.nodes] == [15, 2, 15]
+    cluster = plan_over(inventory)
+    (group,) = cluster.groups
+    assert (group.name, group.num_nodes, group.num_free_nodes) == ("plain", 2, 1)
+    assert group.node.gpu.is_cpu
+    assert group.node.num_cores == 15
+    assert any("head (drained: it is kept for the control" in note for note in cluster.warnings)
+
+
+def test_a_pool_by_its_name() -> None:
+    assert probe_kubernetes("t4-pool", run=_recorded()).num_gpus == 4
+    with pytest.raises(NotFoundError, match="t4-pool"):
+        probe_kubernetes("t4-pol", run=_recorded())
 
 
 def test_without_the_right_to_list_pods_free_is_unknown() -> None:
     cluster = probe_kubernetes(run=_recorded(may_list_pods=False))
     assert all(group.num_free_gpus is None for group in cluster.groups)
-    assert any("not known which GPUs are free" in warning for warning in cluster.warnings)
+    assert any("not known what is free" in warning for warning in cluster.warnings)
 
 
-def test_a_cluster_without_gpus_is_a_fault() -> None:
+def test_nodes_that_tell_nothing_are_a_fault() -> None:
     with pytest.raises(EnvironmentFaultError) as caught:
-        build_cluster([{"metadata": {"name": "cpu-1"}, "status": {}}], [])
-    assert "device plug-in" in caught.value.remedy
+        plan_over(build_inventory([{"metadata": {"name": "cpu-1"}, "status": {}}], []))
+    assert "cpu-1: the cluster tells no cores" in caught.value.problem
+    assert "--on k8s --each" in caught.value.remedy
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[]", "{}", "null", '{"items": 3}', "[" * 99999])
@@ -85,12 +137,16 @@ def test_missing_and_hanging_commands_are_faults(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EnvironmentFaultError, match="kubectl"):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(EnvironmentFaultError, match="No Kubernetes cluster is configured"):
+        probe_kubernetes()
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(EnvironmentFaultError, match="Neither is the Python client"):
         probe_kubernetes()
     script = tmp_path / "kubectl"
     script.write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     script.chmod(0o755)
-    monkeypatch.setattr("tightfit.hardware.kubernetes.TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("tightfit.hardware.kubernetes_lists.TIMEOUT_SECONDS", 0.2)
     with pytest.raises(EnvironmentFaultError, match="no answer"):
         probe_kubernetes()
 

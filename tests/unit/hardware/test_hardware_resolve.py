@@ -8,6 +8,7 @@ import pytest
 
 from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
 from tightfit.hardware import kubernetes, local, slurm
+from tightfit.hardware.inventory import ClusterNode, Devices, Inventory, NodeState, Pool
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster
 from tightfit.hardware.words import parse_words
@@ -20,12 +21,20 @@ def test_each_word_goes_to_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(arguments)
         return parse_words("T4")
 
+    def list_nodes(*arguments: object) -> Inventory:
+        asked.append(arguments)
+        card = Devices(kind="t4", label="t4", count=1, num_free=1)
+        node = ClusterNode(
+            name="n1", pools=("gpu",), devices=(card,), state=NodeState.IDLE, state_word="idle"
+        )
+        return Inventory(source="slurm", pools=(Pool(name="gpu"),), nodes=(node,))
+
     monkeypatch.setattr(local, "probe_here", answer)
-    monkeypatch.setattr(slurm, "probe_slurm", answer)
-    monkeypatch.setattr(kubernetes, "probe_kubernetes", answer)
-    for text in ("here", "HERE ", "slurm", "slurm:gpu", "k8s", "kubernetes"):
-        resolve_hardware(text)
-    assert asked == [(), (), (None,), ("gpu",), (), ()]
+    monkeypatch.setattr(slurm, "probe_slurm_inventory", list_nodes)
+    monkeypatch.setattr(kubernetes, "probe_kubernetes_inventory", list_nodes)
+    for text in ("here", "HERE ", "slurm", "slurm:gpu", "k8s", "kubernetes:big"):
+        assert resolve_hardware(text).num_gpus == 1
+    assert asked == [(), (), (None,), ("gpu",), (None,), ("big",)]
 
 
 def test_words_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +50,9 @@ def test_words_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nothing_is_refused() -> None:
     with pytest.raises(UsageError):
         resolve_hardware("  ")
-    with pytest.raises(UsageError):
-        resolve_hardware("slurm:")
+    for text in ("slurm:", "k8s: "):
+        with pytest.raises(UsageError):
+            resolve_hardware(text)
 
 
 def test_a_probe_without_its_command_is_one_message(

@@ -11,14 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UserError
-from tightfit.hardware.slurm import (
+from tightfit.hardware.inventory import Inventory, NodeState, count_totals, list_rows
+from tightfit.hardware.plannable import plan_over
+from tightfit.hardware.slurm import build_inventory, probe_slurm, probe_slurm_inventory
+from tightfit.hardware.slurm_text import (
+    ALL_PARTITIONS,
     NODES_COMMAND,
     Gres,
-    build_cluster,
+    count_shared,
+    parse_details,
     parse_gres,
     parse_nodes,
-    parse_used,
-    probe_slurm,
+    read_state,
 )
 from tightfit.hardware.types import Cluster, NodeGroup
 
@@ -28,7 +32,8 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "hardware"
 def _run_recorded(name: str) -> object:
     def run(arguments: Sequence[str], timeout_seconds: float) -> str:
         assert 0 < timeout_seconds <= 60
-        kind = "nodes" if tuple(arguments) == NODES_COMMAND else "used"
+        is_of_nodes = tuple(arguments[: len(NODES_COMMAND)]) == NODES_COMMAND
+        kind = "nodes" if is_of_nodes else "used"
         path = GOLDEN / f"{name}.{kind}.txt"
         if not path.exists():
             raise EnvironmentFaultError("no such option", remedy="none")
@@ -39,6 +44,10 @@ def _run_recorded(name: str) -> object:
 
 def _probe(name: str, partition: str | None = None) -> Cluster:
     return probe_slurm(partition, run=_run_recorded(name))  # type: ignore[arg-type]
+
+
+def _inventory(name: str, partition: str | None = None) -> Inventory:
+    return probe_slurm_inventory(partition, run=_run_recorded(name))  # type: ignore[arg-type]
 
 
 def _groups(cluster: Cluster) -> dict[str, NodeGroup]:
@@ -59,7 +68,7 @@ def test_a_real_cluster_of_many_kinds() -> None:
         "debug": ("Tesla T4", 6, 1, 4),
         "odd/4xgpu": ("A40", 4, 1, 4),
         "odd/2xtesla": ("Tesla V100-SXM2-16GB", 2, 1, 0),
-        "odd/7xa100_1g.5gb": ("A100-SXM4-40GB MIG 1g.5gb", 1, 1, 4),
+        "odd/1xa100_1g.5gb": ("A100-SXM4-40GB MIG 1g.5gb", 1, 1, 4),
     }
     assert groups["long"].max_seconds is None
     assert groups["debug"].max_seconds == 30 * 60
@@ -71,8 +80,8 @@ def test_a_real_cluster_of_many_kinds() -> None:
 
 def test_what_is_left_out_is_said() -> None:
     warnings = "\n".join(_probe("slurm_22_05_mixed").warnings)
-    assert "cpu01 without GPUs" in warnings
-    assert "gpu02 (idle*), gpu03 (drain)" in warnings
+    assert "1 node without GPUs not planned for: cpu01 (--on slurm:cpu plans" in warnings
+    assert "gpu02 (idle*: it does not answer), gpu03 (drain)" in warnings
     assert "Partition closed takes no jobs" in warnings
     assert "A40 by the feature `a40`" in warnings
     assert "MIG slice" in warnings
@@ -99,10 +108,15 @@ def test_an_unknown_partition_gets_near_names() -> None:
     assert "debug" in caught.value.remedy
 
 
-def test_a_partition_without_gpus_is_a_fault_that_says_so() -> None:
-    with pytest.raises(EnvironmentFaultError) as caught:
-        _probe("slurm_22_05_mixed", "cpu")
-    assert "cpu01 without GPUs" in caught.value.problem
+def test_a_partition_without_gpus_is_planned_as_cpus() -> None:
+    cluster = _probe("slurm_22_05_mixed", "cpu")
+    (group,) = cluster.groups
+    assert (group.name, group.num_nodes, group.num_free_nodes) == ("cpu", 1, 1)
+    assert group.max_seconds == 3600
+    assert group.node.gpu.is_cpu
+    assert group.node.gpu.memory_bytes == group.node.host_memory_bytes == 192_000 * 2**20
+    assert group.node.gpu.peak_flops == {"fp32": 4 * 2.0e9 * 32}
+    assert any("assumed: 2 GHz, AVX2" in warning for warning in cluster.warnings)
 
 
 def test_documented_forms_and_states() -> None:
@@ -155,7 +169,7 @@ def test_a_line_of_another_shape_is_a_fault_with_the_command_to_try() -> None:
 
 def test_an_empty_cluster_is_a_fault() -> None:
     with pytest.raises(EnvironmentFaultError):
-        build_cluster(parse_nodes(""), used={})
+        build_inventory(parse_nodes(""), details={})
 
 
 def test_a_missing_command_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,6 +203,174 @@ def test_the_users_own_format_does_not_leak_in(
     assert probe_slurm("long").num_gpus == 4
 
 
+def test_every_node_is_in_the_inventory_once() -> None:
+    inventory = _inventory("slurm_22_05_lab")
+    seen = {
+        node.name: (node.pools, node.state, node.num_free_gpus, node.num_free_cores, node.reason)
+        for node in inventory.nodes
+    }
+    assert seen == {
+        "big01": (("gpu", "low"), NodeState.MIXED, 1, 3, ""),
+        "cpu01": (("cpu", "low"), NodeState.MIXED, 0, 1, ""),
+        "cpu02": (("cpu", "low"), NodeState.DRAINED, 0, 0, "bad fan, ask Eva"),
+        "gpu01": (("gpu", "low"), NodeState.MIXED, 0, 3, ""),
+        "gpu02": (("gpu", "low"), NodeState.DOWN, 0, 0, "Not responding"),
+    }
+    totals = count_totals(inventory)
+    assert (totals.num_nodes, totals.num_gpus, totals.num_free_gpus) == (5, 4, 1)
+    assert (totals.num_cores, totals.num_free_cores) == (20, 7)
+    assert totals.memory_bytes == 5 * 16_000 * 2**20
+
+
+def test_rows_are_by_partition_and_kind() -> None:
+    rows = {
+        (row.pool.name, row.kind): (len(row.nodes), row.num_free_nodes, row.num_free_gpus)
+        for row in list_rows(_inventory("slurm_22_05_lab"))
+    }
+    assert rows == {
+        ("cpu", "CPU"): (2, 0, 0),
+        ("gpu", "1 x Tesla V100-PCIE-32GB"): (2, 0, 0),
+        ("gpu", "2 x A100-SXM4-40GB"): (1, 0, 1),
+        ("low", "1 x Tesla V100-PCIE-32GB"): (2, 0, 0),
+        ("low", "2 x A100-SXM4-40GB"): (1, 0, 1),
+        ("low", "CPU"): (2, 0, 0),
+    }
+
+
+def test_a_partition_of_the_inventory_alone() -> None:
+    inventory = _inventory("slurm_22_05_lab", "gpu")
+    assert [node.name for node in inventory.nodes] == ["big01", "gpu01", "gpu02"]
+    assert {row.pool.name for row in list_rows(inventory)} == {"gpu"}
+
+
+def test_a_closed_partition_has_nothing_free() -> None:
+    rows = [r for r in list_rows(_inventory("slurm_22_05_mixed")) if r.pool.name == "closed"]
+    assert rows
+    assert all(row.num_free_gpus == 0 and row.num_free_nodes == 0 for row in rows)
+
+
+def test_a_hidden_partition_is_found_by_its_name() -> None:
+    shown = "n1|open|up|gpu:t4:2|64000|8|idle|infinite|0|(null)\n"
+    hidden = "n2|secret|up|gpu:a100:4|64000|8|idle|infinite|0|(null)\n"
+
+    def run(arguments: Sequence[str], _seconds: float) -> str:
+        is_all = ALL_PARTITIONS in arguments
+        if tuple(arguments[: len(NODES_COMMAND)]) != NODES_COMMAND:
+            return ""
+        return shown + (hidden if is_all else "")
+
+    assert [group.name for group in probe_slurm(run=run).groups] == ["open"]
+    assert probe_slurm("secret", run=run).num_gpus == 4
+    with pytest.raises(NotFoundError, match="`secret`"):
+        probe_slurm("secre", run=lambda arguments, _s: run([*arguments, ALL_PARTITIONS], 1.0))
+
+
+NODE = "n1|p|up|{gres}|64000|{cores}|{state}|infinite|0|{features}\n"
+
+
+def _one(*, gres: str, used: str = "", state: str = "mix", cores: str = "") -> Inventory:
+    details = f"{'n1':64}{used:256}{'0':24}{cores:40}{'2:16:2':24}{'none':200}"
+    line = NODE.format(gres=gres, cores=64, state=state, features="(null)")
+    return build_inventory(parse_nodes(line), details=parse_details(details))
+
+
+@pytest.mark.parametrize(
+    ("gres", "used", "free"),
+    [
+        ("gpu:a100:4(S:0-1)", "gpu:a100:2(IDX:0-1)", 2),
+        ("gpu:a100:4", "gpu:a100:3(IDX:0,2-3)", 1),
+        ("gpu:4", "gpu:(null):1(IDX:2)", 3),
+        ("gpu:4", "gpu:a100:1(IDX:2)", 3),
+        ("gpu:a100:4", "gpu:2(IDX:0-1)", 2),
+        ("gpu:a100:no_consume:4", "gpu:a100:0(IDX:N/A)", 4),
+        ("gpu:a100:2,shard:a100:16", "gpu:a100:0(IDX:N/A),shard:a100:3(3/8,0/8)", 1),
+        ("gpu:a100:2,shard:16", "gpu:a100:0(IDX:N/A),shard:16(8/8,8/8)", 0),
+        ("gpu:t4:2,gpu:a100:2", "gpu:t4:2(IDX:0-1),gpu:a100:1(IDX:2)", 1),
+        ("gpu:a100_1g.5gb:7", "gpu:a100_1g.5gb:2(IDX:0-1)", 5),
+        ("gpu:a100:4", "gpu:a100:2(IDX:0-", 2),
+    ],
+)
+def test_free_gpus_by_the_forms_of_use(gres: str, used: str, free: int) -> None:
+    assert _one(gres=gres, used=used).nodes[0].num_free_gpus == free
+
+
+def test_a_gpu_without_a_free_core_beside_it_is_not_free() -> None:
+    inventory = _one(gres="gpu:a100:4", used="gpu:a100:1(IDX:0)", cores="64/0/0/64")
+    assert inventory.nodes[0].num_free_gpus == 0
+
+
+def test_threads_are_not_cores() -> None:
+    (group,) = plan_over(_one(gres="(null)", state="idle", cores="0/64/0/64")).groups
+    assert group.node.num_cores == 64
+    assert group.node.gpu.name == "CPU, 32 cores", "two threads each"
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        ("idle", NodeState.IDLE),
+        ("idle~", NodeState.IDLE),
+        ("idle*", NodeState.DOWN),
+        ("idle-", NodeState.RESERVED),
+        ("idle$", NodeState.RESERVED),
+        ("maint", NodeState.RESERVED),
+        ("resv", NodeState.RESERVED),
+        ("plnd", NodeState.RESERVED),
+        ("pow_dn", NodeState.RESERVED),
+        ("mix", NodeState.MIXED),
+        ("mix-", NodeState.MIXED),
+        ("alloc", NodeState.ALLOCATED),
+        ("comp", NodeState.ALLOCATED),
+        ("drain", NodeState.DRAINED),
+        ("drain*", NodeState.DRAINED),
+        ("drng@", NodeState.DRAINED),
+        ("down", NodeState.DOWN),
+        ("down*", NodeState.DOWN),
+        ("inval", NodeState.DOWN),
+        ("futr", NodeState.DOWN),
+    ],
+)
+def test_states(word: str, state: NodeState) -> None:
+    assert read_state(word) is state
+
+
+def test_shards_of_several_cards() -> None:
+    assert count_shared("gpu:a100:0,shard:a100:3(3/8,0/8,1/8)") == 2
+    assert count_shared("gpu:a100:2(IDX:0-1)") == 0
+
+
+def test_one_word_for_two_cards_is_two_groups() -> None:
+    lines = [
+        NODE.format(gres="gpu:2", cores=8, state="idle", features=card).replace("n1", f"n{card}")
+        for card in ("a40", "t4")
+    ]
+    groups = plan_over(build_inventory(parse_nodes("".join(lines)), details={})).groups
+    assert [group.name for group in groups] == ["p/2xA40", "p/2xTesla T4"]
+
+
+def test_cpu_nodes_of_other_sizes_are_other_groups() -> None:
+    sizes = ((64, 256_000), (64, 257_000), (64, 1_024_000), (128, 256_000))
+    lines = [
+        f"n{number}|p|up|(null)|{memory}|{cores}|idle|infinite|0|(null)"
+        for number, (cores, memory) in enumerate(sizes)
+    ]
+    groups = plan_over(build_inventory(parse_nodes("\n".join(lines)), details=None)).groups
+    assert {group.name: group.num_nodes for group in groups} == {
+        "p/64-cores-250GiB": 2,
+        "p/64-cores-1000GiB": 1,
+        "p/128-cores": 1,
+    }
+
+
+def test_gpus_that_are_all_down_are_a_fault_and_no_cpus() -> None:
+    lines = "g1|p|up|gpu:t4:2|64000|8|down*|infinite|0|(null)\n" + NODE.format(
+        gres="(null)", cores=8, state="idle", features="(null)"
+    )
+    with pytest.raises(EnvironmentFaultError, match="no GPU node that can be planned for") as fault:
+        plan_over(build_inventory(parse_nodes(lines), details=None))
+    assert "g1 (down*: it does not answer)" in fault.value.problem
+
+
 _FIELD = st.text(st.characters(exclude_characters="\n\r|", exclude_categories=["Cs"]))
 _LINES = st.lists(st.lists(_FIELD, min_size=10, max_size=10).map("|".join), max_size=3)
 
@@ -197,4 +379,4 @@ _LINES = st.lists(st.lists(_FIELD, min_size=10, max_size=10).map("|".join), max_
 def test_any_lines_give_a_cluster_or_one_fault(lines: list[str]) -> None:
     text = "\n".join(lines)
     with contextlib.suppress(UserError):
-        build_cluster(parse_nodes(text), used=parse_used(text))
+        plan_over(build_inventory(parse_nodes(text), details=parse_details(text)))

@@ -16,7 +16,8 @@ Examples:
   tightfit hardware a100                  those whose name contains a word
   tightfit hardware T4                    one card, each number with its source
   tightfit hardware --on here             this machine
-  tightfit hardware --on slurm:gpu        one Slurm partition
+  tightfit hardware --on slurm            a Slurm cluster: partitions, what is free, what is down
+  tightfit hardware --on slurm:gpu --each every node of one partition
   tightfit hardware --on '6xT4 + 2xRTX-6000' --json
 """
 
@@ -25,7 +26,8 @@ Examples:
 class HardwareFlags:
     """List, search or show GPUs, or a cluster with --on.
 
-    With --on, shows a machine or cluster as tightfit understands it.
+    With --on, shows a machine or cluster as tightfit understands it; of Slurm and Kubernetes
+    also what is free now, and why some nodes take no jobs.
     """
 
     name: Annotated[
@@ -39,4 +41,8 @@ class HardwareFlags:
         ),
     ] = None
     on: On = None
+    each: Annotated[
+        bool,
+        typer.Option("--each", help="With --on slurm or k8s: every node, not only the kinds."),
+    ] = False
     as_json: Json = False
