@@ -53,7 +53,8 @@ def probe_is_here(endpoint: str) -> bool | None:
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return None
+        # A pod starts before the cluster's name service knows it, and knows itself already.
+        return True if host.partition(".")[0] == socket.gethostname() else None
     return any(_is_own(family, address) for family, _, _, _, address in found)
 
 

@@ -1,0 +1,124 @@
+"""`tightfit preflight`: are the nodes of a job, and the ways between them, as it needs them?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import typer
+
+from tightfit.cli.flags.preflight import MAX_NODES, PreflightFlags
+from tightfit.cli.harmless import harmless, shorten
+from tightfit.cli.json_output import show_json
+from tightfit.cli.output import write_err
+from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.launch.nodes import NODES_VARIABLE, expand_nodes, node_prefix
+from tightfit.launch.preflight.allocation import Allocation, allocation_command
+from tightfit.launch.preflight.gather import Request
+from tightfit.launch.preflight.run import plan_start, run_preflight
+from tightfit.launch.rendezvous import DEFAULT_PORT
+from tightfit.launch.site import Site, read_site
+
+DEFAULT_NUM_NODES = 2
+SALLOC_FAILED = 1
+"""salloc's own code; otherwise it hands on that of the command."""
+
+
+def preflight(flags: PreflightFlags) -> None:
+    """Ask the nodes, tell what is wrong; the exit code tells the worst."""
+    site = read_site()
+    if flags.on is not None:
+        _run_in_allocation(flags, site)
+        return
+    for name, value in (("--num-nodes", flags.num_nodes), ("--gpus-per-node", flags.gpus_per_node)):
+        if value is not None:
+            raise UsageError(
+                f"{name} is for nodes that Slurm is asked for.",
+                remedy=f"tightfit preflight --on slurm:PARTITION {name} {value}",
+            )
+    nodes = _read_nodes(flags, os.environ)
+    request = Request(
+        nodes=nodes,
+        start=plan_start(site, flags.run_with or node_prefix(site, os.environ)),
+        port=flags.port or DEFAULT_PORT,
+        interface=flags.interface or site.interface,
+        shared=flags.shared or site.runs,
+    )
+    report = run_preflight(request, _tell)
+    if flags.as_json:
+        show_json(report.model_dump(mode="json"))
+    else:
+        from tightfit.cli.render_preflight import show_preflight
+
+        show_preflight(report)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
+
+
+def _tell(what: str) -> None:
+    write_err(f"preflight: {harmless(what)}\n")
+
+
+def _read_nodes(flags: PreflightFlags, environ: Mapping[str, str]) -> tuple[str, ...]:
+    text = flags.nodes or environ.get(NODES_VARIABLE)
+    if not text:
+        raise UsageError(
+            "No nodes are named, and this is no Slurm job.",
+            remedy="tightfit preflight --nodes a,b    or --on slurm:PARTITION --num-nodes 2",
+        )
+    nodes = expand_nodes(text)
+    if len(nodes) > MAX_NODES:
+        raise UsageError(
+            f"`--nodes {shorten(text)}` names {len(nodes)} nodes; {MAX_NODES} are checked at most.",
+            remedy="check a part of them, such as the nodes of one job",
+        )
+    return nodes
+
+
+def _run_in_allocation(flags: PreflightFlags, site: Site) -> None:
+    kind, _, partition = (flags.on or "").partition(":")
+    if kind != "slurm":
+        raise UsageError(
+            f"`--on {shorten(flags.on or '')}`: preflight takes nodes from Slurm alone.",
+            remedy="--on slurm:PARTITION, or name the nodes: --nodes a,b",
+        )
+    if flags.nodes is not None:
+        raise UsageError(
+            "--nodes and --on both say which nodes.",
+            remedy=f"tightfit preflight --on {flags.on} --num-nodes 2",
+        )
+    wanted = Allocation(
+        partition=partition or None,
+        num_nodes=flags.num_nodes or DEFAULT_NUM_NODES,
+        gpus_per_node=flags.gpus_per_node or 0,
+    )
+    command = allocation_command(wanted, _own_command(flags), site)
+    _tell(f"asking Slurm for {wanted.num_nodes} nodes (Ctrl-C gives up waiting)")
+    try:
+        code = subprocess.call(command)
+    except OSError as fault:
+        raise EnvironmentFaultError(
+            f"`salloc` does not start: {fault.strerror or fault}.",
+            remedy="run this where Slurm's commands are, or name the nodes: --nodes a,b",
+        ) from fault
+    if code == SALLOC_FAILED:
+        raise EnvironmentFaultError(
+            f"Slurm gave no {wanted.num_nodes} nodes; salloc says why above.",
+            remedy="tightfit hardware --on slurm    (what there is)",
+        )
+    if code:
+        raise typer.Exit(code)
+
+
+def _own_command(flags: PreflightFlags) -> list[str]:
+    given = {
+        "--run-with": flags.run_with,
+        "--interface": flags.interface,
+        "--port": flags.port,
+        "--shared": flags.shared,
+    }
+    words = [word for name, value in given.items() if value for word in (name, str(value))]
+    own = [sys.executable, "-m", "tightfit", "preflight", *words]
+    return [*own, "--json"] if flags.as_json else own

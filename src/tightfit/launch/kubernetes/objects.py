@@ -1,0 +1,152 @@
+"""Service, Job and ConfigMap around the pods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tightfit.core.errors import (
+    CheckFailedError,
+    DivergedError,
+    DoesNotFitError,
+    EnvironmentFaultError,
+    InvalidInputError,
+    NotFoundError,
+)
+from tightfit.core.units import MIB, render_bytes
+from tightfit.launch.exits import EXIT_REQUEUE
+from tightfit.launch.kubernetes.names import label_job
+from tightfit.launch.kubernetes.pod import (
+    Document,
+    Model,
+    Task,
+    build_pod_template,
+    load_client,
+    to_document,
+)
+from tightfit.launch.rendezvous import DEFAULT_PORT
+from tightfit.launch.site import Site
+
+JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+RETRIES_PER_POD = 5
+"""With pauses of 10 s, 20 s, 40 s and so on: longer than a file server keeps a dead pod's lock."""
+KEEP_SECONDS = 86_400
+"""How long a Job that is over can be looked at."""
+MAX_CONFIG_BYTES = MIB
+"""Of a ConfigMap's data. Source: kubernetes.io/docs/concepts/configuration/configmap."""
+
+FINAL_CODES = tuple(
+    sorted(
+        kind.exit_code
+        for kind in (
+            NotFoundError,
+            InvalidInputError,
+            DoesNotFitError,
+            EnvironmentFaultError,
+            DivergedError,
+            CheckFailedError,
+        )
+    )
+)
+"""Exit codes that no restart cures. Not 2, with which a pod ends that finds the run folder locked
+by one before it."""
+
+
+def build_service(name: str, *, namespace: str, port: int = DEFAULT_PORT) -> Document:
+    """Headless, so that each pod has a name of its own, and has it before it is ready."""
+    k8s = load_client()
+    service = k8s.V1Service(
+        api_version="v1",
+        kind="Service",
+        metadata=k8s.V1ObjectMeta(name=name, namespace=namespace, labels=label_job(name)),
+        spec=k8s.V1ServiceSpec(
+            cluster_ip="None",
+            publish_not_ready_addresses=True,
+            selector={JOB_NAME_LABEL: name},
+            ports=[k8s.V1ServicePort(name="rendezvous", port=port)],
+        ),
+    )
+    return to_document(service)
+
+
+def build_job(
+    task: Task,
+    site: Site,
+    *,
+    num_pods: int,
+    is_group: bool,
+    can_restart: bool = True,
+    annotations: Mapping[str, str],
+) -> Document:
+    """An Indexed Job: each pod has a number that outlives it.
+
+    `is_group`: the pods are one job, found by name, which is lost with any of them. Otherwise
+    they are independent, and the others go on where one has failed for good.
+    """
+    k8s, ours = load_client(), site.kubernetes
+    labels = label_job(task.name)
+    if ours.queue is not None:
+        labels[QUEUE_LABEL] = ours.queue
+    is_meeting = is_group and num_pods > 1
+    spec = k8s.V1JobSpec(
+        completion_mode="Indexed",
+        completions=num_pods,
+        parallelism=num_pods,
+        backoff_limit_per_index=RETRIES_PER_POD if can_restart else 0,
+        max_failed_indexes=0 if is_group else None,
+        pod_failure_policy=_failure_policy(is_group=is_group) if can_restart else None,
+        pod_replacement_policy="Failed",  # two pods of one number would undo each other's work
+        ttl_seconds_after_finished=KEEP_SECONDS,
+        template=build_pod_template(task, site, subdomain=task.name if is_meeting else None),
+    )
+    job = k8s.V1Job(
+        api_version="batch/v1",
+        kind="Job",
+        metadata=k8s.V1ObjectMeta(
+            name=task.name,
+            namespace=ours.namespace,
+            labels=labels,
+            annotations=dict(annotations) or None,
+        ),
+        spec=spec,
+    )
+    return to_document(job)
+
+
+def _failure_policy(*, is_group: bool) -> Model:
+    """A pod that was preempted or drained is no failure, nor is one that saved as it was asked:
+    where one pod of a job is preempted, the others save and stop with it. A fault of the job's
+    own ends it at once; of independent workers only the one that has it, whose node may be why.
+    """
+    k8s = load_client()
+
+    def on_codes(action: str, codes: Sequence[int]) -> Model:
+        values = k8s.V1PodFailurePolicyOnExitCodesRequirement(operator="In", values=list(codes))
+        return k8s.V1PodFailurePolicyRule(action=action, on_exit_codes=values)
+
+    disrupted = k8s.V1PodFailurePolicyOnPodConditionsPattern(type="DisruptionTarget", status="True")
+    return k8s.V1PodFailurePolicy(
+        rules=[
+            k8s.V1PodFailurePolicyRule(action="Ignore", on_pod_conditions=[disrupted]),
+            on_codes("Ignore", [EXIT_REQUEUE]),
+            on_codes("FailJob" if is_group else "FailIndex", FINAL_CODES),
+        ]
+    )
+
+
+def build_config_map(name: str, files: dict[str, str], *, namespace: str) -> Document:
+    """Small files that travel with the job."""
+    size = sum(len(key.encode()) + len(text.encode()) for key, text in files.items())
+    if size > MAX_CONFIG_BYTES:
+        raise InvalidInputError(
+            f"The plan has {render_bytes(size)}; a ConfigMap holds {render_bytes(MIB)}.",
+            remedy="keep the run folder on a volume that this machine sees: `local:` in site.yaml",
+        )
+    k8s = load_client()
+    config = k8s.V1ConfigMap(
+        api_version="v1",
+        kind="ConfigMap",
+        metadata=k8s.V1ObjectMeta(name=name, namespace=namespace, labels=label_job(name)),
+        data=dict(files),
+    )
+    return to_document(config)

@@ -1,0 +1,372 @@
+"""Hosts as namespaces: all right passes with figures, and each planted fault is named in time."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from namespaces import DEVICE, Hosts, list_processes, open_hosts
+
+sys.path.append(str(Path(__file__).parents[1] / "chaos"))
+from chaos_jobs import Job, kill_tree, make_data, make_model
+
+pytest_plugins = ("slurm_lab",)
+
+PORT = 29_544
+MOST_SECONDS = 60.0
+THIS = "tests/integration/cluster/test_cluster_preflight.py"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with open_hosts(tmp_path / "hosts", "a", "b", test_file=THIS) as made:
+        yield made
+
+
+class Told:
+    """A finished preflight: its document, its exit code, its time."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str], seconds: float) -> None:
+        self.seconds = seconds
+        self.code = done.returncode
+        assert done.stdout, done.stderr
+        self.report: dict[str, Any] = json.loads(done.stdout)
+
+    def of(self, area: str, *statuses: str) -> list[dict[str, Any]]:
+        found = [f for f in self.report["findings"] if f["area"] == area]
+        return [f for f in found if not statuses or f["status"] in statuses]
+
+    def faults(self) -> list[tuple[str, str]]:
+        return [(f["area"], f["detail"]) for f in self.report["findings"] if f["status"] == "fault"]
+
+
+def preflight(hosts: Hosts, *options: str, nodes: str = "a,b") -> Told:
+    words = ["preflight", "--nodes", nodes, "--run-with", hosts.prefix, "--port", str(PORT)]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "tightfit", *words, *options, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    told = Told(done, time.monotonic() - begin)
+    for finding in told.report["findings"]:
+        assert finding["remedy"] or finding["status"] in ("ok", "info"), finding
+    assert told.seconds < MOST_SECONDS
+    return told
+
+
+def only_fault(told: Told, area: str) -> str:
+    """The detail of the one fault there is."""
+    assert told.code == 6
+    assert [found for found, _ in told.faults()] == [area], told.faults()
+    return told.faults()[0][1]
+
+
+def test_all_is_right(hosts: Hosts, tmp_path: Path) -> None:
+    told = preflight(hosts, "--shared", str(tmp_path))
+
+    assert told.code == 0
+    assert told.faults() == []
+    areas = {finding["area"] for finding in told.report["findings"]}
+    assert areas >= {"nodes", "versions", "clock", "names", "interface", "port", "network",
+                     "bandwidth", "folder", "gpu", "machine"}  # fmt: skip
+    links = {(link["source"], link["target"]): link for link in told.report["links"]}
+    assert set(links) == {("a", "b"), ("b", "a")}
+    for link in links.values():
+        assert link["bytes_per_second"] > 1e6
+        assert 0 < link["rtt_seconds"] < 0.5
+        assert link["lost_fraction"] < 0.05
+    assert told.report["all_reduce"]["backend"] == "gloo"
+    assert told.report["all_reduce"]["bus_bytes_per_second"] > 1e6
+    assert not list(tmp_path.glob(".tightfit-preflight*"))
+    assert told.report["nodes"][1]["options"] == [
+        "--nodes", "2", "--rendezvous", f"{hosts.first_address}:{PORT}", "--node-rank", "1",
+        "--local-addr", hosts["b"].address, "--interface", DEVICE,
+    ]  # fmt: skip
+
+
+def test_a_port_that_is_taken(hosts: Hosts) -> None:
+    code = f"import socket,time; s=socket.create_server(('',{PORT})); print(flush=True); s.accept()"
+    holder = hosts.start("a", [sys.executable, "-c", code])
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    detail = only_fault(preflight(hosts), "port")
+
+    assert f"pid {holder.pid}" in detail
+
+
+def test_a_port_that_is_filtered(hosts: Hosts) -> None:
+    hosts.swallow_port("a", PORT)
+    detail = only_fault(preflight(hosts), "port")
+
+    assert f"from b to port {PORT} of a" in detail
+    assert "without a word" in detail
+
+
+@pytest.mark.parametrize("device", ["ib7", "v0"])
+def test_a_wrong_interface(hosts: Hosts, device: str) -> None:
+    """One that is not there, and one that is up with an address but leads nowhere."""
+    for name in "a", "b":
+        address = f"10.5.0.{hosts[name].rank + 1}/24"
+        hosts.do(name, "ip link add v0 type veth peer name v1", f"ip addr add {address} dev v0",
+                 "ip link set v1 up", "ip link set v0 up")  # fmt: skip
+    told = preflight(hosts, "--interface", device)
+
+    assert device in only_fault(told, "interface")
+    assert f"--interface {DEVICE}" in told.of("interface", "fault")[0]["remedy"]
+    assert told.report["nodes"][0]["interface"] == DEVICE
+    assert told.report["all_reduce"]["bus_bytes_per_second"] > 1e6
+
+
+def test_an_interface_that_is_down(hosts: Hosts) -> None:
+    hosts.do("b", "ip link add v0 type veth peer name v1")
+    hosts.do("a", "ip link add v0 type veth peer name v1")
+    detail = only_fault(preflight(hosts, "--interface", "v0"), "interface")
+
+    assert "v0 of b is down" in detail
+
+
+def test_a_name_that_one_node_does_not_know(hosts: Hosts) -> None:
+    hosts.name_everyone("a", without=["b"])
+    told = preflight(hosts)
+
+    assert "cannot resolve b" in only_fault(told, "names")
+    assert f"{hosts['b'].address} b" in told.of("names", "fault")[0]["remedy"]
+    assert told.report["all_reduce"]["fault"] is None
+
+
+def test_a_name_that_stands_for_another(hosts: Hosts) -> None:
+    hosts.name_everyone("b", without=["a"], lines="10.231.9.77 a\n")
+
+    assert "10.231.9.77, which is not a's address" in only_fault(preflight(hosts), "names")
+
+
+def test_own_names_as_debian_has_them(hosts: Hosts) -> None:
+    """127.0.1.1 for oneself on one node, nothing at all on the other."""
+    hosts.name_everyone("a", without=["a"], lines="127.0.1.1 a\n")
+    hosts.name_everyone("b", without=["b"])
+    told = preflight(hosts)
+
+    assert told.code == 0
+    details = [finding["detail"] for finding in told.of("names", "warning")]
+    assert any("its own name a stands for 127.0.1.1" in detail for detail in details)
+    assert any("cannot resolve its own name b" in detail for detail in details)
+
+
+def test_a_resolver_that_does_not_answer(hosts: Hosts) -> None:
+    hosts.write_file("b", "/etc/resolv.conf", "nameserver 10.231.9.99\n")
+    hosts.write_file("b", "/etc/hosts", "127.0.0.1 localhost\n")
+    told = preflight(hosts)
+
+    assert told.code == 6
+    details = [finding["detail"] for finding in told.of("names")]
+    assert any("looking up" in detail or "no answer at all" in detail for detail in details)
+
+
+def test_one_way_everything_is_lost(hosts: Hosts) -> None:
+    hosts.swallow_ip("a")
+    detail = only_fault(preflight(hosts), "network")
+
+    assert detail.startswith("one-way: everything b sends to a is lost")
+
+
+def test_one_way_much_is_lost(hosts: Hosts) -> None:
+    hosts.shape("b", 200_000, is_towards=True)
+    told = preflight(hosts)
+
+    assert told.code == 6
+    assert [f["name"] for f in told.of("network", "fault")] == ["a to b"], told.faults()
+    assert "one-way" in told.of("network", "fault")[0]["detail"]
+
+
+def test_a_cable_that_is_cut(hosts: Hosts) -> None:
+    hosts.swallow_all("b")
+
+    assert "nothing passes" in only_fault(preflight(hosts), "network")
+
+
+def test_large_packets_that_are_lost(hosts: Hosts) -> None:
+    """Nodes set to jumbo frames, a switch that has none."""
+    for name in "a", "b":
+        hosts.do(name, f"ip link set {DEVICE} mtu 9000")
+    told = preflight(hosts)
+
+    assert told.code == 6
+    assert any("MTU 9000" in finding["detail"] for finding in told.of("network", "fault"))
+
+
+def test_a_slow_link_is_told(hosts: Hosts) -> None:
+    hosts.shape("b", 50e6)
+    told = preflight(hosts)
+
+    assert told.code == 0, told.faults()
+    warning = told.of("bandwidth", "warning")[0]
+    assert "plans assume 10 Gb/s" in warning["detail"]
+    assert "--network" in warning["remedy"]
+    for link in told.report["links"]:
+        assert 1e6 < link["bytes_per_second"] < 8e6
+
+
+def test_versions_and_clocks_that_differ(hosts: Hosts, tmp_path: Path) -> None:
+    """Node b has another torch, another tightfit and a clock that is 7 s ahead."""
+    other = tmp_path / "other"
+    (other / "torch-2.6.0.dist-info").mkdir(parents=True)
+    metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0\n"
+    (other / "torch-2.6.0.dist-info" / "METADATA").write_text(metadata)
+    (other / "sitecustomize.py").write_text(
+        "import time, tightfit\nreal = time.time\ntime.time = lambda: real() + 7.0\n"
+        "tightfit.__version__ = '0.0.9'\n"
+    )
+    hosts.set_environment("b", {"PYTHONPATH": str(other)})
+    told = preflight(hosts)
+
+    assert told.code == 6
+    faults = {finding["name"]: finding["detail"] for finding in told.of("versions", "fault")}
+    assert set(faults) == {"torch", "tightfit"}
+    assert "2.6.0 on b" in faults["torch"]
+    assert "0.0.9 on b" in faults["tightfit"]
+    assert "b is 7" in told.of("clock", "warning")[0]["detail"]
+
+
+def test_a_folder_that_is_not_shared(hosts: Hosts, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    hosts.mount_own("b", str(shared))
+
+    assert "not shared: b" in only_fault(preflight(hosts, "--shared", str(shared)), "folder")
+
+
+def test_a_folder_that_one_may_not_write(hosts: Hosts, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    hosts.do("b", f"mount --bind {shared} {shared}", f"mount -o remount,ro,bind {shared}")
+    detail = only_fault(preflight(hosts, "--shared", str(shared)), "folder")
+
+    assert "b sees it, but cannot write" in detail
+
+
+def test_a_node_that_is_not_there(hosts: Hosts) -> None:
+    told = preflight(hosts, nodes="a,c")
+
+    assert told.code == 6
+    details = [finding["detail"] for finding in told.of("nodes", "fault")]
+    assert details == ["the agent does not start there: ended with exit code 255: no host c"]
+
+
+def test_everything_is_wrong_at_once(hosts: Hosts, tmp_path: Path) -> None:
+    """A resolver that hangs, a dead link, a wrong device, a taken port, a private folder."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    hosts.mount_own("b", str(shared))
+    for name in "a", "b":
+        hosts.write_file(name, "/etc/resolv.conf", "nameserver 10.231.9.99\n")
+        hosts.write_file(name, "/etc/hosts", "127.0.0.1 localhost\n")
+    hosts.start("a", [sys.executable, "-m", "http.server", str(PORT)])
+    hosts.swallow_ip("a")
+    told = preflight(hosts, "--shared", str(shared), "--interface", "ib7", nodes="a,b,missing")
+
+    assert told.code == 6
+    assert {area for area, _ in told.faults()} >= {"nodes", "names", "interface", "port",
+                                                   "network", "folder"}  # fmt: skip
+
+
+def test_three_nodes_and_one_bad_link(tmp_path: Path) -> None:
+    with open_hosts(tmp_path / "hosts", "a", "b", "c", test_file=THIS) as hosts:
+        hosts.do("c", f"ip route add blackhole {hosts['b'].address}/32")
+        told = preflight(hosts, nodes="a,b,c")
+
+    assert told.code == 6
+    found = [f for f in told.of("network", "fault") if {"b", "c"} <= set(f["name"].split())]
+    assert len(found) == len(told.of("network", "fault")) == 1, told.faults()
+    assert "one-way" in found[0]["detail"]
+
+
+def test_nothing_outlives_a_killed_preflight(hosts: Hosts) -> None:
+    words = ["preflight", "--nodes", "a,b", "--run-with", hosts.prefix]
+    command = [sys.executable, "-m", "tightfit", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        while b"loss in each" not in process.stderr.readline():
+            assert process.poll() is None
+        assert any("collective" in word for word in running_on(hosts, "a"))
+        process.kill()
+    for _ in range(200):
+        left = [*running_on(hosts, "a"), *running_on(hosts, "b")]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(left)
+
+
+def running_on(hosts: Hosts, name: str) -> list[str]:
+    holder = hosts[name].holder.pid
+    found = []
+    for pid in list_processes(holder):
+        with suppress(psutil.Error):  # a zombie does not run
+            if pid != holder:
+                found.append(shlex.join(psutil.Process(pid).cmdline()))
+    return found
+
+
+@pytest.mark.usefixtures("lab")
+def test_in_an_allocation_of_slurm(tmp_path: Path) -> None:
+    """Two nodes are taken for a while, looked at by srun, and given back."""
+    words = ["preflight", "--on", "slurm:cpu", "--num-nodes", "2", "--shared", str(tmp_path)]
+    command = [sys.executable, "-m", "tightfit", *words, "--json"]
+    begin = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    told = Told(done, time.monotonic() - begin)
+
+    assert told.code == 0, told.faults()
+    assert [node["name"] for node in told.report["nodes"]] == ["cpu01", "cpu02"]
+    assert told.report["all_reduce"]["bus_bytes_per_second"] > 1e6
+    left = subprocess.check_output(["squeue", "-h", "-n", "tightfit-preflight"], text=True)
+    assert left == ""
+
+
+def test_training_with_what_preflight_recommends(hosts: Hosts, tmp_path: Path) -> None:
+    """Own names resolve as Debian has them, where torchrun left alone would fail."""
+    for name in "a", "b":
+        hosts.name_everyone(name, without=["a", "b"], lines=f"127.0.1.1 {name}\n")
+    told = preflight(hosts, "--shared", str(tmp_path))
+    options = [node["options"] for node in told.report["nodes"]]
+    job = Job(
+        home=tmp_path / "job",
+        model=make_model(tmp_path / "model"),
+        data=make_data(tmp_path / "train.jsonl"),
+        changes={"max_steps": 6, "save_every": 3},
+    ).write()
+    running = []
+    for name, given in zip("ab", options, strict=True):
+        with (job.home / f"host-{name}.txt").open("w") as log:
+            running.append(
+                subprocess.Popen(
+                    hosts.command(name, *job.command("--on", "cpu", *given)),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env=job.surroundings(),
+                    start_new_session=True,
+                )
+            )
+    try:
+        codes = [process.wait(timeout=240) for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                kill_tree(process)
+    said = "\n".join(path.read_text() for path in job.home.glob("host-*.txt"))
+    assert codes == [0, 0], said + job.log()[-4000:]
+    assert sorted(job.losses()) == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,257 @@
+"""`tightfit submit --on k8s` from a recipe to a server that keeps what it is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_cases import make_plan
+from kubernetes_server import ApiServer, make_node, make_pod
+
+from small_models import make_llama, make_tokenizer
+from tightfit.cli.app import main
+from tightfit.cli.flags.submit import SubmitFlags
+from tightfit.cli.submit_kubernetes import submit_kubernetes
+from tightfit.core.errors import UsageError
+from tightfit.core.recipe import Recipe
+from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+
+QUESTION = {"prompt": "How many singers are there?", "completion": "SELECT count(*) FROM singer;"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared") / "models" / "tiny"
+    make_llama(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    found = ApiServer()
+    found.start()
+    yield found
+    found.stop()
+
+
+class World:
+    """A shared folder, a site and a kubeconfig; `submit` runs in this process."""
+
+    def __init__(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.model = model
+        self.shared = model.parents[1]
+        self.data = self.shared / "train.jsonl"
+        self.run = self.shared / "runs" / "mine"
+        self._capsys = capsys
+
+    def submit(self, *words: str, on: str = "k8s") -> tuple[int, str, str]:
+        self._capsys.readouterr()
+        line = ["submit", str(self.model), "--data", str(self.data), "--max-steps", "4"]
+        code = main([*line, "--output", str(self.run), "--on", on, *words])
+        out, err = self._capsys.readouterr()
+        return code, out, err
+
+    def plain(self, *words: str) -> tuple[int, str, str]:
+        self._capsys.readouterr()
+        code = main(list(words))
+        out, err = self._capsys.readouterr()
+        return code, out, err
+
+
+@pytest.fixture
+def world(
+    model: Path,
+    server: ApiServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> World:
+    found = World(model, capsys)
+    found.shared = tmp_path / "shared"
+    found.shared.mkdir()
+    (found.shared / "models").symlink_to(model.parent)
+    found.model = found.shared / "models" / model.name
+    found.data = found.shared / "train.jsonl"
+    found.data.write_text((json.dumps(QUESTION) + "\n") * 40)
+    found.run = found.shared / "runs" / "mine"
+    volume = {"name": "shared", "claim": "team", "mount": "/data", "local": str(found.shared)}
+    there = {"name": "there", "claim": "far", "mount": "/far"}
+    ours = {"image": "registry.example.org/tightfit:0.1-cuda", "volumes": [volume, there]}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump({"kubernetes": ours}))
+    server.write_kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIGHTFIT_SITE", str(tmp_path / "site.yaml"))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "ledger.sqlite"))
+    server.lists["/api/v1/nodes"] = [
+        make_node("a", "Tesla-T4", gpus=2),
+        make_node("b", "NVIDIA-A100-SXM4-40GB", gpus=2),
+    ]
+    for claim in ("team", "far"):
+        path = f"/api/v1/namespaces/team/persistentvolumeclaims/{claim}"
+        server.objects[path] = {"spec": {"accessModes": ["ReadWriteMany"]}}
+    return found
+
+
+def jobs(server: ApiServer) -> list[Any]:
+    return [found for path, found in server.objects.items() if "/jobs/" in path]
+
+
+def test_from_recipe_to_job(world: World, server: ApiServer) -> None:
+    code, out, err = world.submit("--no-follow", "--json")
+
+    assert code == 0, err
+    answer = json.loads(out)
+    (job,) = jobs(server)
+    assert job["metadata"]["name"] == answer["job"]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["args"][:2] == ["train", str(world.run)]
+    product = pod["nodeSelector"]["nvidia.com/gpu.product"]
+    assert product in ("Tesla-T4", "NVIDIA-A100-SXM4-40GB")  # not any GPU of the cluster
+    assert RunFolder(path=world.run).read_plan().strategy.num_nodes == 1
+    kept = list(yaml.safe_load_all((world.run / "job.yaml").read_text()))
+    assert kept == answer["objects"]
+    tokens = Path(RunFolder(path=world.run).read_tokens().train)
+    assert tokens.is_relative_to(world.run)  # pods see it too
+
+
+def test_the_same_again_follows_the_job_that_runs(world: World, server: ApiServer) -> None:
+    assert world.submit("--no-follow")[0] == 0
+    (job,) = jobs(server)
+    name = job["metadata"]["name"]
+    run = RunFolder(path=world.run)
+    plan = run.plan_path.read_bytes()
+    job["status"] = {}
+    num_looks = 0
+
+    def end(path: str) -> None:
+        nonlocal num_looks
+        num_looks += path.endswith(f"/jobs/{name}")
+        if num_looks == 2:
+            server.lists["/api/v1/namespaces/team/pods"] = [make_pod("p", 0, "Succeeded")]
+            job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+
+    server.on_get = end
+    code, _, err = world.submit()
+    assert code == 0, err
+    assert "pod 0 is done" in err
+    assert run.plan_path.read_bytes() == plan
+    assert len([one for one in server.requests if one.method == "PATCH"]) == 1
+
+
+def test_a_failed_job_says_what_the_run_said(world: World, server: ApiServer) -> None:
+    assert world.submit("--no-follow")[0] == 0
+    (job,) = jobs(server)
+    told = {"problem": "The loss is not finite.", "remedy": "--lr 1e-5", "exit_code": 7}
+    state = RunState(status=RunStatus.FAILED, updated_at="2026-01-01T00:00:00+00:00", **told)
+    RunFolder(path=world.run).write_state(state)
+    num_looks = 0
+
+    def end(path: str) -> None:
+        nonlocal num_looks
+        num_looks += "/jobs/" in path
+        if num_looks == 2:
+            job["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+
+    server.on_get = end
+    code, _, err = world.submit()
+    assert code == 7
+    assert "The loss is not finite." in err
+
+
+def test_dry_run_changes_nothing(world: World, server: ApiServer) -> None:
+    code, out, err = world.submit("--dry-run")
+    assert code == 0, err
+    assert "kind: Job" in out
+    assert "Nothing was applied" in out
+    assert not jobs(server)
+    assert not world.run.exists()
+
+
+def test_words_need_no_cluster(
+    world: World, server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    code, out, err = world.submit("--dry-run", "--json", on="k8s:2xT4")
+    assert code == 0, err
+    assert json.loads(out)["plan"]["hardware"]["node"]["gpu"]["name"] == "Tesla T4"
+    assert server.requests == []
+    code, _, err = world.submit("--dry-run")
+    assert code == 3
+    assert "No Kubernetes cluster is configured" in err
+
+
+def test_a_run_that_pods_would_not_see(world: World, tmp_path: Path) -> None:
+    world.run = tmp_path / "elsewhere"
+    code, _, err = world.submit()
+    assert code == 3
+    assert "No pod would see the run folder" in err
+    assert "kubernetes.volumes" in err
+    assert not world.run.exists()
+
+
+def test_a_model_that_pods_would_not_see(world: World, model: Path) -> None:
+    world.model = model
+    code, _, err = world.submit()
+    assert code == 3
+    assert "No pod would see the model" in err
+
+
+def test_options_of_slurm_are_refused(world: World) -> None:
+    code, _, err = world.submit("--account", "me")
+    assert code == 2
+    assert "`--account` is for Slurm" in err
+
+
+def test_a_saved_plan_travels_to_a_folder_that_only_pods_see(
+    world: World, server: ApiServer, tmp_path: Path
+) -> None:
+    recipe = Recipe.model_validate({"model": "gpt2", "method": "lora", "on": "T4"})
+    plan = make_plan(recipe, nodes=1).model_copy(update={"training": None})
+    (tmp_path / "plan.json").write_text(plan.model_dump_json())
+    line = ["submit", "plan.json", "--on", "k8s", "--output", "/far/runs/x", "--no-follow"]
+    code, _, err = world.plain(*line)
+    assert code == 2
+    assert "--data" in err
+    code, _, err = world.plain(*line, "--data", "/far/train.jsonl", "--lr", "0.001")
+    assert code == 0, err
+    (job,) = jobs(server)
+    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    expected = "train /etc/tightfit/plan.json --data /far/train.jsonl --output /far/runs/x"
+    assert words == [*expected.split(), "--lr", "0.001"]
+    (config,) = (found for path, found in server.objects.items() if "/configmaps/" in path)
+    assert json.loads(config["data"]["plan.json"])["model"]["name"] == plan.model.name
+    assert config["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+
+
+def test_options_that_only_kubernetes_has(world: World, server: ApiServer, tmp_path: Path) -> None:
+    """As a dataclass with the fields of flags/kubernetes_options.py hands them over."""
+    target = tmp_path / "job.yaml"
+    given: dict[str, Any] = {"kind": "job", "write": target, "namespace": "other", "stage": True}
+    submit_kubernetes(
+        SubmitFlags(
+            job=str(world.model),
+            data=world.data,
+            max_steps=4,
+            output=world.run,
+            on="k8s:T4",
+            **given,
+        )
+    )
+    (job,) = yaml.safe_load_all(target.read_text())
+    pod = job["spec"]["template"]["spec"]
+    assert job["metadata"]["namespace"] == "other"
+    assert pod["initContainers"][0]["args"][:2] == ["stage", str(world.model)]
+    assert server.requests == []
+    with pytest.raises(UsageError, match="stage a model"):
+        submit_kubernetes(
+            SubmitFlags(job=str(world.run), on="k8s:T4", **{**given, "kind": "trainjob"})
+        )
+    with pytest.raises(UsageError, match="no context `far`"):
+        submit_kubernetes(SubmitFlags(job=str(world.run), on="k8s", context="far"))

@@ -1,0 +1,325 @@
+"""What is made of what the nodes told: the fault, where it is, and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tightfit.hardware.findings import Finding, Status
+from tightfit.launch.preflight.addresses import choose_seats, seats_on
+from tightfit.launch.preflight.allocation import Allocation, allocation_command
+from tightfit.launch.preflight.judge_links import render_bits
+from tightfit.launch.preflight.messages import (
+    Device,
+    Doors,
+    Facts,
+    FolderStep,
+    Heard,
+    Knock,
+    Lookup,
+    Outcome,
+    Reduce,
+    Route,
+    Stream,
+    TorchFacts,
+)
+from tightfit.launch.preflight.report import PreflightReport, conclude
+from tightfit.launch.preflight.seen import Clock, FolderSeen, Seen
+from tightfit.launch.site import Site, SlurmSite
+
+ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2"}
+
+
+def make_facts(node: str, **changes: Any) -> Facts:
+    held: dict[str, Any] = {
+        "hostname": node,
+        "python": "3.11.7",
+        "packages": {"tightfit": "1.0", "torch": "2.13.0", "peft": "0.21", "NCCL": None},
+        "devices": (
+            Device(name="lo", is_up=True, mtu=65_536, addresses=("127.0.0.1/8",)),
+            Device(name="eth0", is_up=True, mtu=1500, addresses=(f"{ADDRESSES[node]}/24",)),
+            Device(name="docker0", is_up=True, mtu=1500, addresses=("172.17.0.1/16",)),
+        ),
+        "memory_bytes": 2**36,
+        "free_memory_bytes": 2**35,
+        "shm_bytes": 2**35,
+        "shm_free_bytes": 2**35,
+        "disk_free_bytes": 2**40,
+        "max_open_files": 65_536,
+    }
+    return Facts(**(held | changes))
+
+
+def make_seen() -> Seen:
+    """Two nodes with nothing wrong."""
+    seen = Seen(nodes=("a", "b"), port=29_500, num_small=200, num_large=4)
+    both = (("a", "b"), ("b", "a"))
+    seen.facts = {node: make_facts(node) for node in "ab"}
+    names = [Lookup(name=node, addresses=(address,)) for node, address in ADDRESSES.items()]
+    seen.lookups = {"a": names, "b": names}
+    seen.clocks = {node: Clock(offset_seconds=0.0, error_seconds=0.001) for node in "ab"}
+    seen.seats = seen.plain_seats = choose_seats(seen.facts, seen.lookups)
+    seen.doors = {node: Doors(tcp_port=4000, udp_port=4001) for node in "ab"}
+    for source, target in both:
+        address = ADDRESSES[target]
+        route = Route(address=address, source=ADDRESSES[source], device="eth0")
+        seen.routes[source] = {address: route}
+        seen.knocks[(source, target)] = make_knock(target, Outcome.OK)
+        seen.heard[(source, target)] = Heard(sender=0, num_small=200, num_large=4)
+        seen.streams[(source, target)] = Stream(node=target, bytes_per_second=1.1e9)
+    seen.port_knocks = {node: make_knock("a", Outcome.OK) for node in "ab"}
+    seen.torch = {node: TorchFacts(version="2.13.0") for node in "ab"}
+    seen.reduce = Reduce(backend="gloo", num_bytes=2**20, seconds=0.1, bus_bytes_per_second=1e9)
+    return seen
+
+
+def make_knock(node: str, outcome: Outcome) -> Knock:
+    return Knock(node=node, address=ADDRESSES[node], port=4000, outcome=outcome, rtt_seconds=1e-4)
+
+
+def bad(report: PreflightReport) -> list[Finding]:
+    found = [f for f in report.findings if f.status in (Status.WARNING, Status.FAULT)]
+    assert all(finding.remedy for finding in found)
+    return found
+
+
+def only(seen: Seen, area: str, status: Status = Status.FAULT) -> Finding:
+    report = conclude(seen)
+    assert [(f.area, f.status) for f in bad(report)] == [(area, status)], bad(report)
+    assert report.exit_code == (6 if status is Status.FAULT else 0)
+    return bad(report)[0]
+
+
+def test_nothing_is_wrong() -> None:
+    report = conclude(make_seen())
+
+    assert bad(report) == []
+    assert report.exit_code == 0
+    assert report.nodes[0].options[:4] == ("--nodes", "2", "--rendezvous", "10.0.0.1:29500")
+
+
+def test_addresses_by_name_by_network_and_by_device() -> None:
+    seen = make_seen()
+    assert {n: s.address for n, s in seen.seats.items()} == ADDRESSES
+    nameless = choose_seats(seen.facts, {})
+    assert {n: (s.address, s.device) for n, s in nameless.items()} == {
+        "a": ("10.0.0.1", "eth0"),
+        "b": ("10.0.0.2", "eth0"),
+    }
+    wrong = [Lookup(name=node, addresses=("127.0.1.1",)) for node in "ab"]
+    assert choose_seats(seen.facts, {"a": wrong, "b": wrong}) == nameless
+    assert set(seats_on(seen.facts, "docker0")) == {"a", "b"}
+    assert seats_on(seen.facts, "ib0") == {}
+
+
+def test_the_faster_of_two_networks() -> None:
+    def with_ib(node: str, speed: float) -> Facts:
+        address = ADDRESSES[node].replace("10.0", "10.9")
+        ib = Device(
+            name="ib0", is_up=True, mtu=2044, bits_per_second=speed, addresses=(f"{address}/24",)
+        )
+        return make_facts(node, devices=(*make_facts(node).devices, ib))
+
+    seats = choose_seats({node: with_ib(node, 1e11) for node in "ab"}, {})
+
+    assert {seat.device for seat in seats.values()} == {"ib0"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "word"), [(Outcome.REFUSED, "refused"), (Outcome.TIMEOUT, "without a word")]
+)
+def test_a_closed_port_and_a_filtered_one_are_told_apart(outcome: Outcome, word: str) -> None:
+    seen = make_seen()
+    seen.port_knocks["b"] = make_knock("a", outcome)
+
+    assert word in only(seen, "port").detail
+
+
+def test_a_taken_port() -> None:
+    seen = make_seen()
+    seen.doors["a"] = Doors(tcp_port=1, udp_port=1, rendezvous_fault="is taken by x (pid 7)")
+    finding = only(seen, "port")
+
+    assert "pid 7" in finding.detail
+    assert "--port 29501" in str(finding.remedy)
+
+
+def test_only_the_port_is_open() -> None:
+    seen = make_seen()
+    seen.knocks[("b", "a")] = make_knock("a", Outcome.TIMEOUT)
+    finding = only(seen, "network")
+
+    assert "only port 29500 is open" in finding.detail
+    assert finding.name == "b to a"
+
+
+def test_one_way() -> None:
+    seen = make_seen()
+    for pair in list(seen.knocks):
+        seen.knocks[pair] = make_knock(pair[1], Outcome.TIMEOUT)
+    del seen.heard[("a", "b")]
+    seen.port_knocks["b"] = make_knock("a", Outcome.TIMEOUT)
+    finding = only(seen, "network")
+
+    assert finding.name == "a to b"
+    assert finding.detail.startswith("one-way: everything a sends to b is lost")
+
+
+@pytest.mark.parametrize(("heard", "status"), [(196, Status.WARNING), (150, Status.FAULT)])
+def test_loss_in_one_direction(heard: int, status: Status) -> None:
+    seen = make_seen()
+    seen.heard[("b", "a")] = Heard(sender=1, num_small=heard, num_large=4)
+    finding = only(seen, "network", status)
+
+    assert "from b to a" in finding.detail
+    assert "one-way" in finding.detail
+
+
+def test_a_firewall_against_datagrams_alone_is_no_fault() -> None:
+    seen = make_seen()
+    seen.heard = {}
+
+    assert bad(conclude(seen)) == []
+
+
+def test_large_packets() -> None:
+    seen = make_seen()
+    seen.heard[("a", "b")] = Heard(sender=0, num_small=200, num_large=0)
+
+    assert "MTU 1500" in only(seen, "network").detail
+
+
+def test_sizes_of_packets_that_differ() -> None:
+    seen = make_seen()
+    seen.seats = {**seen.seats, "b": replace(seen.seats["b"], mtu=9000)}
+
+    assert "a eth0 1500, b eth0 9000" in only(seen, "interface", Status.WARNING).detail
+
+
+def test_a_wrong_interface_with_the_right_one() -> None:
+    seen = make_seen()
+    seen.interface = "docker0"
+    seen.asked_seats = seats_on(seen.facts, "docker0")
+    for node in "ab":
+        seen.routes[node]["172.17.0.1"] = Route(address="172.17.0.1", device="lo")
+    finding = only(seen, "interface")
+
+    assert "a reaches docker0 of b (172.17.0.1) through lo" in finding.detail
+    assert str(finding.remedy).startswith("--interface eth0")
+
+
+def test_devices_of_other_names() -> None:
+    seen = make_seen()
+    seen.seats = {**seen.seats, "b": replace(seen.seats["b"], device="eno1")}
+    seen.routes["b"] = {"10.0.0.1": Route(address="10.0.0.1", device="eno1")}
+    report = conclude(seen)
+
+    assert bad(report) == []
+    assert [node.options[-1] for node in report.nodes] == ["eth0", "eno1"]
+    assert any("its own --interface" in finding.detail for finding in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("package", "status"),
+    [("torch", Status.FAULT), ("tightfit", Status.FAULT), ("NCCL", Status.FAULT),
+     ("peft", Status.WARNING)],
+)  # fmt: skip
+def test_versions_that_differ(package: str, status: Status) -> None:
+    seen = make_seen()
+    packages = {**seen.facts["b"].packages, package: "0.0.1"}
+    seen.facts["b"] = make_facts("b", packages=packages)
+
+    assert "0.0.1 on b" in only(seen, "versions", status).detail
+
+
+def test_clocks() -> None:
+    seen = make_seen()
+    seen.clocks["b"] = Clock(offset_seconds=-3.0, error_seconds=0.01)
+
+    assert "a is 3" in only(seen, "clock", Status.WARNING).detail
+
+
+def test_a_clock_that_is_known_badly_is_not_accused() -> None:
+    seen = make_seen()
+    seen.clocks["b"] = Clock(offset_seconds=-3.0, error_seconds=1.5)
+
+    assert bad(conclude(seen)) == []
+
+
+def test_gpus_that_torch_does_not_see_or_that_differ() -> None:
+    seen = make_seen()
+    seen.facts["a"] = make_facts("a", gpus=("V100", "V100"))
+    assert "the driver shows 2 GPUs" in only(seen, "gpu").detail
+
+    seen = make_seen()
+    seen.torch["a"] = TorchFacts(version="2.13.0", num_gpus=1, gpu_names=("T4",))
+    assert "a: 1xT4; b: no GPU" in only(seen, "gpu").detail
+
+
+def test_limits_where_they_matter() -> None:
+    seen = make_seen()
+    seen.facts["a"] = make_facts("a", max_open_files=1024)
+    assert "1024 files" in only(seen, "machine", Status.WARNING).detail
+
+    seen.facts["a"] = make_facts("a", max_locked_bytes=65_536)
+    assert bad(conclude(seen)) == []
+    seen.facts["a"] = make_facts("a", max_locked_bytes=65_536, has_infiniband=True)
+    assert "InfiniBand" in only(seen, "machine", Status.WARNING).detail
+
+
+def test_a_slow_network_with_the_option_for_plans() -> None:
+    seen = make_seen()
+    seen.streams[("a", "b")] = Stream(node="b", bytes_per_second=1.25e8)
+    finding = only(seen, "bandwidth", Status.WARNING)
+
+    assert "1 Gb/s, where plans assume 10 Gb/s" in finding.detail
+    assert "--network 1Gb/s" in str(finding.remedy)
+
+
+def test_an_all_reduce_that_fails() -> None:
+    seen = make_seen()
+    seen.reduce = Reduce(backend="gloo", fault="[/pytorch/x.cc:78] Timed out")
+
+    assert only(seen, "bandwidth").detail.endswith("over eth0: Timed out")
+
+
+def test_a_folder_where_two_win() -> None:
+    seen = make_seen()
+    won = FolderStep(is_done=True, won=("exclusive", "linked"))
+    done = FolderStep(is_done=True)
+    seen.folder = FolderSeen(path="/x", planted=done, found={"b": done}, grown={"b": done})
+    seen.folder.raced = {"a": won, "b": won.model_copy(update={"won": ("linked",)})}
+    assert "linking a file to a name" in only(seen, "folder").detail
+
+    seen.folder.raced["b"] = done
+    seen.folder.grown["b"] = FolderStep(is_done=True, seconds=3.2)
+    assert "only after 3" in only(seen, "folder", Status.WARNING).detail
+
+
+def test_nobody_answers() -> None:
+    seen = Seen(nodes=("a", "b"), port=1, absent={"a": "no route", "b": "refused"})
+    report = conclude(seen)
+
+    assert report.exit_code == 6
+    assert [finding.name for finding in bad(report)] == ["a", "b"]
+    assert report.nodes[0].options == ()
+
+
+def test_an_allocation_is_asked_for_as_the_site_wants_it() -> None:
+    site = Site(slurm=SlurmSite(account="lab", extra=("--exclusive",)))
+    wanted = Allocation(partition="gpu", num_nodes=2, gpus_per_node=4)
+
+    assert allocation_command(wanted, ["tightfit", "preflight"], site) == [
+        "salloc", "--job-name=tightfit-preflight", "--partition=gpu", "--nodes=2",
+        "--ntasks-per-node=1", "--time=3", "--gpus-per-node=4", "--account=lab", "--exclusive",
+        "tightfit", "preflight",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(1.25e9, "10 Gb/s"), (1.4e8, "1.12 Gb/s"), (5e6, "40 Mb/s"), (10, "80 b/s")]
+)
+def test_rates_as_networks_are_sold(rate: float, text: str) -> None:
+    assert render_bits(rate) == text
