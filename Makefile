@@ -63,6 +63,7 @@ bench: install  ## predicted against published memory and time; fails if it got 
 	$(BIN)/python benchmarks/closed_form_vs_trace.py --check
 	$(BIN)/python benchmarks/published_memory.py --check
 	$(BIN)/python benchmarks/published_time.py --check
+	$(BIN)/python benchmarks/farm_simulation.py --check
 
 format: install  ## let ruff rewrite what it can
 	$(BIN)/ruff format .

@@ -77,6 +77,8 @@ VERBS = {
     "plan": "The best ways to run a job on given hardware, and why.",
     "prepare": "Encode data as `train` will, and show what becomes of it.",
     "train": "Plan, show the plan, tune, and report.",
+    "preflight": "Check the nodes of a job, and the ways between them, in under a minute.",
+    "submit": "Plan for a cluster, submit the job, follow it, and report.",
     "runs": "List, show, compare and plot runs.",
     "eval": "Score a run or a model on a data file, before and after tuning.",
     "merge": "Add a run's adapter to its base model.",
@@ -85,8 +87,10 @@ VERBS = {
     "verify": "Hold models against the one they were made from.",
     "chat": "Talk to a model in the terminal.",
     "generate": "Answer every prompt of a file, once each.",
+    "farm": "Answer the prompts of a file on many machines, once each.",
     "serve": "Answer HTTP requests as OpenAI's API does.",
     "compare": "Open a web page with two models side by side.",
+    "stage": "Copy a model to the RAM disks of many nodes, the fastest way.",
     "version": "Print the version of tightfit and of Python.",
 }
 """What the list of verbs says of each; the rest of it loads when it is called.

@@ -40,6 +40,29 @@ def generate(flags: GenerateFlags) -> None:
             remedy=f"tightfit generate {shorten(flags.model)} --prompts prompts.txt",
         )
     from tightfit.runtime.artefacts import find_artefact
+
+    job = read_job(flags)
+    request = engine_request(flags, find_artefact(flags.model))
+    if flags.dry_run:
+        _show_dry_run(flags, request, job)
+        return
+    out = choose_out(flags)
+    with _open_journal(out, flags, request, job) as journal:
+        if journal.is_finished:
+            _tell_finished(out, flags)
+            return
+        statistics, failed = _answer(flags, request, job, journal)
+    fault = None if failed is None else _fault_of(failed, out, job)
+    _show_end(flags, statistics, fault, out)
+    if fault is not None and not flags.as_json:
+        raise fault
+    if fault is not None:  # stdout has its one document already, the fault in it
+        write_err(f"error: {harmless(fault.problem)}\n  try: {harmless(fault.remedy)}\n")
+        raise typer.Exit(fault.exit_code)
+
+
+def read_job(flags: GenerateFlags) -> GenerateJob:
+    """What is asked and how, all of it read."""
     from tightfit.serve.generate.job import GenerateJob
     from tightfit.serve.generate.prompts import read_prompts
 
@@ -54,23 +77,7 @@ def generate(flags: GenerateFlags) -> None:
             f"`--n {job.num_samples}` at temperature 0 gives the same answer every time.",
             remedy="--temperature 0.8",
         )
-    request = engine_request(flags, find_artefact(flags.model))
-    if flags.dry_run:
-        _show_dry_run(flags, request, job)
-        return
-    out = flags.out or _default_out(asked.path)
-    with _open_journal(out, flags, request, job) as journal:
-        if journal.is_finished:
-            _tell_finished(out, flags)
-            return
-        statistics, failed = _answer(flags, request, job, journal)
-    fault = None if failed is None else _fault_of(failed, out, job)
-    _show_end(flags, statistics, fault, out)
-    if fault is not None and not flags.as_json:
-        raise fault
-    if fault is not None:  # stdout has its one document already, the fault in it
-        write_err(f"error: {harmless(fault.problem)}\n  try: {harmless(fault.remedy)}\n")
-        raise typer.Exit(fault.exit_code)
+    return job
 
 
 class _StopAskedError(KeyboardInterrupt):
@@ -200,10 +207,12 @@ def _read_template(path: Path) -> str:
         ) from fault
 
 
-def _default_out(prompts: str) -> Path:
-    if prompts == STDIN:
+def choose_out(flags: GenerateFlags) -> Path:
+    if flags.out is not None:
+        return flags.out
+    if flags.prompts in (None, STDIN):
         return Path("answers.jsonl")
-    return Path(f"{Path(prompts).name.partition('.')[0] or 'prompts'}.answers.jsonl")
+    return Path(f"{Path(str(flags.prompts)).name.partition('.')[0] or 'prompts'}.answers.jsonl")
 
 
 def _open_journal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from tightfit.cli.describe import describe_method
 from tightfit.core.strategy import Offload, Optimizer, Strategy
@@ -18,16 +19,35 @@ LEAST_FACTOR = 1.01
 def explain_order(plans: Sequence[Plan]) -> str | None:
     """`2 is 1.17x faster, but ...` for the fastest plan that is not first; None where it is."""
     best = plans[0]
-    found = []
-    for place, plan in enumerate(plans[1:], start=2):
-        seconds = measure_seconds(plan.estimate)
-        factor = measure_seconds(best.estimate) / seconds if seconds > 0 else 0.0
-        if factor >= LEAST_FACTOR:
-            found.append((factor, place, plan))
+    found = [
+        (factor, place, plan)
+        for place, plan in enumerate(plans[1:], start=2)
+        if (factor := _compare(plan, best)) >= LEAST_FACTOR
+    ]
     if not found:
         return None
     factor, place, plan = max(found, key=lambda item: item[0])
     return f"{place} is {factor:.2f}x faster, but {_reason(plan, best)}."
+
+
+def explain_steps(plans: Sequence[Plan]) -> list[str]:
+    """`3 is 1.06x faster than 2, but ...` for each plan behind the first that is faster than the
+    one above it, and that `explain_order` has no word on."""
+    told = []
+    for place, (above, plan) in enumerate(pairwise(plans), start=2):
+        factor = _compare(plan, above)
+        if place == 2 or factor < LEAST_FACTOR or _compare(plan, plans[0]) >= LEAST_FACTOR:
+            continue
+        is_other = above.estimate.tier != plan.estimate.tier
+        reason = "what is traced comes first" if is_other else _reason(plan, above)
+        told.append(f"{place} is {factor:.2f}x faster than {place - 1}, but {reason}.")
+    return told
+
+
+def _compare(plan: Plan, other: Plan) -> float:
+    """How many times as fast as the other."""
+    seconds = measure_seconds(plan.estimate)
+    return measure_seconds(other.estimate) / seconds if seconds > 0 else 0.0
 
 
 def _reason(plan: Plan, best: Plan) -> str:

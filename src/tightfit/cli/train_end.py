@@ -15,11 +15,21 @@ from tightfit.planning.plan import Plan
 
 
 def end_run(
-    run: RunFolder, state: RunState, *, num_kept_before: int, is_limited: bool, as_json: bool
+    run: RunFolder,
+    state: RunState,
+    *,
+    num_kept_before: int,
+    is_limited: bool,
+    as_json: bool,
+    is_first: bool = True,
 ) -> None:
-    """Write the report, remember the outcome, show both, and leave with the run's exit code."""
+    """Write the report, remember the outcome, show both, and leave with the run's exit code.
+
+    Of several nodes that ran it, only the first remembers.
+    """
     report, notes = _write_reports(run)
-    notes += _remember(run, state, report, num_kept_before, is_limited=is_limited)
+    if is_first:
+        notes += _remember(run, state, report, num_kept_before, is_limited=is_limited)
     code = state.exit_code if state.exit_code is not None else 70
     artefact = find_artefact(run)
     if as_json and state.status is not RunStatus.FAILED:

@@ -25,8 +25,8 @@ def find_hardware(flags: TrainFlags, on: str | None) -> Cluster:
     said = on or "here"
     if said.partition(":")[0].strip().casefold() in _ELSEWHERE:
         raise UsageError(
-            f"`--on {shorten(said)}` is for planning; training happens where it is started.",
-            remedy="start it inside the job, with --on here    (plan: tightfit plan)",
+            f"`--on {shorten(said)}` is a cluster; `train` trains where it is started.",
+            remedy=f"tightfit submit {shorten(flags.job)} --on {shorten(said)}    (as a job there)",
         )
     cluster = state_network(with_measured_rates(resolve_hardware(said)), flags.network)
     if cluster.source != "here":

@@ -46,10 +46,10 @@ class Place:
         return RunFolder(path=self.folder)
 
 
-def find_place(wish: Wish, flags: TrainFlags) -> Place:
-    """Where this wish is, was, or will be trained."""
+def find_place(wish: Wish, flags: TrainFlags, *, base: Path = DEFAULT_FOLDER) -> Place:
+    """Where this wish is, was, or will be trained; `base` holds runs that were given no folder."""
     if wish.recipe.output is None:
-        return _find_default(wish, flags)
+        return _find_default(wish, flags, base)
     folder = Path(wish.recipe.output).expanduser()
     stage = _look(folder, wish, flags)
     if stage is Stage.FINISHED and flags.again:
@@ -57,9 +57,9 @@ def find_place(wish: Wish, flags: TrainFlags) -> Place:
     return Place(folder=folder, stage=stage)
 
 
-def _find_default(wish: Wish, flags: TrainFlags) -> Place:
+def _find_default(wish: Wish, flags: TrainFlags, base: Path) -> Place:
     """Among the default folders, the one that was made for the same wish."""
-    found = sorted(DEFAULT_FOLDER.glob(f"*/{WISH_FILE}"), key=lambda path: path.stat().st_mtime)
+    found = sorted(base.glob(f"*/{WISH_FILE}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
         held = read_wish_file(path.parent)
         if held is None or held.recipe.output is not None or not held.is_same(wish):
@@ -71,14 +71,14 @@ def _find_default(wish: Wish, flags: TrainFlags) -> Place:
     return Place(folder=None, stage=Stage.NEW)
 
 
-def name_folder(wish: Wish, method: str) -> Path:
+def name_folder(wish: Wish, method: str, *, home: Path = DEFAULT_FOLDER) -> Path:
     """The next free `runs/MODEL-METHOD-N`."""
     stem = Path(wish.recipe.model.rstrip("/")).name.removesuffix(".gguf")
     base = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{stem}-{method}").strip("-.") or "run"
     number = 1
-    while (DEFAULT_FOLDER / f"{base}-{number}").exists():
+    while (home / f"{base}-{number}").exists():
         number += 1
-    return DEFAULT_FOLDER / f"{base}-{number}"
+    return home / f"{base}-{number}"
 
 
 def _look(folder: Path, wish: Wish, flags: TrainFlags) -> Stage:

@@ -17,6 +17,7 @@ from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
 from tightfit.data.encode import Encoded
 from tightfit.data.profile import profile_from_store
+from tightfit.hardware.types import Cluster
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.known import KnownOutcome
@@ -58,17 +59,24 @@ class Ready:
 
 
 def make_ready(
-    wish: Wish, flags: TrainFlags, *, cache: Path | None = None, begun: Plan | None = None
+    wish: Wish,
+    flags: TrainFlags,
+    *,
+    cluster: Cluster | None = None,
+    cache: Path | None = None,
+    begun: Plan | None = None,
 ) -> Ready:
     """Find the model, encode the data, search.
 
-    `begun` is the plan of a run that goes on with other hardware: what it learns stays.
+    `cluster` is where a submitted job will run; None: what `--on` means here. `begun` is the
+    plan of a run that goes on with other hardware: what it learns stays.
     """
     from tightfit.runtime.model_files import locate_model
 
     recipe = wish.recipe
     folder = locate_model(recipe.model, needs_weights=not recipe.random_weights)
-    cluster = find_hardware(flags, recipe.on)
+    if cluster is None:
+        cluster = find_hardware(flags, recipe.on)
     training = {
         method: make_training(recipe, method=method, model_path=folder)
         for method in (Method.FULL, Method.LORA)

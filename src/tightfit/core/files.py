@@ -47,6 +47,17 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     _sync_folder(target.parent)
 
 
+def check_writable(path: Path) -> None:
+    """Raise what `write_atomic` would, before the work whose result is to be written."""
+    target = _resolve_target(path)
+    _mode_to_keep(path, target)
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name[:100]}."):
+            pass
+    except OSError as fault:
+        raise _cannot_write(path, fault) from fault
+
+
 def describe_kind(mode: int) -> str | None:
     """`a folder`, `a device`, `a pipe`, `a socket`; None for a regular file."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), None)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tightfit.core.dtypes import Dtype
 from tightfit.engines.protocol import Engine
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.staged import use_staged
 
 if TYPE_CHECKING:
     from tightfit.data.prompter import Prompter
@@ -52,19 +53,24 @@ def open_engine(request: EngineRequest) -> Engine:
         artefact, request, probe_installed(request), gptq_bits=read_gptq_bits(artefact)
     )
     chosen = replace(request, engine=choice.engine, device=choice.device)
+    why = choice.why
+    is_unpacked = choice.engine == "transformers" and artefact.kind is ArtefactKind.GGUF
+    if not is_unpacked and not request.needs_logits:  # `verify` looks at the very files it names
+        staged, said = use_staged(artefact)
+        chosen, why = replace(chosen, artefact=staged), " ".join(filter(None, (why, said)))
     if choice.engine == "llama.cpp":
         from tightfit.engines.llama.engine import open_llama
 
-        return open_llama(chosen, why=choice.why)
+        return open_llama(chosen, why=why)
     if choice.engine == "vllm":
         from tightfit.engines.vllm.engine import open_vllm
 
-        return open_vllm(chosen, why=choice.why)
+        return open_vllm(chosen, why=why)
     from tightfit.engines.transformers.engine import open_transformers
 
-    if artefact.kind is ArtefactKind.GGUF:
+    if is_unpacked:
         chosen = replace(chosen, artefact=_unpack(artefact))
-    return open_transformers(chosen, why=choice.why)
+    return open_transformers(chosen, why=why)
 
 
 def open_prompter(request: EngineRequest) -> Prompter:

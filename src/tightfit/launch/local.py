@@ -72,13 +72,14 @@ def run_job(
     watch: Watch,
     rendezvous: Rendezvous | None = None,
     command: Sequence[str] | None = None,
+    lock_wait_seconds: float = 0.0,
 ) -> RunState:
     """Run the folder's plan to an end, through as many smaller plans as it takes.
 
     Resuming is the worker's own doing, so a run that was stopped or killed is
     simply run again. `command` stands in for the worker in tests.
     """
-    with hold_lock(run, rendezvous), hear_wishes() as wish:
+    with hold_lock(run, rendezvous, wait_seconds=lock_wait_seconds), hear_wishes() as wish:
         job = _Job(run=run, watch=watch, wish=wish, rendezvous=rendezvous, command=command)
         num_left = end_leftovers(job.mark)
         if num_left:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shlex
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +17,20 @@ from tightfit.core.errors import EnvironmentFaultError, UsageError
 from tightfit.launch.rendezvous import Rendezvous
 from tightfit.ledger.run_folder import RunFolder
 
+WAIT_STEP_SECONDS = 1.0
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""A file system that knows no locks, as Lustre is often mounted: then nothing guards the run."""
+
 
 @contextmanager
-def hold_lock(run: RunFolder, rendezvous: Rendezvous | None = None) -> Iterator[None]:
-    """Hold the run for as long as the block lasts; the kernel lets go if we are killed."""
+def hold_lock(
+    run: RunFolder, rendezvous: Rendezvous | None = None, *, wait_seconds: float = 0.0
+) -> Iterator[None]:
+    """Hold the run for as long as the block lasts; the kernel lets go if we are killed.
+
+    `wait_seconds`: where the holder may be a node that died, and the file server has yet to
+    notice.
+    """
     path = lock_path(run, rendezvous)
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -28,15 +40,26 @@ def hold_lock(run: RunFolder, rendezvous: Rendezvous | None = None) -> Iterator[
             remedy="choose a folder that is writable: --output FOLDER",
         ) from fault
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as fault:
-            raise _is_held(run, _read_holder(handle)) from fault
+        _lock(handle, run, ends=time.monotonic() + wait_seconds)
         _write_holder(handle)
         yield
         os.ftruncate(handle, 0)
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, run: RunFolder, *, ends: float) -> None:
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as fault:
+            if fault.errno in _NO_LOCKS:
+                return
+            if time.monotonic() >= ends:
+                raise _is_held(run, _read_holder(handle)) from fault
+        else:
+            return
+        time.sleep(WAIT_STEP_SECONDS)
 
 
 def lock_path(run: RunFolder, rendezvous: Rendezvous | None) -> Path:

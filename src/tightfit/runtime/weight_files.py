@@ -21,6 +21,19 @@ def has_weights(folder: Path) -> bool:
     return bool(_list_candidates(folder))
 
 
+def list_weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would load, an index first and then its shards."""
+    candidates = _list_candidates(folder)
+    if not candidates or candidates[0].suffix != ".json":
+        return candidates[:1]
+    try:
+        weight_map = json.loads(candidates[0].read_bytes())["weight_map"]
+        names = sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = []
+    return [candidates[0], *(folder / name for name in names)]
+
+
 def check_weights(folder: Path) -> None:
     """Raise where weights are missing, cut short, or lack a tensor; all faults at once."""
     candidates = _list_candidates(folder)

@@ -10,6 +10,7 @@ from tightfit.core.strategy import Optimizer, Sharding, Strategy
 from tightfit.core.training import Training
 from tightfit.planning.plan import Plan
 from tightfit.runtime.load import load_base
+from tightfit.runtime.staged import prefer_staged
 from tightfit.train.engine import TorchEngine
 from tightfit.train.finish import finish_model
 from tightfit.train.objective import Objective
@@ -32,7 +33,7 @@ def build_engine(plan: Plan, place: Place) -> Any:
         module: Any = load_sharded(plan, training, place)
     else:
         request = make_request(strategy, training)
-        model = load_base(Path(training.model_path), request, place.device)
+        model = load_base(prefer_staged(Path(training.model_path)), request, place.device)
         module = Objective(finish_model(model, strategy, training), strategy.loss)
         if strategy.sharding is Sharding.DDP and place.world_size > 1:
             module = replicate(module, place)

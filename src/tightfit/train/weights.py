@@ -16,6 +16,7 @@ from tightfit.core.training import Training
 from tightfit.planning.plan import Plan
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import LoadRequest, load_base, load_meta
+from tightfit.runtime.staged import prefer_staged
 from tightfit.train.finish import finish_model
 from tightfit.train.objective import Objective
 from tightfit.train.packed_shards import (
@@ -48,7 +49,7 @@ def load_sharded(plan: Plan, training: Training, place: Place) -> Objective:
     """
     strategy = plan.strategy
     request = make_request(strategy, training)
-    folder = Path(training.model_path)
+    folder = prefer_staged(Path(training.model_path))
     whole = load_base(folder, request, torch.device("cpu")) if place.is_first else None
     packed_names = _tell_all(None if whole is None else list_packed(whole))
     skeleton = load_meta(folder, request)

@@ -68,6 +68,8 @@ class _Attempt:
         plan, training = _read_plan(self._run)
         place = take_place(on_cpu=plan.hardware.node.gpu.is_cpu)
         cap_memory(place.device)
+        if place.is_first:
+            _tell_staged(training)
         loop = self._loop = assemble(self._run, plan, training, place, self._asked)
         is_finished = loop.go()
         if is_finished:
@@ -198,6 +200,15 @@ def _read_plan(run: RunFolder) -> tuple[Plan, Training]:
             remedy="tightfit train RECIPE.YAML",
         )
     return plan, plan.training
+
+
+def _tell_staged(training: Training) -> None:
+    """For the log: where the weights come from, where that is not the plan's folder."""
+    from tightfit.runtime.staged import describe_use, find_staged
+
+    copy = find_staged(Path(training.model_path))
+    if copy is not None:
+        print(describe_use(copy), flush=True)
 
 
 def _is_lost_neighbour(fault: BaseException) -> bool:

@@ -16,6 +16,7 @@ from tightfit.core.strategy import Loss, Method, Sharding, Strategy
 from tightfit.core.training import Training
 from tightfit.planning.plan import Plan
 from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.staged import prefer_staged
 from tightfit.train.finish import finish_model
 from tightfit.train.objective import Objective
 from tightfit.train.optimizers import build_optimizer
@@ -201,7 +202,7 @@ def _load(strategy: Strategy, training: Training, place: Place) -> Any:
     request = LoadRequest.from_strategy(
         strategy, is_packed=strategy.packing, random_weights=training.random_weights
     )
-    folder = Path(training.model_path)
+    folder = prefer_staged(Path(training.model_path))
     if _is_partitioned_at_once(strategy):
         return load_partitioned(folder, request)
     if strategy.weights.is_quantized and strategy.sharding is Sharding.ZERO3:

@@ -50,7 +50,7 @@ def one_h200(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_measured_told_and_stored(
     run: Run, one_h200: list[dict[str, Any]], data_folder: Path
 ) -> None:
-    told = run("calibrate", "--seconds", "30")
+    told = run("calibrate", "--seconds", "30", "--force")
 
     assert told.code == 0
     assert one_h200 == [{"gpu": "H200-SXM", "seconds": 30.0}]
@@ -66,7 +66,7 @@ def test_measured_told_and_stored(
 
 @pytest.mark.usefixtures("one_h200")
 def test_json_is_the_whole_calibration(run: Run) -> None:
-    told = run("calibrate", "--json").json
+    told = run("calibrate", "--json", "--force").json
 
     stored = run("calibrate", "--show", "--json").json
     assert told == stored
@@ -74,6 +74,37 @@ def test_json_is_the_whole_calibration(run: Run) -> None:
     rows = {row["name"]: row for row in told["compared"]}
     assert rows["CUDA context"]["ratio"] == pytest.approx(600e6 / (0.75 * GIB))
     assert rows["pinned host memory to device"]["measured"] == 20e9
+
+
+@pytest.mark.usefixtures("one_h200")
+def test_what_a_busy_machine_gave_is_shown_and_not_kept(run: Run, data_folder: Path) -> None:
+    earlier = write_calibration(make_calibration(seconds=1.0))
+    before = earlier.read_text()
+
+    told = run("calibrate")
+
+    assert told.code == 6
+    assert "best bf16 product" in told.out
+    assert "error: Not kept, since busy." in told.err
+    assert "--force keeps it" in told.err
+    assert list(data_folder.iterdir()) == [earlier]
+    assert earlier.read_text() == before
+    as_json = run("calibrate", "--json")
+    assert as_json.code == 6
+    assert as_json.json["path"] is None
+    assert as_json.json["exit_code"] == 6
+    assert as_json.json["calibration"]["warnings"] == ["busy"]
+
+
+def test_plans_say_where_their_rates_are_doubtful(run: Run) -> None:
+    name = probe_cpu().groups[0].node.gpu.name
+    words = ("estimate", "SmolLM2-135M", "--on", "cpu", "--json")
+    write_calibration(make_calibration(gpu_name=name, is_cpu=True))
+    assert not any("not idle" in line for line in run(*words).json["assumptions"])
+
+    write_calibration(make_calibration(gpu_name=name, is_cpu=True, warnings=("busy",)))
+
+    assert any("not idle (2026-11-15)" in line for line in run(*words).json["assumptions"])
 
 
 def test_show_needs_no_torch(
@@ -154,6 +185,7 @@ def test_cards_that_differ_are_measured_one_kind_at_a_time(
         (("--seconds", "0"), 2, "not above 0"),
         (("--seconds", "fast"), 2, "not a number"),
         (("--show", "--seconds", "5"), 2, "would be ignored"),
+        (("--show", "--force"), 2, "would be ignored"),
     ],
 )
 def test_wrong_words(run: Run, words: tuple[str, ...], code: int, said: str) -> None:

@@ -52,7 +52,8 @@ def test_every_verb_has_help_json_and_worked_examples() -> None:
     answering = {"doctor", "models", "hardware", "calibrate", "estimate", "plan", "version"}
     training = {"prepare", "train", "runs", "eval"}
     after = {"merge", "convert", "quantize", "verify", "chat", "generate", "serve", "compare"}
-    assert set(VERBS) == answering | training | after
+    cluster = {"submit", "preflight", "stage", "farm"}
+    assert set(VERBS) == answering | training | after | cluster
     for verb, summary in VERBS.items():
         flags, examples = load_flags(verb)
         assert flags.__doc__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cli_examples import OFFLOADED, STRATEGY, make_estimate, make_plan
 
-from tightfit.cli.order import explain_order
+from tightfit.cli.order import explain_order, explain_steps
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding, Strategy
 from tightfit.estimate.result import Estimate, Verdict
@@ -57,3 +57,32 @@ def test_tight_is_a_reason_of_its_own() -> None:
 def test_where_the_first_is_the_fastest_nothing_is_said() -> None:
     assert order(change(weights=Dtype.NF4), 0.99) is None
     assert order(change(weights=Dtype.NF4), 1.001) is None
+
+
+def test_a_plan_that_is_faster_than_the_one_above_is_explained() -> None:
+    plans = [
+        make_plan(STRATEGY, at_speed(1.0)),
+        make_plan(change(sharding=Sharding.FSDP), at_speed(0.8)),
+        make_plan(change(weights=Dtype.NF4), at_speed(0.9)),
+        make_plan(OFFLOADED, at_speed(0.5)),
+    ]
+    (line,) = explain_steps(plans)
+    assert line.startswith("3 is 1.12x faster than 2, but QLoRA costs quality")
+
+
+def test_a_plan_by_formula_behind_a_traced_one() -> None:
+    traced = at_speed(0.8).model_copy(update={"tier": "traced"})
+    plans = [
+        make_plan(STRATEGY, at_speed(1.0)),
+        make_plan(STRATEGY, traced),
+        make_plan(STRATEGY, at_speed(0.9)),
+    ]
+    assert explain_steps(plans) == ["3 is 1.12x faster than 2, but what is traced comes first."]
+
+
+def test_what_is_faster_than_the_first_is_told_once() -> None:
+    slow = make_plan(OFFLOADED, at_speed(0.5))
+    fast = make_plan(change(weights=Dtype.NF4), at_speed(1.2))
+    plans = [make_plan(STRATEGY, at_speed(1.0)), slow, fast]
+    assert explain_order(plans) is not None
+    assert explain_steps(plans) == []

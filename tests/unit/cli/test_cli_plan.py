@@ -27,7 +27,7 @@ def dataset(tmp_path: Path) -> Path:
 def test_json_holds_plans_best_first_and_what_was_left_out(run: Run) -> None:
     told = run("plan", "Llama-2-7b", "--on", "4xV100-32GB", "--seq-len", "2048", "--json").json
 
-    assert set(told) == {"plans", "excluded", "considered"}
+    assert set(told) == {"plans", "excluded", "considered", "groups"}
     assert told["considered"] >= 500
     assert len(told["plans"]) == 5
     for found in told["plans"]:

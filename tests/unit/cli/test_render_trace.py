@@ -11,6 +11,7 @@ from tightfit.cli.render_trace import (
     describe_advice,
     describe_effort,
     describe_loading,
+    show_advice,
     show_trace,
 )
 from tightfit.core.units import GIB, MIB, render_bytes
@@ -55,8 +56,8 @@ def shown(
         gpu=find_gpu("RTX 4090"),
         context_bytes=CONTEXT,
         closed_form=estimate.model_copy(update={"gpu": gpu}),
-        advice=advice,
     )
+    show_advice(advice)
     return capsys.readouterr().out
 
 
@@ -139,7 +140,7 @@ def test_the_verdict_goes_by_what_survives(
         }
     )
     text = shown(capsys, squeezed, room=int(room * GIB))
-    assert f"Traced: {word}: survives in {12.2 + 0.75:.1f} GiB; RTX 4090 has" in text
+    assert f"Traced, {word}: survives in {12.2 + 0.75:.1f} GiB; RTX 4090 has" in text
     assert (" short)" in text) == (word == "does not fit")
 
 

@@ -40,3 +40,21 @@ def test_a_traced_step_is_told_by_stage_beside_the_formulas(
     words = " ".join(text.split())
     assert "the device needs 3.25 s and the host 1.25 s" in words
     assert f"({closed.seconds_per_step / 4.0 - 1:+.1%})" in words
+
+
+def test_what_takes_next_to_nothing_is_not_told_as_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    time = make_estimate().time
+    traced = TracedTime(
+        seconds_per_step=1.0,
+        stages={"forward": 0.994, "update": 0.004},
+        components={"matmul": 1.0},
+        host_seconds=0.1,
+        device_seconds=1.0,
+        flops=1e12,
+    )
+    show_traced_time(traced, step=time, closed_form=time)
+    text = capsys.readouterr().out
+    assert re.search(r"^update +under 0\.01 s", text, re.MULTILINE)
+    assert "0.00 s" not in text.split("By itself")[0]

@@ -216,3 +216,22 @@ def test_without_matplotlib_the_remedy_names_the_extra(
         write_trace_chart(make_chart(traced), tmp_path / "a.png")
     assert "pip install 'tightfit[plot]'" in raised.value.remedy
     assert not (tmp_path / "a.png").exists()
+
+
+def test_every_part_of_a_step_is_named(traced: TracedMemory) -> None:
+    """Also an update of few events between long passes."""
+    columns = 600
+    moments = ["first step, forward", "first step, backward", "first step, update"]
+    moments += [name.replace("first", "steady") for name in moments]
+    names = ["load", *moments, "eval", "save", "generate", "resume"]
+    starts = [0, 60, 160, 290, 292, 400, 580, 582, 590, 592, 597]
+    timeline = Timeline(
+        categories=("weights",),
+        bytes=(tuple(range(columns)),),
+        stages=tuple(zip(starts, names, strict=True)),
+    )
+    panel = make_panel(traced.model_copy(update={"timeline": timeline}))
+    assert [moment.name for moment in panel.moments] == names
+    for moment in panel.moments:
+        assert panel.has_room(moment, moment.part or moment.stage), moment
+    assert panel.num_columns < 4 * columns

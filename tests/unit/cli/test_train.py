@@ -182,8 +182,8 @@ class TestHardware:
             find_hardware(flags(), "8xH100-SXM")
 
     @pytest.mark.parametrize("on", ["slurm", "slurm:gpu", "k8s"])
-    def test_clusters_are_for_planning(self, on: str) -> None:
-        with pytest.raises(UsageError, match="for planning"):
+    def test_clusters_are_for_submitting(self, on: str) -> None:
+        with pytest.raises(UsageError, match="is a cluster"):
             find_hardware(flags(), on)
 
     def test_a_limit_lowers_what_is_planned_with(self) -> None:

@@ -27,7 +27,8 @@ class CalibrateFlags:
 
     Measures matrix products, attention, memory, AdamW, launches, the CUDA context, host copies
     and, with several GPUs, collectives. Kept beside the ledger, one file per host and device, in
-    place of the last one. Run it while the machine is idle. Needs torch.
+    place of the last one. Run it while the machine is idle: what was measured beside other work is
+    not kept. Needs torch.
     """
 
     device: Annotated[
@@ -46,5 +47,13 @@ class CalibrateFlags:
     show: Annotated[
         bool,
         typer.Option("--show", help="Measure nothing; print what was stored.", show_default=False),
+    ] = False
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Keep what was measured on a busy machine too; plans then say so.",
+            show_default=False,
+        ),
     ] = False
     as_json: Json = False

@@ -26,6 +26,7 @@ from tightfit.cli.flags.options import (
     number_option,
     path_option,
     refuse_empty,
+    switch_option,
     text_option,
 )
 
@@ -156,4 +157,10 @@ class TrainFlags:
         str | None,
         text_option("--interface", "NAME", "Network device between nodes.", example="ib0"),
     ] = None
+    as_planned: Annotated[
+        bool,
+        switch_option(
+            "--as-planned", "Run a run folder's plan as it is, without a look at the hardware."
+        ),
+    ] = False
     as_json: Json = False

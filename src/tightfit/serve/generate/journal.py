@@ -125,7 +125,7 @@ class Journal:
         Where prompts failed the journal is kept: the same command tries those again.
         """
         self.sync()
-        told = _write_output(self.out, self.rows())
+        told = write_output(self.out, self.rows())
         if is_complete:
             self._replace(_line(_HEADER, as_json_line(self._header)) + _finished_line(told))
             self.is_finished = True
@@ -173,7 +173,7 @@ def open_journal(
     `seed` is part of the settings where the user named one; otherwise the journal's first
     start draws it, so that a run that goes on is the run that began.
     """
-    _require_folder(out)
+    require_folder(out)
     handle = _lock(out)
     try:
         found = _Found(spans={}) if is_fresh else _read(handle)
@@ -226,7 +226,7 @@ def _check(
                 remedy="--out OTHER keeps it, and --fresh replaces it when the answers are there",
             )
         return None
-    differing = _differences(found.header.get("settings", {}), settings)
+    differing = differences(found.header.get("settings", {}), settings)
     if differing and not found.spans and found.finished is None:
         return None  # nothing was answered under the old ones
     if differing:
@@ -235,7 +235,7 @@ def _check(
             f"{out} {begun} with other settings: {differing}.",
             remedy="--fresh begins again, --out OTHER keeps both, the former settings go on",
         )
-    if found.finished is not None and not _is_unchanged(out, found.finished):
+    if found.finished is not None and not is_unchanged(out, found.finished):
         if _exists(out):
             raise UsageError(
                 f"{out} was finished and has been changed since.",
@@ -245,7 +245,7 @@ def _check(
     return found.header
 
 
-def _differences(old: Settings, new: Settings) -> str:
+def differences(old: Settings, new: Settings) -> str:
     names = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
     return "; ".join(_difference(name, old.get(name), new.get(name)) for name in names)
 
@@ -290,7 +290,7 @@ def _finished_line(told: dict[str, Any]) -> bytes:
     return _line(_FINISHED, as_json_line(told))
 
 
-def _write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:
+def write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:
     """`out` in one go beside a partial file; its size and digest, to know it again."""
     partial = out.with_name(f".{out.name}.partial")
     digest, num_bytes = hashlib.blake2b(digest_size=16), 0
@@ -311,7 +311,7 @@ def _write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:
     return {"bytes": num_bytes, "digest": digest.hexdigest()}
 
 
-def _is_unchanged(out: Path, finished: Mapping[str, Any]) -> bool:
+def is_unchanged(out: Path, finished: Mapping[str, Any]) -> bool:
     try:
         if out.stat().st_size != finished.get("bytes"):
             return False
@@ -328,7 +328,7 @@ def _exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _require_folder(out: Path) -> None:
+def require_folder(out: Path) -> None:
     if not out.name or "\0" in str(out) or out.is_dir():
         raise UsageError(f"{str(out)!r} is no file name.", remedy="--out answers.jsonl")
     if _exists(out) and not out.is_file():

@@ -1,0 +1,131 @@
+"""A worker's sign of life: its file's time, and beside it what it has done so far."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tightfit.farm.field import Identity
+from tightfit.farm.leases import FINISHED, Leases, Why
+from tightfit.farm.results import ChunkHead
+from tightfit.farm.status import WorkerStatus, write_status
+from tightfit.farm.store import Store
+
+BEATS_PER_LEASE = 4
+BEAT_SECONDS = 5.0
+WORKERS_PER_BEAT_SECOND = 100
+"""Many workers beat less often, so that the file server has time for work."""
+
+
+def choose_beat(lease_seconds: float, num_workers: int) -> float:
+    """Seconds between two beats."""
+    wanted = max(BEAT_SECONDS, num_workers / WORKERS_PER_BEAT_SECOND)
+    return min(lease_seconds / BEATS_PER_LEASE, wanted)
+
+
+class Heart:
+    """Beats in a thread of its own, so that a long step of the engine is no silence."""
+
+    def __init__(self, store: Store, leases: Leases, identity: Identity, *, every_s: float) -> None:
+        self._store = store
+        self._leases = leases
+        self._every_s = every_s
+        self._identity = identity
+        self._told: dict[str, Any] = {"taken_over": {}}
+        self._lock = threading.Lock()
+        self._now_s = 0.0
+        self._since: tuple[str, float] | None = None
+
+    @contextlib.contextmanager
+    def beating(self, stop: Callable[[], None]) -> Iterator[None]:
+        """`stop` is called when the farm is finished or gone."""
+        self._now_s = self._leases.beat()
+        self._told["joined_s"] = self._now_s
+        self.write()
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(is_over, stop), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def tell(self, **facts: Any) -> None:
+        with self._lock:
+            self._told |= facts
+
+    def count_taken(self, why: Why) -> None:
+        with self._lock:
+            taken = self._told["taken_over"]
+            taken[why] = taken.get(why, 0) + 1
+
+    def count_chunk(self, head: ChunkHead, *, is_first: bool) -> None:
+        """A chunk was published, or another had been first."""
+        with self._lock:
+            if not is_first:
+                self._add("num_discarded", 1)
+                return
+            self._add("num_chunks", 1)
+            self._add("num_answers", head.num_answers)
+            self._add("num_failed", len(head.failures))
+            self._add("num_prompt_tokens", head.num_prompt_tokens)
+            self._add("num_new_tokens", head.num_new_tokens)
+            self._told["last_commit_s"] = self._now_s
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Seconds inside the block, counted while it lasts too."""
+        with self._lock:
+            self._since = (name, time.monotonic())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._settle()
+                self._since = None
+
+    def write(self) -> None:
+        with self._lock:
+            self._settle()
+            who = self._identity
+            status = WorkerStatus(
+                worker=who.worker,
+                node=who.node,
+                partition=who.partition,
+                job=who.job,
+                told_s=self._now_s,
+                **self._told,
+            )
+        write_status(self._store, status)
+
+    def _beat(self, is_over: threading.Event, stop: Callable[[], None]) -> None:
+        while not is_over.wait(self._every_s):
+            try:
+                self._now_s = self._leases.beat()
+                self.write()
+                if self._store.look(FINISHED) is not None:
+                    stop()
+                    self._wait(is_over)
+            except FileNotFoundError:  # the farm was taken away
+                stop()
+                return
+            except OSError:
+                continue  # storage that hiccups: the lease lasts for several beats
+
+    def _wait(self, is_over: threading.Event) -> None:
+        """Nothing is left to do but to end."""
+        is_over.wait(self._every_s)
+
+    def _settle(self) -> None:
+        if self._since is not None:
+            name, began = self._since
+            now = time.monotonic()
+            self._add(name, now - began)
+            self._since = (name, now)
+
+    def _add(self, name: str, amount: float) -> None:
+        self._told[name] = self._told.get(name, 0) + amount

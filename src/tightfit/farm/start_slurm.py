@@ -1,0 +1,141 @@
+"""Workers as a job array of each partition; Slurm starts them again after a lost node."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.files import write_atomic
+from tightfit.farm.crew import StartedJob
+from tightfit.farm.places import Place, PlaceKind
+from tightfit.farm.start_local import WORKER_WORDS
+from tightfit.hardware.commands import RunCommand, run_command
+from tightfit.launch.exits import EXIT_REQUEUE
+from tightfit.launch.site import Site
+from tightfit.launch.slurm.queue import JobState, cancel_jobs, read_jobs, submit_script
+from tightfit.launch.slurm.script import (
+    BatchJob,
+    join_words,
+    python_words,
+    srun_words,
+    write_script,
+)
+
+MOST_RESTARTS = 20
+"""Of one task by itself; after that the submitter's command starts it again."""
+
+
+class SlurmStarter:
+    """One array for what is missing in a partition."""
+
+    def __init__(
+        self,
+        folder: Path,
+        site: Site,
+        *,
+        words: Sequence[str] = WORKER_WORDS,
+        mounts: Sequence[str] = (),
+        run: RunCommand = run_command,
+    ) -> None:
+        self._folder = folder
+        self._site = site
+        self._words = words
+        self._mounts = mounts
+        self._run = run
+
+    def start(self, place: Place, count: int) -> StartedJob:
+        path = self._free_path(place)
+        write_atomic(path, self.write_script(place, count))
+        job_id = submit_script(path, run=self._run)
+        return _started(place, job_id, count)
+
+    def write_script(self, place: Place, count: int) -> str:
+        log = str(self._folder / "logs").replace("%", "%%")
+        job = BatchJob(
+            name=self._name(place),
+            partition=place.partition,
+            log=f"{log}/{place.name}-%A-%a.log",
+            body=tuple(self._body(place)),
+            gpus_per_node=place.gpus_per_worker,
+            cores_per_node=place.cores_per_worker,
+            array_size=count,
+            can_requeue=True,
+            warn_seconds=self._site.slurm.warn_seconds,
+        )
+        site = self._site
+        if place.excluded:
+            extra = (*site.slurm.extra, f"--exclude={','.join(place.excluded)}")
+            slurm = site.slurm.model_copy(update={"extra": extra})
+            site = site.model_copy(update={"slurm": slurm})
+        return write_script(job, site)
+
+    def count_alive(self, jobs: Sequence[StartedJob]) -> int:
+        ids = [name for job in jobs for name in job.names]
+        try:
+            found = read_jobs(ids, run=self._run)
+        except EnvironmentFaultError:
+            return sum(job.num_workers for job in jobs)  # a busy controller: ask again later
+        return sum(not _is_gone(status.state) for status in found)
+
+    def find_lost(self, place: Place, known: Sequence[StartedJob]) -> list[StartedJob]:
+        noted = {name for job in known for name in job.names}
+        command = ("squeue", "-h", "-r", "-n", self._name(place), "-o", "%F")
+        try:
+            ids = self._run(command, 60.0).split()
+        except EnvironmentFaultError:
+            return []
+        lost = {job_id: ids.count(job_id) for job_id in ids if job_id not in noted}
+        return [_started(place, job_id, count) for job_id, count in lost.items()]
+
+    def stop(self, jobs: Sequence[StartedJob]) -> None:
+        cancel_jobs([name for job in jobs for name in job.names], run=self._run)
+
+    def _name(self, place: Place) -> str:
+        """Known again by a submitter that comes later."""
+        mark = hashlib.blake2b(str(self._folder).encode(), digest_size=4).hexdigest()
+        return f"farm-{mark}-{place.name}"
+
+    def _free_path(self, place: Place) -> Path:
+        number = 0
+        while (path := self._folder / "logs" / f"{place.name}-{number}.sbatch").exists():
+            number += 1
+        return path
+
+    def _body(self, place: Place) -> Iterator[str]:
+        words = [*python_words(self._site), *self._words, str(self._folder)]
+        words += ["--partition", place.name]
+        if self._site.container_image is not None:
+            mounts = [str(self._folder.parent), *self._mounts]
+            words = [*srun_words(self._site, mounts=mounts), "--ntasks=1", *words]
+        folder = shlex.quote(str(self._folder))
+        yield f"# One worker of the farm in {folder}: takes chunks until none is left."
+        if place.cores_per_worker is not None:
+            yield f"export OMP_NUM_THREADS={place.cores_per_worker}"
+        yield f"{join_words(words)} &"
+        yield "worker=$!"
+        yield "# Before the time limit: finish what is under way. Cancelled: give it back at once."
+        yield "trap 'kill -USR1 $worker' USR1"
+        yield "trap 'kill -TERM $worker' TERM"
+        yield "while kill -0 $worker 2>/dev/null; do wait $worker; done"
+        yield "wait $worker"
+        yield "code=$?"
+        yield "# Stopped in the middle, or killed: back to the queue, unless it was cancelled."
+        yield "case $code in"
+        yield f"  {EXIT_REQUEUE}|129|13?|14?)"
+        yield '    if [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ] &&'
+        yield f'      [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]; then'
+        yield '      scontrol requeue "$SLURM_JOB_ID" && sleep 600'
+        yield "    fi ;;"
+        yield "esac"
+        yield "exit $code"
+
+
+def _started(place: Place, job_id: str, count: int) -> StartedJob:
+    return StartedJob(place=place.name, kind=PlaceKind.SLURM, names=(job_id,), num_workers=count)
+
+
+def _is_gone(state: JobState) -> bool:
+    return state.is_over or state in (JobState.UNKNOWN, JobState.COMPLETING)

@@ -1,0 +1,188 @@
+"""What a farm did, by node and in total."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from tightfit.farm.folder import FarmFile
+from tightfit.farm.leases import Why
+from tightfit.farm.results import ChunkHead
+from tightfit.farm.status import WorkerStatus
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NodeStatistics(_Told):
+    """The workers of one node in one partition."""
+
+    partition: str
+    node: str
+    device: str | None
+    num_workers: int
+    num_chunks: int
+    num_answers: int
+    share: float
+    """Of all answers."""
+    num_prompt_tokens: int
+    num_new_tokens: int
+    new_tokens_per_second: float | None
+    """While it was busy."""
+    answers_per_second: float | None
+    load_seconds: float
+    busy_seconds: float
+    idle_seconds: float
+    taken_over: dict[str, int]
+    """Chunks of others, by why."""
+    num_discarded: int
+    """Chunks done for nothing: another had published them first."""
+    num_lost_workers: int
+    """That fell silent or broke."""
+
+
+class FarmStatistics(_Told):
+    """All of it."""
+
+    model: str
+    num_prompts: int
+    num_answers: int
+    num_failed: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+    seconds: float
+    """From the first loaded model to the last answer."""
+    new_tokens_per_second: float
+    total_tokens_per_second: float
+    answers_per_second: float
+    num_chunks: int
+    prompts_per_chunk: int
+    num_workers: int
+    released: dict[str, int]
+    """Answers that came from a chunk's later lease, in chunks, by why."""
+    num_discarded: int
+    nodes: tuple[NodeStatistics, ...]
+
+
+def sum_farm(
+    heads: Sequence[ChunkHead],
+    statuses: Sequence[WorkerStatus],
+    *,
+    farm: FarmFile,
+    num_failed: int,
+    last_commit_s: float,
+) -> FarmStatistics:
+    """From what is published, which is exact, and what workers told of their time, which may lack
+    the last seconds of one that was killed."""
+    began = min((status.loaded_s for status in statuses if status.loaded_s), default=last_commit_s)
+    seconds = max(last_commit_s - began, 1e-9)
+    num_answers = sum(head.num_answers for head in heads)
+    num_prompt = sum(head.num_prompt_tokens for head in heads)
+    num_new = sum(head.num_new_tokens for head in heads)
+    return FarmStatistics(
+        model=farm.engine.model,
+        num_prompts=farm.shape.num_prompts,
+        num_answers=num_answers,
+        num_failed=num_failed,
+        num_prompt_tokens=num_prompt,
+        num_new_tokens=num_new,
+        seconds=seconds,
+        new_tokens_per_second=num_new / seconds,
+        total_tokens_per_second=(num_new + num_prompt) / seconds,
+        answers_per_second=num_answers / seconds,
+        num_chunks=len(heads),
+        prompts_per_chunk=farm.shape.prompts_per_chunk,
+        num_workers=len(statuses),
+        released=_count(head.why for head in heads if head.why is not Why.FRESH),
+        num_discarded=sum(status.num_discarded for status in statuses),
+        nodes=_by_node(heads, statuses, num_answers, _find_lost(statuses, farm.lease_seconds)),
+    )
+
+
+_Place = tuple[str, str]
+
+
+def _by_node(
+    heads: Sequence[ChunkHead],
+    statuses: Sequence[WorkerStatus],
+    num_answers: int,
+    lost: set[str],
+) -> tuple[NodeStatistics, ...]:
+    done: dict[_Place, list[ChunkHead]] = defaultdict(list)
+    told: dict[_Place, list[WorkerStatus]] = defaultdict(list)
+    for head in heads:
+        done[(head.partition, head.node)].append(head)
+    for status in statuses:
+        told[(status.partition, status.node)].append(status)
+    return tuple(
+        _of_node(place, done[place], told[place], num_answers, lost)
+        for place in sorted({*done, *told})
+    )
+
+
+def _of_node(
+    place: _Place,
+    heads: Sequence[ChunkHead],
+    statuses: Sequence[WorkerStatus],
+    num_all: int,
+    lost: set[str],
+) -> NodeStatistics:
+    busy = sum(status.busy_seconds for status in statuses)
+    width = max(1, len({status.worker for status in statuses if status.busy_seconds}))
+    answers = sum(head.num_answers for head in heads)
+    new = sum(head.num_new_tokens for head in heads)
+    wall = _busy_wall(statuses) if width > 1 else busy
+    taken: Counter[str] = Counter()
+    for status in statuses:
+        taken.update({why.value: count for why, count in status.taken_over.items()})
+    return NodeStatistics(
+        partition=place[0],
+        node=place[1],
+        device=next((status.device for status in statuses if status.device), None),
+        num_workers=len(statuses),
+        num_chunks=len(heads),
+        num_answers=answers,
+        share=answers / max(1, num_all),
+        num_prompt_tokens=sum(head.num_prompt_tokens for head in heads),
+        num_new_tokens=new,
+        new_tokens_per_second=new / wall if wall else None,
+        answers_per_second=answers / wall if wall else None,
+        load_seconds=sum(status.load_seconds for status in statuses),
+        busy_seconds=busy,
+        idle_seconds=sum(status.idle_seconds for status in statuses),
+        taken_over=dict(taken),
+        num_discarded=sum(status.num_discarded for status in statuses),
+        num_lost_workers=sum(status.worker in lost for status in statuses),
+    )
+
+
+def _find_lost(statuses: Sequence[WorkerStatus], lease_seconds: float) -> set[str]:
+    """Workers that broke, or said nothing for longer than a lease while others did."""
+    newest = max((status.told_s for status in statuses), default=0.0)
+    return {
+        status.worker
+        for status in statuses
+        if status.state == "broken"
+        or (status.state not in ("ended", "stopped") and newest - status.told_s > lease_seconds)
+    }
+
+
+def _busy_wall(statuses: Sequence[WorkerStatus]) -> float:
+    """Seconds in which at least one worker of the node was busy."""
+    spans = sorted(
+        (status.loaded_s, status.loaded_s + status.busy_seconds)
+        for status in statuses
+        if status.loaded_s is not None and status.busy_seconds
+    )
+    total, end = 0.0, float("-inf")
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _count(whys: Iterable[Why]) -> dict[str, int]:
+    return {why.value: count for why, count in Counter(whys).items()}

@@ -1,0 +1,276 @@
+"""One worker of a farm: loads a model once, takes chunks until none is left, says how it goes.
+
+`python -m tightfit.farm.worker FOLDER` is what schedulers start. A test, or a program with an
+engine of its own, calls `run_worker(folder, open_engine=...)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from tightfit.core.errors import NotFoundError, UserError
+from tightfit.engines.answers import answer_all
+from tightfit.engines.open import EngineRequest
+from tightfit.engines.protocol import Done, Engine, FinishReason
+from tightfit.farm.field import Field, Identity, Interruptible, OpenChunk, pack
+from tightfit.farm.folder import FarmFile, read_farm
+from tightfit.farm.heart import Heart, choose_beat
+from tightfit.farm.leases import FINISHED, Lease, Leases, Leave
+from tightfit.farm.snapshot import Snapshot
+from tightfit.farm.store import FolderStore
+from tightfit.farm.suspects import answer_suspect
+from tightfit.launch.exits import EXIT_BUG, EXIT_REQUEUE
+
+PARTITION_VARIABLE = "TIGHTFIT_FARM_PARTITION"
+POLL_SECONDS = 0.5
+WORKERS_PER_POLL_SECOND = 200
+"""An idle worker looks less often where there are many, so that the file server is not swamped."""
+
+OpenEngine = Callable[[EngineRequest], Engine]
+
+
+def run_worker(
+    folder: Path, *, partition: str = "local", open_engine: OpenEngine | None = None
+) -> int:
+    """Work until nothing is left (0), or until told to stop (EXIT_REQUEUE).
+
+    SIGUSR1: finish what is under way and take no more. SIGTERM: give everything back now.
+    """
+    farm = read_farm(folder)
+    if farm is None:
+        raise NotFoundError(
+            f"There is no farm in {folder}.", remedy="tightfit farm MODEL --prompts FILE"
+        )
+    if (folder / FINISHED).exists():
+        return 0
+    worker = _Worker(folder, farm, _identify(partition))
+    with worker.signals_heard():
+        return worker.run(open_engine or _open_engine)
+
+
+class _StopAskedError(Exception):
+    """Told to stop while loading, which nothing else can end."""
+
+
+class _Worker:
+    def __init__(self, folder: Path, farm: FarmFile, identity: Identity) -> None:
+        self.identity = identity
+        self._farm = farm
+        self._store = FolderStore(folder)
+        self._snapshot = Snapshot(folder)
+        self._leases = Leases(
+            self._store,
+            farm.shape,
+            identity.worker,
+            seconds=farm.lease_seconds,
+            chance=random.Random(identity.worker),
+        )
+        every_s = choose_beat(farm.lease_seconds, farm.num_workers)
+        self._heart = Heart(self._store, self._leases, identity, every_s=every_s)
+        self._engine: Interruptible | None = None
+        self._is_draining = False
+        self._is_stopping = threading.Event()
+        self._suspects: list[Lease] = []
+        self._left: list[Lease] = []
+        self._is_all_taken = False
+        self._next_look_s = 0.0
+        self._poll_s = min(
+            farm.lease_seconds / 4, max(POLL_SECONDS, farm.num_workers / WORKERS_PER_POLL_SECOND)
+        )
+
+    def run(self, open_engine: OpenEngine) -> int:
+        self._leases.join()
+        reason = Leave.BROKEN
+        with self._heart.beating(self.stop):
+            try:
+                self._load(open_engine)
+                is_over = self._work()
+                reason = Leave.STOPPED
+                self._heart.tell(state="ended" if is_over else "stopped")
+                return 0 if is_over else EXIT_REQUEUE
+            except _StopAskedError:
+                reason = Leave.STOPPED
+                self._heart.tell(state="stopped")
+                return EXIT_REQUEUE
+            except BaseException as fault:
+                said = fault.problem if isinstance(fault, UserError) else repr(fault)
+                self._heart.tell(state="broken", fault=said[:400])
+                raise
+            finally:
+                with contextlib.suppress(FileNotFoundError):  # the farm was taken away
+                    self._heart.write()
+                    self._leases.leave(reason)
+                self._snapshot.close()
+                if self._engine is not None:
+                    self._engine.close()
+
+    def stop(self) -> None:
+        """Give everything back, from any thread."""
+        self._is_stopping.set()
+        if self._engine is not None:
+            self._engine.stop()
+
+    @contextlib.contextmanager
+    def signals_heard(self) -> Iterator[None]:
+        def hear(number: int, _frame: object) -> None:
+            if number == signal.SIGUSR1:
+                self._is_draining = True
+                return
+            self.stop()
+            if self._engine is None:
+                raise _StopAskedError
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = [signal.signal(number, hear) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _load(self, open_engine: OpenEngine) -> None:
+        began = time.monotonic()
+        engine = open_engine(self._farm.engine.to_request())
+        self._engine = Interruptible(engine)
+        info = engine.info
+        self._heart.tell(
+            state="working",
+            engine=info.engine,
+            device=info.device,
+            num_slots=info.num_slots,
+            loaded_s=self._leases.beat(),
+            load_seconds=time.monotonic() - began,
+        )
+        self._heart.write()
+
+    def _work(self) -> bool:
+        """Whether everything is done, by us or others."""
+        assert self._engine is not None
+        work = Field(self._engine, self._farm, self._snapshot.read)
+        while not (self._is_stopping.is_set() or self._is_draining):
+            with self._heart.timed("busy_seconds"):
+                self._answer(work)
+                while self._suspects and not self._is_stopping.is_set():
+                    self._answer_suspect(work, self._suspects.pop())
+            if self._is_stopping.is_set() or self._leases.is_finished():
+                break
+            lease = self._take_left(work.chunk_seconds)
+            if lease is None:
+                self._heart.tell(state="waiting")
+                with self._heart.timed("idle_seconds"):
+                    self._is_stopping.wait(self._poll_s * random.uniform(0.75, 1.25))
+                self._heart.tell(state="working")
+        return self._leases.is_finished()
+
+    def _answer(self, work: Field) -> None:
+        assert self._engine is not None
+        requests = work.requests(self._next_lease, self._commit)
+        ends = answer_all(self._engine, requests)
+        try:
+            for number, end in ends:
+                is_cancelled = isinstance(end, Done) and end.reason is FinishReason.CANCELLED
+                if is_cancelled or self._is_stopping.is_set():
+                    return
+                work.take(number, end, self._commit)
+                self._heart.tell(num_leases=len(work.open))
+        finally:
+            work.open.clear()
+            self._heart.tell(num_leases=0)
+
+    def _answer_suspect(self, work: Field, lease: Lease) -> None:
+        assert self._engine is not None
+        prompts = self._snapshot.read(lease.chunk)
+        chunk = answer_suspect(self._engine, work, self._store, lease, prompts)
+        if chunk is not None:
+            work.close(chunk, self._commit)
+
+    def _next_lease(self) -> Lease | None:
+        """The next chunk for a free place in the engine; None where none is to be had now."""
+        if self._left:
+            return self._left.pop()
+        if self._is_draining or self._is_stopping.is_set():
+            return None
+        if not self._is_all_taken:
+            lease = self._leases.claim_fresh()
+            if lease is not None:
+                return lease
+            self._is_all_taken = True
+        if time.monotonic() < self._next_look_s:
+            return None
+        self._take_left(None)
+        return self._left.pop() if self._left else None
+
+    def _take_left(self, own_seconds: float | None) -> Lease | None:
+        """What others have left behind, put where it will be done."""
+        lease = self._leases.claim_left(own_seconds=own_seconds)
+        if lease is None:
+            self._next_look_s = time.monotonic() + self._poll_s
+            return None
+        self._heart.count_taken(lease.note.why)
+        (self._suspects if lease.is_suspect else self._left).append(lease)
+        return lease
+
+    def _commit(self, chunk: OpenChunk) -> None:
+        head, content = pack(chunk, self.identity)
+        self._heart.count_chunk(head, is_first=self._leases.commit(chunk.lease, content))
+
+
+def _open_engine(request: EngineRequest) -> Engine:
+    from tightfit.engines.open import open_engine
+    from tightfit.runtime.quiet import silence_libraries
+
+    silence_libraries()
+    return open_engine(request)
+
+
+def _identify(partition: str) -> Identity:
+    node = socket.gethostname()
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{partition}-{node}-{os.getpid()}")
+    return Identity(
+        worker=f"{name[:80]}-{secrets.token_hex(3)}",
+        node=node,
+        partition=partition,
+        job=_scheduler_name(os.environ),
+    )
+
+
+def _scheduler_name(environ: Mapping[str, str]) -> str | None:
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:
+        return f"{array}_{task}"
+    return environ.get("SLURM_JOB_ID") or str(os.getpid())
+
+
+def main(words: list[str] | None = None, *, open_engine: OpenEngine | None = None) -> int:
+    """The command line of a worker; every fault becomes one line in its log."""
+    parser = argparse.ArgumentParser(prog="python -m tightfit.farm.worker")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--partition", default=os.environ.get(PARTITION_VARIABLE, "local"))
+    given = parser.parse_args(words)
+    try:
+        return run_worker(given.folder, partition=given.partition, open_engine=open_engine)
+    except UserError as fault:
+        print(f"error: {fault.problem}\n  try: {fault.remedy}", file=sys.stderr, flush=True)
+        return fault.exit_code
+    except Exception as fault:
+        print(f"broken: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
+        return EXIT_BUG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""Copies of models in RAM disks: what a staged copy is, and the one that may be used for a folder.
+
+`launch/stage` writes what is defined here. A copy lies in `PLACE/tightfit-UID/KEY`, its manifest
+beside it as `KEY.json`: the copy itself holds the model's files and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+
+from tightfit.core.cache import cache_folder
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.files import write_atomic
+from tightfit.runtime.companion_files import MORE_TEMPLATES
+from tightfit.runtime.weight_files import list_weight_files
+
+if TYPE_CHECKING:
+    from tightfit.runtime.artefacts import Artefact
+
+VARIABLE = "TIGHTFIT_STAGE"
+"""Places to look in, joined by `:`; `none` uses no copy at all."""
+RAM_DISK = Path("/dev/shm")
+MANIFEST_ENDING = ".json"
+_MAX_MANIFEST_BYTES = 64 << 20
+_COMPANION_ENDINGS = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+_NOT_COMPANIONS = ("trainer_state.json", "optimizer.json")
+_SPLIT_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+
+
+def _check_name(name: str) -> str:
+    path = PurePosixPath(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts or len(path.parts) > 2:
+        raise ValueError("not the name of a model's file")
+    return name
+
+
+class StagedFile(BaseModel):
+    """One file, as it was at its source when the copy was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, AfterValidator(_check_name)]
+    size_bytes: NonNegativeInt
+    mtime_ns: int
+    digests: tuple[str, ...] = ()
+    """Of each block, as hex; empty while the copy is not whole."""
+
+
+class Manifest(BaseModel):
+    """What a copy holds and what it is a copy of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    source: str
+    """The real path of the folder, or of a GGUF file."""
+    block_bytes: PositiveInt
+    files: tuple[StagedFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def key(self) -> str:
+        return make_key(Path(self.source))
+
+
+def make_key(source: Path) -> str:
+    """The copy's name: readable, and one for each source path."""
+    digest = hashlib.sha256(os.fsencode(source)).hexdigest()[:12]
+    is_snapshot = source.parent.name == "snapshots"  # of the hub cache: named by a commit
+    name = source.parent.parent.name if is_snapshot else source.name
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)[:60].lstrip('.')}-{digest}"
+
+
+def real_source(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def list_model_files(source: Path) -> list[str]:
+    """Names below `source` of what loading it reads: weights, config, tokenizer, templates.
+
+    Of weights in several formats only the one that is loaded. For a GGUF file: itself, and the
+    other parts of a split one; the names are then below its folder.
+    """
+    if source.is_file():
+        return _list_parts(source)
+    weights = [str(path.relative_to(source)) for path in list_weight_files(source)]
+    others = [
+        path.name
+        for path in source.iterdir()
+        if path.suffix in _COMPANION_ENDINGS
+        and not path.name.startswith((".", "training_", "pytorch_model.bin.index"))
+        and path.name not in _NOT_COMPANIONS
+        and path.is_file()
+    ]
+    templates = (source / MORE_TEMPLATES).glob("*.jinja")
+    others += [f"{MORE_TEMPLATES}/{path.name}" for path in templates if path.is_file()]
+    return sorted({*weights, *others})
+
+
+def _list_parts(file: Path) -> list[str]:
+    split = _SPLIT_GGUF.fullmatch(file.name)
+    if split is None:
+        return [file.name]
+    start, count = split.groups()
+    return [f"{start}-{part:05d}-of-{count}.gguf" for part in range(1, int(count) + 1)]
+
+
+def source_folder(source: Path) -> Path:
+    """The folder that a manifest's names are below."""
+    return source.parent if source.is_file() else source
+
+
+def read_source(source: Path, *, block_bytes: int) -> Manifest:
+    """What a copy of `source` would hold, without digests. Links are followed, as loading does."""
+    real = real_source(source)
+    folder = source_folder(real)
+    files = []
+    for name in list_model_files(real):
+        facts = (folder / name).stat()
+        files.append(StagedFile(name=name, size_bytes=facts.st_size, mtime_ns=facts.st_mtime_ns))
+    return Manifest(source=str(real), block_bytes=block_bytes, files=tuple(files))
+
+
+def home_in(place: Path) -> Path:
+    """This user's folder in a place that may belong to everybody."""
+    return place / f"tightfit-{os.getuid()}"
+
+
+def staging_places() -> tuple[Path, ...]:
+    """Where copies may lie: what the environment says, where this user staged before, /dev/shm."""
+    said = os.environ.get(VARIABLE, "")
+    if said.strip().lower() == "none":
+        return ()
+    named = [Path(part).expanduser() for part in said.split(os.pathsep) if part.strip()]
+    return tuple(dict.fromkeys([*named, *_read_places(), RAM_DISK]))
+
+
+def remember_place(place: Path) -> None:
+    """Have later commands look in a place beside /dev/shm; not a fault where it cannot be kept."""
+    known = _read_places()
+    if place == RAM_DISK or place in known:
+        return
+    try:
+        path = _places_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, "".join(f"{line}\n" for line in (*known, place)))
+    except (OSError, EnvironmentFaultError):
+        return
+
+
+def _places_path() -> Path:
+    return cache_folder() / "stage-places.txt"
+
+
+def _read_places() -> list[Path]:
+    try:
+        lines = _places_path().read_text("utf-8").splitlines()
+    except (OSError, ValueError, EnvironmentFaultError):
+        return []
+    return [Path(line) for line in lines if Path(line).is_absolute()]
+
+
+def find_staged(source: Path) -> Path | None:
+    """The whole, fresh copy of a folder or GGUF file; None where there is none. Never raises."""
+    try:
+        real = real_source(source)
+        for place in staging_places():
+            home = home_in(place)
+            manifest = read_manifest(home, make_key(real))
+            if manifest is not None and manifest.source == str(real) and is_fresh(manifest):
+                copy = home / manifest.key
+                if is_whole(copy, manifest):
+                    return copy / real.name if real.is_file() else copy
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def read_manifest(home: Path, key: str) -> Manifest | None:
+    """The manifest of a finished copy, if this user wrote it where nobody else can."""
+    path = home / f"{key}{MANIFEST_ENDING}"
+    try:
+        if not is_own_folder(home) or not is_own_file(path):
+            return None
+        with path.open("rb") as stream:
+            return Manifest.model_validate_json(stream.read(_MAX_MANIFEST_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def is_own_folder(path: Path) -> bool:
+    """A real folder of this user that no other user can change."""
+    facts = path.lstat()
+    return (
+        stat.S_ISDIR(facts.st_mode)
+        and facts.st_uid == os.getuid()
+        and not stat.S_IMODE(facts.st_mode) & 0o022
+    )
+
+
+def is_own_file(path: Path) -> bool:
+    facts = path.lstat()
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid()
+
+
+def is_fresh(manifest: Manifest) -> bool:
+    """Whether the source still is what was copied: the same files, sizes and times."""
+    now = read_source(Path(manifest.source), block_bytes=manifest.block_bytes)
+    then = [(file.name, file.size_bytes, file.mtime_ns) for file in manifest.files]
+    return then == [(file.name, file.size_bytes, file.mtime_ns) for file in now.files]
+
+
+def is_whole(copy: Path, manifest: Manifest) -> bool:
+    """Whether every file is there as it was written, by owner, size and time; reads no contents."""
+    try:
+        if not is_own_folder(copy):
+            return False
+        for file in manifest.files:
+            path = copy / file.name
+            facts = path.lstat()
+            if not is_own_file(path) or facts.st_size != file.size_bytes:
+                return False
+            if facts.st_mtime_ns != file.mtime_ns:
+                return False
+    except OSError:
+        return False
+    return True
+
+
+def prefer_staged(folder: Path) -> Path:
+    """The folder's staged copy where there is one, else the folder itself."""
+    return find_staged(folder) or folder
+
+
+def use_staged(artefact: Artefact) -> tuple[Artefact, str]:
+    """The artefact with its large files read from a staged copy, and a sentence that says so.
+
+    The tokenizer and an adapter stay where they are: they are small.
+    """
+    path = artefact.base or artefact.path
+    copy = find_staged(path)
+    if copy is None:
+        return artefact, ""
+    changed = replace(artefact, base=copy) if artefact.base else replace(artefact, path=copy)
+    return changed, describe_use(copy)
+
+
+def describe_use(copy: Path) -> str:
+    return f"Its weights are read from the staged copy {copy}."
+
+
+def iterate_manifests(home: Path) -> Iterator[Manifest]:
+    """Those of finished copies in one home."""
+    try:
+        paths = sorted(home.glob(f"*{MANIFEST_ENDING}"))
+    except OSError:
+        return
+    for path in paths:
+        found = read_manifest(home, path.name.removesuffix(MANIFEST_ENDING))
+        if found is not None and found.key == path.name.removesuffix(MANIFEST_ENDING):
+            yield found

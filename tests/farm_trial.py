@@ -1,0 +1,146 @@
+"""A farm with a scripted engine: this file is its worker, and its submitter too.
+
+`python farm_trial.py FOLDER --partition NAME` is what the trial's starters start in place of
+`-m tightfit.farm.worker`; `python farm_trial.py submit OUT NUM_PROMPTS gpu,cpu` farms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripted_engine import ScriptedEngine, ScriptedPrompter
+from tightfit.data.formats import Message
+from tightfit.engines.open import EngineRequest
+from tightfit.engines.protocol import Listener, Request, Sampling
+from tightfit.farm.crew import Starter
+from tightfit.farm.places import Place, PlaceKind, choose_slurm_places, local_place
+from tightfit.farm.start_local import LocalStarter
+from tightfit.farm.start_slurm import SlurmStarter
+from tightfit.farm.submit import FarmEnd, FarmOrder, Submitter, open_farm
+from tightfit.farm.worker import main as worker_main
+from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.serve.generate.job import GenerateJob
+from tightfit.serve.generate.prompts import Prompt
+
+NUM_TOKENS = 5
+PACES = {"gpu": (4, 0.04), "cpu": (1, 0.04), "local": (2, 0.004), "fast": (2, 0.0005)}
+"""Slots and seconds per token, by partition."""
+SELF = str(Path(__file__).absolute())
+
+
+class _PlacedPrompter(ScriptedPrompter):
+    def ask(self, messages: Sequence[Message], *, place: str = "") -> tuple[int, ...]:
+        del place
+        return super().ask(messages)
+
+
+class TrialEngine(ScriptedEngine):
+    """Dies of the prompt `kill me`, process and all."""
+
+    def __init__(self, partition: str) -> None:
+        num_slots, token_seconds = PACES[os.environ.get("TRIAL_PACE", partition)]
+        super().__init__(num_slots=num_slots, token_seconds=token_seconds)
+        self.prompter: Any = _PlacedPrompter()
+
+    def submit(self, request: Request, listener: Listener) -> Any:
+        if "".join(map(chr, request.prompt)) == "kill me":
+            os._exit(9)
+        return super().submit(request, listener)
+
+
+def open_engine(_request: EngineRequest) -> TrialEngine:
+    """For actors, which are told a module by its name."""
+    return TrialEngine("local")
+
+
+def expected_rate(partition: str) -> float:
+    """Answers a second of one worker."""
+    num_slots, token_seconds = PACES[partition]
+    return num_slots / (NUM_TOKENS * token_seconds)
+
+
+def make_prompts(count: int, special: dict[int, str] | None = None) -> list[Prompt]:
+    texts = [(special or {}).get(number, f"{number}: tell me") for number in range(count)]
+    return [
+        Prompt(index=number, place=f"line {number + 1}", messages=(Message("user", text),))
+        for number, text in enumerate(texts)
+    ]
+
+
+def make_order(out: Path, prompts: list[Prompt], *, num_workers: int, **more: Any) -> FarmOrder:
+    model = out.parent / "model"
+    model.mkdir(exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    artefact = Artefact(name=str(model), kind=ArtefactKind.MODEL, path=model, tokenizer=model)
+    job = GenerateJob(prompts=prompts, sampling=Sampling(max_new_tokens=NUM_TOKENS, seed=1))
+    settings = {"prompts": f"{len(prompts)}", "temperature": 0}
+    values: dict[str, Any] = {"lease_seconds": 6.0, **more}
+    return FarmOrder(
+        out=out,
+        job=job,
+        request=EngineRequest(artefact=artefact),
+        settings=settings,
+        num_workers=num_workers,
+        **values,
+    )
+
+
+def open_trial(order: FarmOrder, places: Sequence[Place]) -> Submitter:
+    from tightfit.launch.site import Site
+
+    folder, farm, _ = open_farm(order)
+    starters: dict[PlaceKind, Starter] = {
+        PlaceKind.LOCAL: LocalStarter(folder, (SELF,)),
+        PlaceKind.SLURM: SlurmStarter(folder, Site(), words=(SELF,)),
+    }
+    return Submitter(folder, farm, places, starters)
+
+
+def run_trial(order: FarmOrder, places: Sequence[Place]) -> FarmEnd:
+    return open_trial(order, places).run(lambda _: None, lambda _: None)
+
+
+def find_trial_places(words: str) -> tuple[Place, ...]:
+    from tightfit.hardware.slurm import probe_slurm_inventory
+
+    if words.startswith("local"):
+        count = int(words.partition(":")[2] or 1)
+        return (local_place(num_gpus=0, num_workers=count, gpu=None),)
+    return choose_slurm_places(probe_slurm_inventory(), words.split(","), most=None)
+
+
+def check_answers(out: Path, count: int) -> None:
+    """Each prompt once, in order, with its own answer."""
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [row["prompt_index"] for row in rows] == list(range(count))
+    for row in rows:
+        asked, answered = (turn["content"] for turn in row["messages"])
+        assert answered == (asked * NUM_TOKENS)[:NUM_TOKENS], row
+
+
+def _submit(words: list[str]) -> int:
+    out, count, partitions = Path(words[0]), int(words[1]), words[2]
+    places = find_trial_places(partitions)
+    order = make_order(
+        out, make_prompts(count), num_workers=sum(place.num_workers for place in places)
+    )
+    end = run_trial(order, places)
+    print(end.statistics.model_dump_json(), flush=True)
+    return 0
+
+
+def _work(words: list[str]) -> int:
+    partition = words[words.index("--partition") + 1]
+    return worker_main(words, open_engine=lambda _: TrialEngine(partition))
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    sys.exit(_submit(given[1:]) if given[0] == "submit" else _work(given))

@@ -1,0 +1,48 @@
+"""A real tiny model: a farm's answers are those of `generate`, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from small_models import make_llama
+from tightfit.data.formats import Message
+from tightfit.engines.open import EngineRequest
+from tightfit.engines.protocol import Sampling
+from tightfit.farm.collect import collect
+from tightfit.farm.submit import FarmOrder, open_farm
+from tightfit.farm.worker import run_worker
+from tightfit.runtime.artefacts import find_artefact
+from tightfit.serve.generate.job import GenerateJob
+from tightfit.serve.generate.journal import open_journal
+from tightfit.serve.generate.prompts import Prompt
+from tightfit.serve.generate.run import run_engine
+from tightfit.serve.generate.settings import describe_settings
+
+
+def test_a_farm_answers_as_generate_does(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    make_llama(model)
+    prompts = [
+        Prompt(index=n, place=f"line {n}", messages=(Message("user", "how many " * (1 + n % 5)),))
+        for n in range(20)
+    ]
+    sampling = Sampling(max_new_tokens=6, temperature=0.9, seed=5)
+    job = GenerateJob(prompts=prompts, sampling=sampling, num_samples=2)
+    request = EngineRequest(artefact=find_artefact(str(model)), device="cpu")
+    settings = describe_settings(request, job)
+    whole = tmp_path / "whole.jsonl"
+    with open_journal(whole, settings, seed=5) as journal:
+        run_engine(request, job, journal)
+        journal.finish(is_complete=True)
+
+    out = tmp_path / "farmed.jsonl"
+    order = FarmOrder(
+        out=out, job=job, request=request, settings=settings, num_workers=3, lease_seconds=60
+    )
+    folder, farm, _ = open_farm(order)
+    assert run_worker(folder) == 0
+    collect(folder, farm, out)
+
+    assert out.read_bytes() == whole.read_bytes()
+    assert out.read_bytes().count(b"\n") == 40

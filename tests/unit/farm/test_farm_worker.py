@@ -1,0 +1,167 @@
+"""Workers as real processes and threads: stopped, killed, poisoned; the answers stay whole."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import farm_trial
+from farm_trial import TrialEngine, check_answers, make_order, make_prompts, run_trial
+from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.farm.collect import collect
+from tightfit.farm.folder import FarmFile, farm_path
+from tightfit.farm.leases import FINISHED
+from tightfit.farm.places import local_place
+from tightfit.farm.progress import Lookout
+from tightfit.farm.status import read_statuses
+from tightfit.farm.submit import open_farm
+from tightfit.farm.worker import run_worker
+from tightfit.launch.exits import EXIT_REQUEUE
+
+LOCAL = local_place(num_gpus=0, num_workers=2, gpu=None)
+
+
+def begin(tmp_path: Path, count: int, **more: object) -> tuple[Path, FarmFile, Path]:
+    out = tmp_path / "answers.jsonl"
+    folder, farm, is_finished = open_farm(
+        make_order(out, make_prompts(count), num_workers=2, **more)
+    )
+    assert not is_finished
+    return folder, farm, out
+
+
+def work_here(folder: Path, partition: str = "fast") -> int:
+    return run_worker(folder, partition=partition, open_engine=lambda _: TrialEngine(partition))
+
+
+def start(folder: Path, partition: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, farm_trial.SELF, str(folder), "--partition", partition]
+    return subprocess.Popen(words)
+
+
+def wait_for(is_so: object, seconds: float = 60) -> None:
+    ends = time.monotonic() + seconds
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def test_one_worker_does_everything_and_says_so(tmp_path: Path) -> None:
+    folder, farm, out = begin(tmp_path, 300)
+
+    assert work_here(folder) == 0
+
+    assert (folder / FINISHED).exists()
+    collected = collect(folder, farm, out)
+    check_answers(out, 300)
+    assert sum(head.num_answers for head in collected.heads) == 300
+    (status,) = read_statuses(folder)
+    assert status.state == "ended"
+    assert status.num_answers == 300
+    assert Lookout(folder, farm).look().is_finished
+
+
+def test_threads_share_the_work(tmp_path: Path) -> None:
+    folder, farm, out = begin(tmp_path, 300)
+    threads = [threading.Thread(target=work_here, args=(folder,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    collect(folder, farm, out)
+    check_answers(out, 300)
+    statuses = read_statuses(folder)
+    assert sum(status.num_answers for status in statuses) == 300
+    assert sum(status.num_answers > 0 for status in statuses) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stopped_worker_gives_back_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    folder, farm, out = begin(tmp_path, 400, lease_seconds=600.0)
+    process = start(folder, "local")
+    wait_for(lambda: any(folder.glob("done/*/*")))
+    process.send_signal(number)
+
+    assert process.wait(60) == EXIT_REQUEUE
+    assert not (folder / FINISHED).exists()
+    assert work_here(folder) == 0, "no lease of ten minutes stands in the way"
+    collect(folder, farm, out)
+    check_answers(out, 400)
+
+
+def test_a_killed_worker_is_replaced_after_its_lease(tmp_path: Path) -> None:
+    folder, farm, out = begin(tmp_path, 200, lease_seconds=2.0)
+    process = start(folder, "local")
+    wait_for(lambda: any(folder.glob("done/*/*")))
+    process.kill()
+    process.wait()
+
+    assert work_here(folder) == 0
+    collected = collect(folder, farm, out)
+    check_answers(out, 200)
+    whys = {head.why.value for head in collected.heads}
+    assert {"dead", "slow"} & whys, "the first to come takes it over, before or after the lease"
+
+
+def test_a_prompt_that_kills_is_found_and_reported(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    prompts = make_prompts(40, {17: "kill me", 23: "refuse me", 30: "?"})
+    order = make_order(out, prompts, num_workers=2, lease_seconds=1.0)
+
+    end = run_trial(order, [LOCAL])
+
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [row["prompt_index"] for row in rows] == [
+        number for number in range(40) if number not in (17, 23, 30)
+    ]
+    failed = [json.loads(s) for s in Path(f"{out}.failed.jsonl").read_text("utf-8").splitlines()]
+    assert [row["prompt_index"] for row in failed] == [17, 23, 30]
+    assert "died" in failed[0]["reason"]
+    assert failed[0]["place"] == "line 18"
+    assert end.statistics.num_failed == 3
+
+
+def test_a_farm_goes_on_where_it_was_and_refuses_another_job(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    order = make_order(out, make_prompts(60), num_workers=2)
+    run_trial(order, [LOCAL])
+    check_answers(out, 60)
+    before = out.read_bytes()
+
+    assert open_farm(order)[2], "finished"
+    with pytest.raises(UsageError, match="other settings"):
+        open_farm(make_order(out, make_prompts(61), num_workers=2))
+    out.write_text("changed\n")
+    with pytest.raises(UsageError, match="changed since"):
+        open_farm(order)
+    out.unlink()
+    run_trial(order, [LOCAL])
+    assert out.read_bytes() == before
+
+
+def test_a_model_that_no_worker_loads_ends_the_farm(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    order = make_order(out, make_prompts(10), num_workers=2)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+
+    with pytest.raises(EnvironmentFaultError, match=r"No worker could load .* has no tokenizer"):
+        run_trial(order, [LOCAL])
+    assert not list(farm_path(out).glob("lease/*/*"))
+
+
+def test_an_output_that_is_not_ours_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    out.write_text("mine\n")
+    order = make_order(out, make_prompts(10), num_workers=1)
+
+    with pytest.raises(UsageError, match="exists already"):
+        open_farm(order)
+    assert out.read_text() == "mine\n"

@@ -1,0 +1,227 @@
+"""Jobs in the queue, by what Slurm 22.05 printed, and jobs watched to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from launch_cases import Notes, make_run
+
+from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError, UsageError
+from tightfit.core.errors import UserError as UserFault
+from tightfit.launch.slurm import queue, watch
+from tightfit.launch.slurm.queue import JobState, cancel_jobs, read_jobs, submit_script
+
+WIDTHS = (48, 24, 12, 80, 256)
+
+
+def row(*fields: str) -> str:
+    return "".join(text.ljust(width) for text, width in zip(fields, WIDTHS, strict=True)) + "\n"
+
+
+SACCT = "14|COMPLETED|0:0|cpu01|None\n12|CANCELLED by 0|0:15|None assigned|None\n"
+SCONTROL = (
+    "JobId=13 ArrayJobId=9 ArrayTaskId=3 JobName=x JobState=NODE_FAIL Reason=NodeDown "
+    "Restarts=2 ExitCode=1:0 NodeList=gpu01 BatchHost=gpu01\n"
+)
+
+
+class Slurm:
+    """Recorded answers by command; a fault where the answer is one."""
+
+    def __init__(self, **answers: str | EnvironmentFaultError) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, ...]] = []
+
+    def __call__(self, arguments: Sequence[str], _timeout: float) -> str:
+        self.asked.append(tuple(arguments))
+        answer = self.answers.get(arguments[0], "")
+        if isinstance(answer, EnvironmentFaultError):
+            raise answer
+        return answer
+
+
+def refusal(text: str) -> EnvironmentFaultError:
+    return EnvironmentFaultError(f"`sbatch` failed: sbatch: error: {text}", remedy="run by hand")
+
+
+def test_jobs_and_array_tasks_in_the_queue() -> None:
+    said = row("12", "PENDING", "1", "Resources", "(null)") + row(
+        "13_4", "RUNNING", "0", "None", "gpu[01-02]"
+    )
+    first, second = read_jobs(["13", "12"], run=Slurm(squeue=said))
+
+    assert (first.job_id, first.task, first.state) == ("13", 4, JobState.RUNNING)
+    assert first.nodes == "gpu[01-02]"
+    assert (second.state, second.reason, second.num_restarts) == (JobState.PENDING, "Resources", 1)
+    assert second.exit_code is None
+
+
+def test_jobs_that_have_left_the_queue_are_looked_up() -> None:
+    gone = EnvironmentFaultError("`squeue` failed: Invalid job id specified", remedy="")
+    slurm = Slurm(squeue=gone, sacct=SACCT)
+    done, cancelled = read_jobs(["14", "12"], run=slurm)
+
+    assert (done.state, done.exit_code) == (JobState.COMPLETED, 0)
+    assert (cancelled.state, cancelled.exit_code, cancelled.nodes) == (JobState.CANCELLED, 143, "")
+
+
+def test_without_accounting_the_controller_is_asked() -> None:
+    gone = EnvironmentFaultError("`squeue` failed: Invalid job id specified", remedy="")
+    none = EnvironmentFaultError("`sacct` failed: accounting is off", remedy="")
+    (found,) = read_jobs(["9_3"], run=Slurm(squeue=gone, sacct=none, scontrol=SCONTROL))
+
+    assert (found.job_id, found.task, found.state) == ("9", 3, JobState.NODE_FAIL)
+    assert (found.num_restarts, found.exit_code) == (2, 1)
+
+
+def test_a_forgotten_job_is_unknown_and_a_controller_that_is_away_is_a_fault() -> None:
+    (found,) = read_jobs(["77"], run=Slurm())
+    assert found.state is JobState.UNKNOWN
+    assert not found.state.is_over
+
+    away = EnvironmentFaultError("`squeue` failed: Unable to contact slurm controller", remedy="")
+    with pytest.raises(EnvironmentFaultError, match="contact"):
+        read_jobs(["77"], run=Slurm(squeue=away))
+
+
+def test_words_that_are_no_job_number_never_reach_slurm() -> None:
+    slurm = Slurm()
+    with pytest.raises(InvalidInputError):
+        cancel_jobs(["--all"], run=slurm)
+    cancel_jobs([], run=slurm)
+    assert slurm.asked == []
+    assert read_jobs([], run=slurm) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("CANCELLED by 1000", JobState.CANCELLED),
+        ("CANCELLED+", JobState.CANCELLED),
+        ("BOOT_FAIL", JobState.NODE_FAIL),
+        ("SPECIAL_EXIT", JobState.REQUEUED),
+        ("OUT_OF_MEMORY", JobState.OUT_OF_MEMORY),
+        ("DEADLINE", JobState.TIMEOUT),
+        ("", JobState.UNKNOWN),
+        ("NEW_WORD", JobState.UNKNOWN),
+    ],
+)
+def test_states(text: str, state: JobState) -> None:
+    assert queue.parse_state(text) is state
+
+
+def test_a_job_number_with_its_cluster() -> None:
+    assert submit_script(Path("job.sbatch"), run=Slurm(sbatch="123;hpc\n")) == "123"
+    with pytest.raises(EnvironmentFaultError, match="no job number"):
+        submit_script(Path("job.sbatch"), run=Slurm(sbatch="welcome\n"))
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "remedy"),
+    [
+        ("Batch job submission failed: Invalid account or account/partition combination specified",
+         UsageError, "--account"),
+        ("Batch job submission failed: Invalid qos specification", UsageError, "--qos"),
+        ("Batch job submission failed: Invalid partition name specified", NotFoundError, "sinfo"),
+        ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some "
+         "limit)", UsageError, "--time-limit"),
+        ("Batch job submission failed: Invalid feature specification", UsageError, "--constraint"),
+        ("Batch job submission failed: Requested reservation is invalid", UsageError,
+         "--reservation"),
+        ("Memory specification can not be satisfied", UsageError, "%m"),
+        ("Batch job submission failed: Requested node configuration is not available", UsageError,
+         "sinfo"),
+        ("Batch job submission failed: Unable to contact slurm controller (connect failure)",
+         EnvironmentFaultError, "scontrol ping"),
+        ("Batch job submission failed: Job violates accounting/QOS policy (job submit limit, "
+         "user's size and/or time limits)", UsageError, "--qos"),
+        ("Batch job submission failed: Something new", EnvironmentFaultError, "run by hand"),
+    ],
+)  # fmt: skip
+def test_refusals_become_one_message_with_a_remedy(
+    said: str, kind: type[UserFault], remedy: str
+) -> None:
+    with pytest.raises(kind) as fault:
+        submit_script(Path("job.sbatch"), run=Slurm(sbatch=refusal(said)))
+
+    assert fault.value.problem.startswith("Slurm refuses the job: ")
+    assert "sbatch:" not in fault.value.problem
+    assert remedy in fault.value.remedy
+
+
+def test_what_slurm_would_do() -> None:
+    told = "sbatch: Job 5 to start at 2026-11-15T23:25:24 using 4 processors on nodes cpu01\n"
+    assert queue.test_script(Path("x"), run=Slurm(sh=told)).startswith("Job 5 to start at")
+    with pytest.raises(UsageError, match="configuration"):
+        queue.test_script(
+            Path("x"),
+            run=Slurm(sh="allocation failure: Requested node configuration is not available\n"),
+        )
+
+
+class Script:
+    """Squeue's answers one after the other; the last for ever."""
+
+    def __init__(self, *answers: str | EnvironmentFaultError) -> None:
+        self.answers = list(answers)
+
+    def __call__(self, arguments: Sequence[str], _timeout: float) -> str:
+        if arguments[0] != "squeue":
+            return ""
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, EnvironmentFaultError):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FIRST_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(watch, "MAX_POLL_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("_hasty")
+def test_a_job_is_told_from_the_queue_to_its_end(tmp_path: Path) -> None:
+    notes = Notes()
+    away = EnvironmentFaultError("`squeue` failed: Socket timed out", remedy="")
+    slurm = Script(
+        row("7", "PENDING", "0", "Priority", ""),
+        row("7", "PENDING", "0", "Priority", ""),
+        away,
+        row("7", "RUNNING", "0", "None", "gpu01"),
+        row("7", "COMPLETING", "0", "None", "gpu01"),
+        row("7", "PENDING", "1", "BeginTime", ""),
+        row("7", "RUNNING", "1", "None", "gpu02"),
+        row("7", "COMPLETED", "1", "None", "gpu02"),
+    )
+    last = watch.JobWatch(make_run(tmp_path), "7", notes, ask=slurm).wait()
+
+    assert last.state is JobState.COMPLETED
+    assert notes.said == [
+        "job 7 waits (Priority)",
+        "job 7 runs on gpu01",
+        "job 7 is ending",
+        "job 7 waits (BeginTime), restart 1",
+        "job 7 runs on gpu02, restart 1",
+        "job 7: completed, restart 1",
+    ]
+
+
+@pytest.mark.usefixtures("_hasty")
+def test_a_preempted_job_that_is_queued_again_is_not_over(tmp_path: Path) -> None:
+    slurm = Script(
+        row("7", "PREEMPTED", "0", "None", ""),
+        row("7", "PENDING", "1", "BeginTime", ""),
+        row("7", "FAILED", "1", "NonZeroExitCode", "gpu01"),
+    )
+
+    assert watch.JobWatch(make_run(tmp_path), "7", Notes(), ask=slurm).wait().num_restarts == 1
+
+
+@pytest.mark.usefixtures("_hasty")
+def test_a_job_that_slurm_forgot_ends_the_watch(tmp_path: Path) -> None:
+    last = watch.JobWatch(make_run(tmp_path), "7", Notes(), ask=Script("")).wait()
+
+    assert last.state is JobState.UNKNOWN
