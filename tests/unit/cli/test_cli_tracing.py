@@ -238,6 +238,7 @@ def test_without_a_trace_no_row_speaks_of_one(capsys: pytest.CaptureFixture[str]
 def test_plans_for_this_machine_name_what_is_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(
         surroundings, "read_version", lambda name: None if name == "deepspeed" else "1.0"
     )

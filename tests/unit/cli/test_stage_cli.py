@@ -50,7 +50,7 @@ def test_staged_listed_left_alone_and_cleaned(run: Run, place: Path, model: Path
 
     again = run("stage", str(model))
     assert "nothing to do: a whole copy is on every node already" in again.out
-    listed = run("stage", "--list")
+    listed = run("stage", "--list", columns=200)
     assert "20.0 MiB  whole" in listed.out
     assert run("stage", "--list", "--json").json["copies"][0]["source"] == str(model)
     assert "20.0 MiB" in run("stage", str(model), "--clean").out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -257,6 +258,16 @@ class Terminal:
         os.close(slave)
         self.seen = ""
 
+    def interrupt_until(self, text: str) -> None:
+        """Ctrl-C, and once more where it came after readline's prompt but before it waits for
+        keys: then Python tells of it only when the next key comes."""
+        for _ in range(5):
+            self.say("\x03")
+            with contextlib.suppress(AssertionError):
+                self.read_until(text, seconds=10)
+                return
+        raise AssertionError(f"{text!r} did not come")
+
     def read_until(self, text: str, *, seconds: float = 90) -> str:
         """What came up to and with `text`."""
         end = time.monotonic() + seconds
@@ -325,8 +336,7 @@ def test_a_chat_in_a_real_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.say(f"/save {saved}\n")
     terminal.read_until("Saved")
     terminal.read_until("> ")
-    terminal.say("\x03")
-    terminal.read_until("(Ctrl-D or /exit leaves)")
+    terminal.interrupt_until("(Ctrl-D or /exit leaves)")
     terminal.read_until("> ")  # a Ctrl-D typed before the prompt stands is lost to the terminal
     terminal.say("\x04")
     assert terminal.process.wait(60) == 0

@@ -85,7 +85,7 @@ class OtherNode:
         self._threads = [
             threading.Thread(target=work, daemon=True) for work in (self._listen, self._overhear)
         ]
-        for thread in self._threads:
+        for thread in reversed(self._threads):  # the first waits for the second
             thread.start()
 
     def ask(self, op: str, **arguments: Any) -> Future[Answer]:
