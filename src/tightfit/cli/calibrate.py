@@ -37,7 +37,7 @@ def calibrate(flags: CalibrateFlags) -> None:
     cluster = _find_machine(device)
     node = cluster.groups[0].node
     if flags.show:
-        found, path = _read_stored(node)
+        found, path = _read_stored(node, flags)
         _tell(flags, found, node, path=path)
         return
     require_packages("Calibration", "torch")
@@ -54,7 +54,7 @@ def _refuse(flags: CalibrateFlags, found: Calibration, node: Node) -> None:
     """Times of a busy machine may turn the order of plans around: shown, and not kept."""
     fault = EnvironmentFaultError(
         f"Not kept, since {found.warnings[0].partition(':')[0]}.",
-        remedy="tightfit calibrate    (when nothing else runs; --force keeps it all the same)",
+        remedy=f"{_name_command(flags)}    (when nothing else runs; --force keeps it all the same)",
     )
     told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
     _tell(flags, found, node, path=None, more=told)
@@ -79,12 +79,17 @@ def _find_machine(device: str | None) -> Cluster:
     return cluster
 
 
-def _read_stored(node: Node) -> tuple[Calibration, Path]:
+def _name_command(flags: CalibrateFlags) -> str:
+    """For the device that was asked for, which is not always the one it would take by itself."""
+    return "tightfit calibrate" + (f" --device {flags.device}" if flags.device else "")
+
+
+def _read_stored(node: Node, flags: CalibrateFlags) -> tuple[Calibration, Path]:
     stored = read_calibration(node.gpu.name)
     if stored.calibration is None or stored.path is None:
         raise NotFoundError(
             stored.fault or f"{node.gpu.name} of this machine was not calibrated.",
-            remedy="tightfit calibrate",
+            remedy=_name_command(flags),
         )
     return stored.calibration, stored.path
 

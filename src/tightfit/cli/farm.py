@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def farm(flags: FarmFlags) -> None:
     """Read, find places, estimate, start, watch, collect, and say how it went."""
     from tightfit.cli.generate import choose_out, read_job
+    from tightfit.core.files import check_writable
     from tightfit.farm.submit import Submitter, open_farm
     from tightfit.runtime.artefacts import find_artefact
 
@@ -45,6 +46,8 @@ def farm(flags: FarmFlags) -> None:
         prediction = _predict(places, request, job)
         _show_estimate(flags, places, _estimate(places, prediction, job), job, out)
         return
+    if flags.stats is not None:
+        check_writable(flags.stats)
     folder, farm_file, is_finished = open_farm(_order(flags, request, job, places, out))
     if is_finished:
         write_err(f"{harmless(str(out))} is finished already; --fresh makes the answers again\n")
@@ -105,11 +108,15 @@ def make_starters(
     folder: Path, places: tuple[Place, ...], request: EngineRequest
 ) -> Mapping[PlaceKind, Starter]:
     """What starts workers in these places."""
+    from tightfit.farm.crew import read_jobs_file
     from tightfit.farm.places import PlaceKind
     from tightfit.farm.start_local import LocalStarter
     from tightfit.launch.site import read_site
 
-    kinds = {place.kind for place in places}
+    # Those of an earlier command too, with other --partitions: they are ended with the rest.
+    kinds = {place.kind for place in places} | {
+        job.kind for job in read_jobs_file(folder) if job.kind is PlaceKind.SLURM
+    }
     model = [str(request.artefact.path), str(request.artefact.base or request.artefact.path)]
     starters: dict[PlaceKind, Starter] = {PlaceKind.LOCAL: LocalStarter(folder)}
     if PlaceKind.SLURM in kinds:

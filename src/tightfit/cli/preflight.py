@@ -14,12 +14,14 @@ from tightfit.cli.harmless import harmless, shorten
 from tightfit.cli.json_output import show_json
 from tightfit.cli.output import write_err
 from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.hardware.slurm import probe_slurm_inventory
 from tightfit.launch.nodes import NODES_VARIABLE, expand_nodes, node_prefix
 from tightfit.launch.preflight.allocation import Allocation, allocation_command
 from tightfit.launch.preflight.gather import Request
 from tightfit.launch.preflight.run import plan_start, run_preflight
 from tightfit.launch.rendezvous import DEFAULT_PORT
 from tightfit.launch.site import Site, read_site
+from tightfit.launch.slurm.constraint import keep_fitting
 
 DEFAULT_NUM_NODES = 2
 SALLOC_FAILED = 1
@@ -94,6 +96,7 @@ def _run_in_allocation(flags: PreflightFlags, site: Site) -> None:
         num_nodes=flags.num_nodes or DEFAULT_NUM_NODES,
         gpus_per_node=flags.gpus_per_node or 0,
     )
+    _refuse_hopeless(wanted, site)
     command = allocation_command(wanted, _own_command(flags), site)
     _tell(f"asking Slurm for {wanted.num_nodes} nodes (Ctrl-C gives up waiting)")
     try:
@@ -110,6 +113,22 @@ def _run_in_allocation(flags: PreflightFlags, site: Site) -> None:
         )
     if code:
         raise typer.Exit(code)
+
+
+def _refuse_hopeless(wanted: Allocation, site: Site) -> None:
+    """salloc would wait for ever for nodes that there are not."""
+    try:
+        inventory = probe_slurm_inventory(wanted.partition or site.slurm.partition)
+    except EnvironmentFaultError:
+        return  # salloc says what is wrong with Slurm
+    inventory = keep_fitting(inventory, site.slurm.constraint)
+    fitting = [node for node in inventory.nodes if node.num_gpus >= wanted.gpus_per_node]
+    if len(fitting) < wanted.num_nodes:
+        with_gpus = f" with {wanted.gpus_per_node} GPUs" if wanted.gpus_per_node else ""
+        raise UsageError(
+            f"`--num-nodes {wanted.num_nodes}`: {inventory.source} has {len(fitting)}{with_gpus}.",
+            remedy=f"tightfit hardware --on {inventory.source} --each    (what there is)",
+        )
 
 
 def _own_command(flags: PreflightFlags) -> list[str]:

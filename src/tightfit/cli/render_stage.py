@@ -12,6 +12,8 @@ from tightfit.cli.screen import Column, make_table, show
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.launch.stage.result import Staging
 
+_TITLES = {"copies": "Staged", "removed": "Removed", "would_remove": "Would be removed"}
+
 
 def show_staging(done: Staging) -> None:
     show(_render(done))
@@ -91,11 +93,11 @@ def _render_times(done: Staging) -> RenderableType:
 
 
 def _render_copies(told: dict[str, Any]) -> Iterator[RenderableType]:
-    is_clean = "removed" in told
-    rows = told["removed"] if is_clean else told["copies"]
+    name, title = next((name, title) for name, title in _TITLES.items() if name in told)
+    rows = told[name]
     if rows:
         total = render_bytes(sum(row["num_bytes"] for row in rows))
-        yield heading(f"{'Removed' if is_clean else 'Staged'} in {told['place']}: {total}")
+        yield heading(f"{title} in {told['place']}: {total}")
         yield ""
         yield make_table(
             [
@@ -114,6 +116,8 @@ def _render_copies(told: dict[str, Any]) -> Iterator[RenderableType]:
                 for row in rows
             ],
         )
+    elif told.get("busy"):
+        yield plain(f"Nothing is removed in {told['place']}.")
     else:
         yield plain(f"Nothing of yours is staged in {told['place']}.")
     yield from render_notes(

@@ -17,8 +17,9 @@ from tightfit.cli.screen import Column, make_table, show
 from tightfit.cli.table import as_text
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds
 from tightfit.estimate.result import Verdict
+from tightfit.launch.slurm.job_file import read_job_file
 from tightfit.ledger.report import RunReport
-from tightfit.ledger.run_folder import RunStatus
+from tightfit.ledger.run_folder import RunFolder, RunStatus
 from tightfit.ledger.words import list_results, render_error, render_quantity
 from tightfit.planning.plan import Plan
 
@@ -146,7 +147,8 @@ def list_next(report: RunReport, folder: Path, artefact: Path | None) -> Iterato
     """Commands that go on from here."""
     name = shlex.quote(str(folder))
     if report.status is not RunStatus.FINISHED:
-        yield f"tightfit train {name}    (goes on from the last checkpoint)"
+        verb = "train" if read_job_file(RunFolder(path=folder)) is None else "submit"
+        yield f"tightfit {verb} {name}    (goes on from the last checkpoint)"
         return
     if artefact is not None:
         yield f"the tuned {'model' if artefact.name == 'model' else 'adapter'} is in {artefact}"

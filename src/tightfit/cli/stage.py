@@ -134,24 +134,41 @@ def _show(flags: StageFlags, done: Staging, fault: UserError | None) -> None:
 
 
 def _list(flags: StageFlags, site: Site, place: Path) -> None:
+    rows = _find_copies(flags, site, place, _find_key(flags))
+    _show_copies(flags, {"place": str(place), "copies": rows})
+
+
+def _foretell_cleaning(flags: StageFlags, site: Site, place: Path, key: str | None) -> None:
+    """What `--clean` would remove; nothing is."""
+    rows = _find_copies(flags, site, place, key)
+    busy = [f"{row['key']} on {row['node']}" for row in rows if row["is_busy"]]
+    free = [row for row in rows if not row["is_busy"]]
+    _show_copies(flags, {"place": str(place), "would_remove": free, "busy": busy})
+
+
+def _find_copies(
+    flags: StageFlags, site: Site, place: Path, key: str | None
+) -> list[dict[str, Any]]:
+    """Those of one key or all, node by node."""
     from tightfit.launch.stage.crew import ask_all
 
-    key = _find_key(flags)
     with _crew(flags, site) as members:
         told = ask_all(members, "list", lambda _: {"to": str(place)})
-    rows = [
+    return [
         {"node": node, "host": answer["host"], **copy}
         for node, answer in told.items()
         for copy in answer["copies"]
         if key in (None, copy["key"])
     ]
-    _show_copies(flags, {"place": str(place), "copies": rows})
 
 
 def _clean(flags: StageFlags, site: Site, place: Path) -> None:
     from tightfit.launch.stage.crew import ask_all
 
     key = _find_key(flags)
+    if flags.dry_run:
+        _foretell_cleaning(flags, site, place, key)
+        return
     with _crew(flags, site) as members:
         told = ask_all(members, "clean", lambda _: {"to": str(place), "key": key})
     rows = [
@@ -174,10 +191,9 @@ def _find_key(flags: StageFlags) -> str | None:
     try:
         return make_key(real_source(locate_source(flags.model)))
     except NotFoundError:
-        path = Path(flags.model).expanduser()
-        if not path.is_absolute():
+        if not flags.model.startswith((".", "/", "~")):
             raise
-        return make_key(real_source(path))
+        return make_key(real_source(Path(flags.model).expanduser()))
 
 
 def _show_copies(flags: StageFlags, told: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from tightfit.launch.kubernetes.connect import Cluster, connect
 from tightfit.launch.kubernetes.manifest import write_manifest
 from tightfit.launch.kubernetes.names import name_job
 from tightfit.launch.kubernetes.pod import Document, User, require_image
+from tightfit.launch.kubernetes.site_names import check_site_names
 from tightfit.launch.kubernetes.training import TrainingJob
 from tightfit.launch.kubernetes.volumes import require_volume
 from tightfit.launch.site import Site, read_site
@@ -51,12 +52,18 @@ class Draft:
 def submit_kubernetes(flags: SubmitFlags) -> None:
     """Follow the job that there is, or make one."""
     _refuse_options_of_slurm(flags)
+    if flags.dry_run and flags.write is not None:
+        raise UsageError(
+            "`--dry-run` writes nothing, and `--write` is to write a file.",
+            remedy="--write alone applies nothing either",
+        )
     seconds = _read_time_limit(flags)
     _read_kind(flags)
     site = read_site()
     cluster = None if _is_offline(flags) else _connect(site, flags)
     site = _in_namespace(site, flags.namespace if cluster is None else cluster.namespace)
     require_image(site)  # faults of the site come before any work
+    check_site_names(site.kubernetes)
     carried = draft_carried(flags, site, seconds=seconds)
     if carried is not None:
         job, notes = carried

@@ -24,6 +24,11 @@ def draft_carried(
     folder = None if flags.output is None else str(flags.output)
     if folder is None or not _is_only_there(site, folder):
         return None
+    if flags.stage:
+        raise UsageError(
+            f"`--stage` asks for the model's size, and {folder} is seen by pods alone.",
+            remedy="leave out --stage, or give the volume a `local` path in site.yaml",
+        )
     plan = _read_plan(flags)
     data = flags.data or _data_of(plan)
     if data is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import tempfile
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from tightfit.cli.flags.submit import SubmitFlags
+from tightfit.cli.harmless import shorten
 from tightfit.cli.json_output import show_json
 from tightfit.cli.network import state_network
 from tightfit.cli.render_train import count_steps
@@ -23,13 +26,20 @@ from tightfit.hardware.plannable import plan_over
 from tightfit.hardware.slurm import probe_slurm_inventory
 from tightfit.hardware.time_limit import parse_time_limit
 from tightfit.launch.site import Site, read_site
+from tightfit.launch.slurm.constraint import keep_fitting
 from tightfit.launch.slurm.gres import GpuWords, find_gpu_words
-from tightfit.launch.slurm.job_file import SubmittedJob, read_job_file, write_job_file
-from tightfit.launch.slurm.queue import submit_script, test_script
+from tightfit.launch.slurm.job_file import (
+    SubmittedJob,
+    one_at_a_time,
+    read_job_file,
+    write_job_file,
+)
+from tightfit.launch.slurm.queue import find_queued, submit_script, test_script
 from tightfit.launch.slurm.resources import Resources, find_resources
 from tightfit.launch.slurm.script import write_script
 from tightfit.launch.slurm.training import SCRIPT_FILE, TrainingJob, make_batch_job
 from tightfit.ledger.find import find_run
+from tightfit.ledger.run_folder import RunFolder
 from tightfit.planning.plan import Plan
 
 
@@ -55,10 +65,12 @@ def submit_slurm(flags: SubmitFlags) -> None:
     if place.stage is Stage.FINISHED and not flags.dry_run:
         tell_finished(place.run, as_json=flags.as_json)
         return
-    if _is_queued(place) and not flags.dry_run:
-        _follow(place, flags)
+    if not flags.dry_run and (queued := _find_queued_of(place)) is not None:
+        _refuse_second(place.run, flags)
+        follow_job(place.run, queued, as_json=flags.as_json)
         return
-    inventory = probe_slurm_inventory(_read_partition(flags, wish, site))
+    partition = _read_partition(flags, wish, site)
+    inventory = keep_fitting(probe_slurm_inventory(partition), site.slurm.constraint)
     draft = _draft(flags, site, inventory, found=found, limit=limit)
     if flags.dry_run:
         _show_draft(draft, flags)
@@ -72,40 +84,77 @@ def submit_slurm(flags: SubmitFlags) -> None:
 def _follow_again(flags: SubmitFlags) -> bool:
     """Whether the run's job was followed: it is in the queue, or --follow asks how it ended."""
     run = find_run(flags.job)
-    job = None if run is None else read_job_file(run)
-    if run is None or job is None or flags.dry_run or flags.fresh or flags.again:
+    if run is None or flags.dry_run or flags.fresh or flags.again:
         return False
-    if flags.follow is not True and not is_active(job.job_id):
+    job_id = _find_active(run)
+    if job_id is None and flags.follow is True:
+        job = read_job_file(run)
+        job_id = None if job is None else job.job_id
+    if job_id is None:
         return False
     if flags.follow is False:
         raise UsageError(
-            f"{flags.job} is job {job.job_id}, which is queued or running.",
-            remedy=f"tightfit submit {flags.job}    (follows it; scancel {job.job_id} ends it)",
+            f"{flags.job} is job {job_id}, which is queued or running.",
+            remedy=f"tightfit submit {shlex.quote(flags.job)}    (follows it; scancel {job_id} "
+            "ends it)",
         )
-    follow_job(run, job.job_id, as_json=flags.as_json)
+    follow_job(run, job_id, as_json=flags.as_json)
     return True
 
 
-def _is_queued(place: Place) -> bool:
-    job = None if place.folder is None else read_job_file(place.run)
-    return job is not None and place.stage is Stage.BEGUN and is_active(job.job_id)
+def _find_active(run: RunFolder) -> str | None:
+    """The run's job in the queue, also one of `sbatch job.sbatch`, or one whose submitter died."""
+    job = read_job_file(run)
+    if job is not None and is_active(job.job_id):
+        return job.job_id
+    script = run.path / SCRIPT_FILE
+    found = find_queued(script) if script.exists() else None
+    if found is None:
+        return None
+    _note(run, *found)
+    return found[0]
 
 
-def _follow(place: Place, flags: SubmitFlags) -> None:
-    job = read_job_file(place.run)
-    if job is None or flags.follow is False:
-        raise UsageError(
-            f"The same recipe is queued or running already, in {place.run.path}.",
-            remedy=f"tightfit submit {place.run.path}    (follows it)",
-        )
-    follow_job(place.run, job.job_id, as_json=flags.as_json)
+def _note(run: RunFolder, job_id: str, partition: str) -> None:
+    now = datetime.now(timezone.utc).isoformat()
+    write_job_file(run, SubmittedJob(job_id=job_id, partition=partition, submitted_at=now))
+
+
+def _find_queued_of(place: Place) -> str | None:
+    if place.folder is None or place.stage is not Stage.BEGUN:
+        return None
+    return _find_active(place.run)
+
+
+def _refuse_second(run: RunFolder, flags: SubmitFlags) -> None:
+    """Who does not want to follow wants a job of their own."""
+    if flags.follow is False:
+        raise _is_there_already(run)
+
+
+def _is_there_already(run: RunFolder) -> UsageError:
+    return UsageError(
+        f"The same recipe is queued or running already, in {run.path}.",
+        remedy=f"tightfit submit {shlex.quote(str(run.path))}    (follows it)",
+    )
 
 
 def _lay_over(site: Site, flags: SubmitFlags) -> Site:
     """Options win over site.yaml."""
     given = {name: getattr(flags, name) for name in ("account", "qos", "constraint", "reservation")}
     stated = {name: value for name, value in given.items() if value is not None}
+    wrong = next((name for name, value in stated.items() if not _is_plain(name, value)), None)
+    if wrong is not None:
+        raise UsageError(
+            f"`--{wrong} {shorten(stated[wrong])}` is more than one word.",
+            remedy=f"--{wrong} NAME, without spaces, quotes or line breaks",
+        )
     return site.model_copy(update={"slurm": site.slurm.model_copy(update=stated)})
+
+
+def _is_plain(name: str, value: str) -> bool:
+    """As site.yaml is held to; only features may hold spaces."""
+    return value.isprintable() and (name == "constraint" or not re.search(r"[\s'\"#]", value))
 
 
 def _read_time_limit(flags: SubmitFlags) -> float | None:
@@ -197,10 +246,12 @@ def _list_notes(resources: Resources, *, can_requeue: bool) -> list[str]:
 def _submit(draft: Draft) -> str:
     run = draft.prepared.run
     path = run.path / SCRIPT_FILE
-    write_atomic(path, draft.script)
-    job_id = submit_script(path)
-    now = datetime.now(timezone.utc).isoformat()
-    write_job_file(run, SubmittedJob(job_id=job_id, partition=draft.partition, submitted_at=now))
+    with one_at_a_time(run):
+        if find_queued(path) is not None:
+            raise _is_there_already(run)
+        write_atomic(path, draft.script)
+        job_id = submit_script(path)
+        _note(run, job_id, draft.partition)
     return job_id
 
 

@@ -19,7 +19,7 @@ from tightfit.serve.generate.job import Failure, write_failures
 from tightfit.serve.generate.journal import is_unchanged, write_output
 
 OUTPUT_FILE = "output.json"
-_BULKY = ("lease", "done", "taken", "full", "tmp", "suspect")
+_BULKY = ("lease", "done", "taken", "full", "tmp", "suspect", "submitters")
 
 
 class OutputNote(BaseModel):

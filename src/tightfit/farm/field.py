@@ -85,7 +85,7 @@ class Field:
                     self._asked[number] = (chunk, prompt, key)
                     number += 1
                     yield request
-            if chunk.is_whole and lease.chunk in self.open:
+            if chunk.is_whole and self.open.get(lease.chunk) is chunk:
                 self.close(chunk, commit)
 
     def begin(self, lease: Lease, prompts: list[Prompt]) -> OpenChunk:
@@ -124,7 +124,9 @@ class Field:
             raise end.fault
 
     def close(self, chunk: OpenChunk, commit: Commit) -> None:
-        del self.open[chunk.lease.chunk]
+        # Another may have the same number: taken from us while we were frozen, then left to us.
+        if self.open.get(chunk.lease.chunk) is chunk:
+            del self.open[chunk.lease.chunk]
         self._times.append(time.monotonic() - chunk.began_s)
         commit(chunk)
 

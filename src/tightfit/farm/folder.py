@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -110,6 +111,10 @@ class FarmFile(_OnDisk):
     num_workers: PositiveInt
     lease_seconds: PositiveFloat = LEASE_SECONDS
 
+    def is_same_work(self, other: FarmFile) -> bool:
+        """Whether chunks and their answers are the same; who does them, and how, may differ."""
+        return (self.settings, self.seed, self.shape) == (other.settings, other.seed, other.shape)
+
     @property
     def num_answers(self) -> int:
         return self.shape.num_prompts * self.num_samples
@@ -138,8 +143,8 @@ def read_farm(folder: Path) -> FarmFile | None:
         ) from fault
 
 
-def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> None:
-    """The whole folder at once: it is there ready to be worked on, or not at all."""
+def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> bool:
+    """The whole folder at once: ready to be worked on, or not at all. False: there is one."""
     made = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
     try:
         made.mkdir()
@@ -152,10 +157,13 @@ def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> None:
         sync(folder.parent)
     except OSError as fault:
         shutil.rmtree(made, ignore_errors=True)
+        if fault.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
         raise EnvironmentFaultError(
             f"Cannot write {folder}: {fault.strerror or fault}.",
             remedy="choose a folder that is writable and has free space: --out FILE",
         ) from fault
+    return True
 
 
 def remove_farm(folder: Path) -> None:

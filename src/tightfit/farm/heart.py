@@ -12,7 +12,7 @@ from tightfit.farm.field import Identity
 from tightfit.farm.leases import FINISHED, Leases, Why
 from tightfit.farm.results import ChunkHead
 from tightfit.farm.status import WorkerStatus, write_status
-from tightfit.farm.store import Store
+from tightfit.farm.store import Store, is_gone
 
 BEATS_PER_LEASE = 4
 BEAT_SECONDS = 5.0
@@ -110,11 +110,11 @@ class Heart:
                 if self._store.look(FINISHED) is not None:
                     stop()
                     self._wait(is_over)
-            except FileNotFoundError:  # the farm was taken away
-                stop()
-                return
-            except OSError:
-                continue  # storage that hiccups: the lease lasts for several beats
+            except OSError as fault:
+                if is_gone(fault):
+                    stop()
+                    return
+                # Else storage that hiccups: the lease lasts for several beats.
 
     def _wait(self, is_over: threading.Event) -> None:
         """Nothing is left to do but to end."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,8 +32,9 @@ class LocalStarter:
 
     def start(self, place: Place, count: int) -> StartedJob:
         names = []
+        cards = self._free_cards(place, count)
         for number in range(count):
-            names.append(self._start_one(place, number))
+            names.append(self._start_one(place, number, cards[number] if cards else None))
         return StartedJob(
             place=place.name,
             kind=PlaceKind.LOCAL,
@@ -53,7 +55,7 @@ class LocalStarter:
         for process in psutil.process_iter(["cmdline", "create_time"]):
             words = process.info["cmdline"] or []
             name = f"{process.pid}@{process.info['create_time']:.2f}"
-            if str(self._folder) in words and name not in noted and self._is_worker(words):
+            if name not in noted and self._is_ours(words):
                 found.append(name)
         if not found:
             return []
@@ -78,16 +80,32 @@ class LocalStarter:
         for child in self._children:
             child.poll()
 
-    def _is_worker(self, words: Sequence[str]) -> bool:
-        """Not what started it: a shell, or a container's own command."""
-        head = [sys.executable, *self._words]
+    def _is_ours(self, words: Sequence[str]) -> bool:
+        """A worker of this farm. Not what started it: a shell, or a container's own command."""
+        head = [sys.executable, *self._words, str(self._folder)]
         return list(words[: len(head)]) == head
 
-    def _start_one(self, place: Place, number: int) -> str:
+    def _free_cards(self, place: Place, count: int) -> list[str]:
+        """Those that fewest of our workers have: one that died is replaced on its own card."""
+        if not place.gpus_per_worker or place.num_workers < 2:
+            return []
+        used = Counter(
+            _card_of(process)
+            for process in psutil.process_iter(["cmdline"])
+            if self._is_ours(process.info["cmdline"] or [])
+        )
+        chosen = []
+        for _ in range(count):
+            card = min(_cards(place.num_workers), key=lambda card: used[card])
+            used[card] += 1
+            chosen.append(card)
+        return chosen
+
+    def _start_one(self, place: Place, number: int, card: str | None) -> str:
         words = [sys.executable, *self._words, str(self._folder), "--partition", place.name]
         environment = dict(os.environ)
-        if place.gpus_per_worker and place.num_workers > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = _card(number)
+        if card is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = card
         log = self._folder / "logs" / f"{place.name}-{time.time_ns()}-{number}.log"
         try:
             with log.open("ab") as stream:
@@ -111,10 +129,17 @@ class LocalStarter:
             return f"{child.pid}@0.00"
 
 
-def _card(number: int) -> str:
-    """Of the cards that we may use ourselves, one in turn."""
+def _cards(count: int) -> list[str]:
+    """Those that we may use ourselves."""
     allowed = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-    return allowed[number % len(allowed)] if allowed else str(number)
+    return allowed or [str(number) for number in range(count)]
+
+
+def _card_of(process: psutil.Process) -> str:
+    try:
+        return str(process.environ().get("CUDA_VISIBLE_DEVICES", ""))
+    except psutil.Error:
+        return ""
 
 
 def _processes(jobs: Sequence[StartedJob]) -> Iterator[psutil.Process]:

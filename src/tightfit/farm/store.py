@@ -6,10 +6,12 @@ import contextlib
 import errno
 import os
 import secrets
+import weakref
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 _STALE_TRIES = 3
+_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
 class Seen(NamedTuple):
@@ -18,6 +20,11 @@ class Seen(NamedTuple):
     mtime_s: float
     """On the file server's clock."""
     content: bytes
+
+
+def is_gone(fault: OSError) -> bool:
+    """Whether a fault says that the farm was taken away; over NFS a deleted folder is stale."""
+    return fault.errno in (errno.ENOENT, errno.ESTALE)
 
 
 class Store(Protocol):
@@ -43,10 +50,21 @@ class Store(Protocol):
 
 
 class FolderStore:
-    """A folder on a local or shared file system."""
+    """A folder on a local or shared file system.
+
+    It is held open: where another takes its name (`--fresh`), nothing of ours gets into that one.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._root)
+
+    def is_at(self, root: Path) -> bool:
+        """Whether this is still the folder of that name."""
+        try:
+            return os.path.samestat(os.fstat(self._root), root.stat())
+        except FileNotFoundError:
+            return False
 
     def create(self, path: str, content: bytes = b"") -> bool:
         # NFS 3 and later send O_EXCL as an exclusive create, whose repeat is known as such.
@@ -65,23 +83,21 @@ class FolderStore:
         try:
             return self._link(temporary, path)
         finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            self._forget(temporary)
 
     def replace(self, path: str, content: bytes) -> None:
         temporary = self._write_temporary(content, is_synced=False)
         try:
-            temporary.replace(self.root / path)
+            os.rename(temporary, path, src_dir_fd=self._root, dst_dir_fd=self._root)
         except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            self._forget(temporary)
             raise
 
     def look(self, path: str) -> Seen | None:
         for _ in range(_STALE_TRIES):
             try:
                 # Opening asks the server; a stat alone may answer from a cache of a minute ago.
-                handle = os.open(self.root / path, os.O_RDONLY)
+                handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._root)
             except FileNotFoundError:
                 return None
             try:
@@ -98,31 +114,33 @@ class FolderStore:
 
     def names(self, folder: str) -> list[str]:
         try:
-            return os.listdir(self.root / folder)  # noqa: PTH208  (a million names)
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
         except FileNotFoundError:
             return []
+        try:
+            return os.listdir(handle)  # noqa: PTH208  (a million names)
+        finally:
+            os.close(handle)
 
     def beat(self, path: str) -> float:
-        target = self.root / path
-        os.utime(target)  # no time is sent: the server takes its own
-        return target.stat().st_mtime
+        os.utime(path, dir_fd=self._root)  # no time is sent: the server takes its own
+        return os.stat(path, dir_fd=self._root).st_mtime
 
     def _open_new(self, path: str) -> int | None:
-        target = self.root / path
         for is_last in (False, True):
             try:
-                return os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+                return os.open(path, _NEW, 0o644, dir_fd=self._root)
             except FileExistsError:
                 return None
             except FileNotFoundError:
                 if is_last:
                     raise
-                _make_folder(target.parent)
+                self._make_folder(path)
         return None
 
-    def _write_temporary(self, content: bytes, *, is_synced: bool = True) -> Path:
-        temporary = self.root / "tmp" / secrets.token_hex(12)
-        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    def _write_temporary(self, content: bytes, *, is_synced: bool = True) -> str:
+        temporary = f"tmp/{secrets.token_hex(12)}"
+        handle = os.open(temporary, _NEW, 0o644, dir_fd=self._root)
         try:
             view = memoryview(content)
             while view:
@@ -130,31 +148,32 @@ class FolderStore:
             if is_synced:
                 os.fsync(handle)
         except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+            self._forget(temporary)
             raise
         finally:
             os.close(handle)
         return temporary
 
-    def _link(self, temporary: Path, path: str) -> bool:
-        target = self.root / path
+    def _link(self, temporary: str, path: str) -> bool:
         for is_last in (False, True):
             try:
-                os.link(temporary, target)
+                os.link(temporary, path, src_dir_fd=self._root, dst_dir_fd=self._root)
             except FileExistsError:
                 # The reply to a first try may have been lost: then the file is ours all the same.
-                return temporary.stat().st_nlink == 2
+                return os.stat(temporary, dir_fd=self._root).st_nlink == 2
             except FileNotFoundError:
                 if is_last:
                     raise
-                _make_folder(target.parent)
+                self._make_folder(path)
             else:
                 return True
         return False
 
+    def _forget(self, temporary: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=self._root)
 
-def _make_folder(folder: Path) -> None:
-    """One level only: where the farm itself is gone, nothing of it is to come back."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
+    def _make_folder(self, path: str) -> None:
+        """One level only: where the farm itself is gone, nothing of it is to come back."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(Path(path).parent, dir_fd=self._root)

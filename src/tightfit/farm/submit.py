@@ -6,16 +6,12 @@ workers that still run, and goes on.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psutil
 
 from tightfit.core.errors import EnvironmentFaultError, UsageError
 from tightfit.core.files import write_atomic
@@ -39,13 +35,14 @@ from tightfit.farm.folder import (
     read_farm,
     remove_farm,
 )
-from tightfit.farm.leases import FINISHED
+from tightfit.farm.leases import FINISHED, beat_path
 from tightfit.farm.places import Place, PlaceKind
 from tightfit.farm.progress import Lookout, Progress
 from tightfit.farm.results import read_chunk
 from tightfit.farm.shape import choose_shape, done_path
+from tightfit.farm.sole import claim_sole, require_sole
 from tightfit.farm.statistics import FarmStatistics, sum_farm
-from tightfit.farm.status import read_statuses
+from tightfit.farm.status import read_statuses, status_path
 from tightfit.farm.store import FolderStore
 from tightfit.serve.generate.job import GenerateJob
 from tightfit.serve.generate.journal import Settings, differences, require_folder
@@ -54,9 +51,6 @@ POLL_SECONDS = 1.0
 CREW_SECONDS = {PlaceKind.LOCAL: 1.0}
 MOST_CREW_SECONDS = 10.0
 """Between looks at who still runs: a scheduler is not to be asked every second."""
-SILENT_SECONDS = 30.0
-"""After which a submitter on another host is taken for dead."""
-SUBMITTER_FILE = "submitter.json"
 STATISTICS_FILE = "statistics.json"
 
 
@@ -90,18 +84,20 @@ def open_farm(order: FarmOrder) -> tuple[Path, FarmFile, bool]:
     require_folder(order.out)
     folder = farm_path(order.out.absolute())
     if order.is_fresh:
+        require_sole(folder, str(order.out))
         remove_farm(folder)
     farm = read_farm(folder)
     if farm is not None:
         _require_same(order, farm)
         if is_collected(folder, order.out):
+            clear(folder)  # where a submitter died before it did
             return folder, farm, True
         if not (folder / "lease").is_dir():  # finished once, and the output changed or taken away
             _refuse_changed(order.out)
             remove_farm(folder)
             farm = None
     if farm is not None:
-        return folder, farm, False
+        return folder, _follow(order, farm), False
     if os.path.lexists(order.out) and not order.is_fresh:
         raise UsageError(
             f"{order.out} exists already.",
@@ -121,8 +117,20 @@ def open_farm(order: FarmOrder) -> tuple[Path, FarmFile, bool]:
         num_workers=order.num_workers,
         lease_seconds=order.lease_seconds,
     )
-    make_farm(folder, farm, order.job.prompts)
+    if not make_farm(folder, farm, order.job.prompts):
+        return open_farm(replace(order, is_fresh=False))  # another was quicker
     return folder, farm, False
+
+
+def _follow(order: FarmOrder, farm: FarmFile) -> FarmFile:
+    """What answers do not depend on is as this command says: a larger --context, another device."""
+    return farm.model_copy(
+        update={
+            "engine": describe_engine(order.request),
+            "num_workers": order.num_workers,
+            "lease_seconds": order.lease_seconds,
+        }
+    )
 
 
 def _require_same(order: FarmOrder, farm: FarmFile) -> None:
@@ -156,20 +164,29 @@ class Submitter:
         self._farm = farm
         self._store = FolderStore(folder)
         self._crew_s = max(CREW_SECONDS.get(place.kind, MOST_CREW_SECONDS) for place in places)
-        self._note_myself()
+        self._mine = self._claim()
         self._reopen_lost()
+        over = ("ended", "stopped", "broken")
+        self._former = {s.worker for s in read_statuses(folder) if s.state in over}
         self._crew = Crew(folder, places, starters)
 
     def run(self, watch: Watch, tell: Tell) -> FarmEnd:
         """Until every chunk is done; then the output."""
+        try:
+            self._watch(watch, tell)
+            return self._finish()
+        except OSError as fault:
+            raise self._explain(fault) from fault
+
+    def _watch(self, watch: Watch, tell: Tell) -> None:
         lookout = Lookout(self._folder, self._farm)
         crew_due_s, num_done = 0.0, -1
         while True:
             progress = lookout.look()
-            self._store.beat(SUBMITTER_FILE)
+            self._store.beat(self._mine)
             watch(progress)
             if progress.is_finished:
-                break
+                return
             if progress.num_done > num_done:
                 num_done = progress.num_done
                 self._crew.note_progress()
@@ -178,7 +195,6 @@ class Submitter:
                 self._crew.top_up(num_left=progress.num_chunks - progress.num_done, tell=tell)
                 crew_due_s = time.monotonic() + self._crew_s
             time.sleep(POLL_SECONDS)
-        return self._finish()
 
     def stop(self) -> None:
         """End every worker; everything that was answered is kept."""
@@ -201,42 +217,53 @@ class Submitter:
         return FarmEnd(statistics=statistics, collected=collected)
 
     def _refuse_unloadable(self) -> None:
-        """Where no worker could load the model, no other will."""
-        statuses = read_statuses(self._folder)
+        """Where no worker of ours could load the model, no other will."""
+        statuses = [s for s in read_statuses(self._folder) if s.worker not in self._former]
         told = [status.fault for status in statuses if status.state == "broken"]
         if not told or len(told) < len(statuses) or any(s.loaded_s for s in statuses):
             return
         self._crew.stop()
-        for path in (self._folder / "workers").iterdir():
-            path.unlink(missing_ok=True)  # none of them had a lease; the next try counts anew
+        for status in statuses:  # none of them had a lease; the next try counts anew
+            for path in (status_path(status.worker), beat_path(status.worker)):
+                (self._folder / path).unlink(missing_ok=True)
         raise EnvironmentFaultError(
             f"No worker could load {self._farm.engine.model}: {str(told[-1]).rstrip('.')}.",
             remedy=f"mend that and give the same command again; logs: {self._folder / 'logs'}",
         )
 
-    def _note_myself(self) -> None:
-        """One submitter at a time: two would start workers twice."""
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "began": _began(os.getpid())}
-        seen = self._store.look(SUBMITTER_FILE)
+    def _claim(self) -> str:
         try:
-            held = {} if seen is None else json.loads(seen.content)
-        except ValueError:
-            held = {}
-        if seen is not None and held != mine and self._is_alive(held, seen.mtime_s):
-            raise UsageError(
-                f"Another `tightfit farm` (process {held['pid']} on {held['host']}) watches over "
-                f"{self._farm.out}.",
-                remedy=f"wait for it, or end it: kill {held['pid']}    (its workers go on)",
-            )
-        self._store.replace(SUBMITTER_FILE, json.dumps(mine).encode())
+            mine = claim_sole(self._store, self._farm.out)
+        except FileNotFoundError:  # cleared by one that has just finished
+            self._require_begun()
+            raise
+        self._require_begun()
+        if read_farm(self._folder) != self._farm:
+            content = self._farm.model_dump_json(indent=1) + "\n"
+            write_atomic(self._folder / "farm.json", content)
+        return mine
 
-    def _is_alive(self, held: dict[str, object], told_s: float) -> bool:
-        """By its process where it is here, else by the time of its file, which it sets."""
-        if held.get("host") == socket.gethostname():
-            return _began(int(str(held.get("pid", 0)))) == held.get("began")
-        probe = f"tmp/clock-{os.getpid()}"
-        self._store.create(probe)
-        return bool(held) and self._store.beat(probe) - told_s < SILENT_SECONDS
+    def _require_begun(self) -> None:
+        """What was opened may have been finished by another, or begun anew, until we had it."""
+        found = read_farm(self._folder)
+        is_same = found is not None and found.is_same_work(self._farm)
+        if not is_same or not (self._folder / "lease").is_dir():
+            raise UsageError(
+                f"Another `tightfit farm` has just finished {self._farm.out}, or begun it anew.",
+                remedy="give the same command again: it says which",
+            )
+
+    def _explain(self, fault: OSError) -> EnvironmentFaultError:
+        if self._store.is_at(self._folder):
+            return EnvironmentFaultError(
+                f"{self._folder}: {fault.strerror or fault}.",
+                remedy="mend that and give the same command again; the workers go on meanwhile",
+            )
+        self._crew.stop()
+        return EnvironmentFaultError(
+            f"{self._folder} was taken away while workers ran; they were stopped.",
+            remedy="the same command begins again",
+        )
 
     def _reopen_lost(self) -> None:
         """A finished farm that comes here has prompts that failed, or lacks a chunk."""
@@ -260,10 +287,3 @@ class Submitter:
             if head.failures:
                 found.append(chunk)
         return found
-
-
-def _began(pid: int) -> float | None:
-    try:
-        return round(psutil.Process(pid).create_time(), 2)
-    except psutil.Error:
-        return None

@@ -32,13 +32,26 @@ def answer_suspect(
         kept = store.look(f"{place}.kept")
         if kept is not None:
             _restore(chunk, kept.content)
-        elif any(store.create(f"{place}.{number}") for number in range(LONE_TRIES)):
+        elif (note := _note_try(store, place)) is not None:
             if not _answer_alone(engine, work, chunk, prompt):
+                store.create(f"{note}.stopped")
                 return None
             store.publish(f"{place}.kept", _pack(chunk, prompt.index))
         else:
             _give_up(chunk, prompt)
     return chunk
+
+
+def _note_try(store: Store, place: str) -> str | None:
+    """The note of a try that may begin; None after too many deaths, stops not counted."""
+    num_deaths = number = 0
+    while num_deaths < LONE_TRIES:
+        note = f"{place}.{number}"
+        if store.create(note):
+            return note
+        num_deaths += store.look(f"{note}.stopped") is None
+        number += 1
+    return None
 
 
 def _answer_alone(engine: Engine, work: Field, chunk: OpenChunk, prompt: Prompt) -> bool:

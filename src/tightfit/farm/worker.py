@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from tightfit.core.errors import NotFoundError, UserError
 from tightfit.engines.answers import answer_all
@@ -29,7 +30,7 @@ from tightfit.farm.folder import FarmFile, read_farm
 from tightfit.farm.heart import Heart, choose_beat
 from tightfit.farm.leases import FINISHED, Lease, Leases, Leave
 from tightfit.farm.snapshot import Snapshot
-from tightfit.farm.store import FolderStore
+from tightfit.farm.store import FolderStore, is_gone
 from tightfit.farm.suspects import answer_suspect
 from tightfit.launch.exits import EXIT_BUG, EXIT_REQUEUE
 
@@ -39,6 +40,7 @@ WORKERS_PER_POLL_SECOND = 200
 """An idle worker looks less often where there are many, so that the file server is not swamped."""
 
 OpenEngine = Callable[[EngineRequest], Engine]
+_Told = TypeVar("_Told")
 
 
 def run_worker(
@@ -48,14 +50,17 @@ def run_worker(
 
     SIGUSR1: finish what is under way and take no more. SIGTERM: give everything back now.
     """
+    store = _open_store(folder)
     farm = read_farm(folder)
-    if farm is None:
+    if store is None or farm is None:
         raise NotFoundError(
             f"There is no farm in {folder}.", remedy="tightfit farm MODEL --prompts FILE"
         )
     if (folder / FINISHED).exists():
         return 0
-    worker = _Worker(folder, farm, _identify(partition))
+    worker = _Worker(folder, store, farm, _identify(partition))
+    if not store.is_at(folder):
+        return EXIT_REQUEUE  # begun anew just now: what we have read may be of both
     with worker.signals_heard():
         return worker.run(open_engine or _open_engine)
 
@@ -65,10 +70,12 @@ class _StopAskedError(Exception):
 
 
 class _Worker:
-    def __init__(self, folder: Path, farm: FarmFile, identity: Identity) -> None:
+    def __init__(
+        self, folder: Path, store: FolderStore, farm: FarmFile, identity: Identity
+    ) -> None:
         self.identity = identity
         self._farm = farm
-        self._store = FolderStore(folder)
+        self._store = store
         self._snapshot = Snapshot(folder)
         self._leases = Leases(
             self._store,
@@ -105,13 +112,15 @@ class _Worker:
                 self._heart.tell(state="stopped")
                 return EXIT_REQUEUE
             except BaseException as fault:
+                if isinstance(fault, OSError):
+                    reason = Leave.STOPPED  # a disk's fault: no prompt is to be suspected
                 said = fault.problem if isinstance(fault, UserError) else repr(fault)
                 self._heart.tell(state="broken", fault=said[:400])
                 raise
             finally:
-                with contextlib.suppress(FileNotFoundError):  # the farm was taken away
-                    self._heart.write()
-                    self._leases.leave(reason)
+                for tell in (self._heart.write, lambda: self._leases.leave(reason)):
+                    with contextlib.suppress(OSError):  # a full disk, or the farm was taken away
+                        tell()
                 self._snapshot.close()
                 if self._engine is not None:
                     self._engine.close()
@@ -128,8 +137,9 @@ class _Worker:
             if number == signal.SIGUSR1:
                 self._is_draining = True
                 return
+            was_stopping = self._is_stopping.is_set()
             self.stop()
-            if self._engine is None:
+            if self._engine is None and not was_stopping:
                 raise _StopAskedError
 
         if threading.current_thread() is not threading.main_thread():
@@ -206,7 +216,7 @@ class _Worker:
         if self._is_draining or self._is_stopping.is_set():
             return None
         if not self._is_all_taken:
-            lease = self._leases.claim_fresh()
+            lease = self._patiently(self._leases.claim_fresh)
             if lease is not None:
                 return lease
             self._is_all_taken = True
@@ -217,7 +227,7 @@ class _Worker:
 
     def _take_left(self, own_seconds: float | None) -> Lease | None:
         """What others have left behind, put where it will be done."""
-        lease = self._leases.claim_left(own_seconds=own_seconds)
+        lease = self._patiently(lambda: self._leases.claim_left(own_seconds=own_seconds))
         if lease is None:
             self._next_look_s = time.monotonic() + self._poll_s
             return None
@@ -227,7 +237,26 @@ class _Worker:
 
     def _commit(self, chunk: OpenChunk) -> None:
         head, content = pack(chunk, self.identity)
-        self._heart.count_chunk(head, is_first=self._leases.commit(chunk.lease, content))
+        is_first = self._patiently(lambda: self._leases.commit(chunk.lease, content))
+        self._heart.count_chunk(head, is_first=is_first)
+
+    def _patiently(self, call: Callable[[], _Told]) -> _Told:
+        """A full disk is waited for, as long as others would wait for us."""
+        until_s = time.monotonic() + self._farm.lease_seconds
+        while True:
+            try:
+                return call()
+            except OSError as fault:
+                is_late = time.monotonic() > until_s
+                if is_gone(fault) or is_late or self._is_stopping.wait(self._poll_s):
+                    raise
+
+
+def _open_store(folder: Path) -> FolderStore | None:
+    try:
+        return FolderStore(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _open_engine(request: EngineRequest) -> Engine:

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from tightfit.core.errors import InvalidInputError
+from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.faults import describe_faults, describe_value
 from tightfit.core.yaml_text import YamlDocument, read_yaml
 
@@ -175,8 +175,13 @@ class Site(_Part):
 def read_site(path: Path | None = None) -> Site:
     """The site's file, or defaults where there is none; all faults of a bad file at once."""
     found = path or find_site_file(os.environ)
-    if path is None and SITE_VARIABLE not in os.environ and not found.is_file():
+    if path is None and not os.environ.get(SITE_VARIABLE) and not found.is_file():
         return Site()
+    if path is None and not found.exists():
+        raise NotFoundError(
+            f"${SITE_VARIABLE} names {found}, where there is no file.",
+            remedy=f"unset {SITE_VARIABLE}, or begin with a copy of docs/site.example.yaml",
+        )
     document = read_yaml(found)
     if document.value is None:
         return Site()

@@ -69,3 +69,15 @@ def test_a_dry_run_starts_nothing(
     assert list(prompts.parent.iterdir()) == [prompts]
     plain = run_here(["farm", str(model), *words], capsys)
     assert "3 answers by 3 workers" in plain.out
+
+
+def test_statistics_that_could_not_be_written_are_told_before_the_work(
+    model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats = prompts.parent / "nowhere" / "stats.json"
+    words = ["--prompts", str(prompts), "--device", "cpu", "--stats", str(stats)]
+    answer = run_here(["farm", str(model), *words], capsys)
+
+    assert answer.code != 0
+    assert "there is no folder" in answer.err
+    assert list(prompts.parent.iterdir()) == [prompts], "no farm was begun"

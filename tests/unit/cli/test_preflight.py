@@ -125,3 +125,20 @@ def test_without_slurm_there_is_no_allocation(
 
     assert answer.code == 6
     assert "salloc" in answer.err
+
+
+def test_nodes_that_there_are_not_are_not_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rest = "16000|4|idle|1:00:00|0|x"
+    lines = f"g1|gpu|up|gpu:v100:4|{rest}\\ng2|gpu|up|gpu:v100:1|{rest}"
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text(f"#!/bin/sh\ncase \"$*\" in *-O*) exit 1;; esac\nprintf '{lines}\\n'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    many = run("preflight", "--on", "slurm:gpu", "--num-nodes", "3")
+    large = run("preflight", "--on", "slurm:gpu", "--gpus-per-node", "4")
+
+    assert (many.code, large.code) == (2, 2)
+    assert "slurm:gpu has 2." in many.err
+    assert "slurm:gpu has 1 with 4 GPUs" in large.err

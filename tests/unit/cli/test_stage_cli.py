@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,23 @@ def test_a_dry_run_leaves_nothing(run: Run, place: Path, model: Path) -> None:
     assert done.json["predicted_seconds"]
     assert done.json["copy_seconds"] is None
     assert list(place.iterdir()) == []
+
+
+def test_a_dry_clean_up_removes_nothing(
+    run: Run, place: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(run("stage", str(model), "--json").json["nodes"][0]["path"])
+
+    told = run("stage", "--clean", "--dry-run", columns=200)
+    listed = run("stage", str(model), "--clean", "--dry-run", "--json").json
+
+    assert f"Would be removed in {place}: 20.0 MiB" in told.out
+    assert [found["path"] for found in listed["would_remove"]] == [str(copy)]
+    assert (copy / "model.safetensors").is_file()
+    monkeypatch.chdir(model.parent)
+    shutil.rmtree(model)
+    assert len(run("stage", f"./{model.name}", "--clean", "--json").json["removed"]) == 1
+    assert not copy.exists()
 
 
 def test_memory_kept_for_the_job(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,46 @@ def test_a_job_that_ended_early_is_submitted_again(run: Run, job: Path, slurm: S
     assert slurm.num_submitted == 2
 
 
+def test_a_job_that_nobody_noted_is_found_in_the_queue(
+    run: Run, job: Path, tmp_path: Path, slurm: Slurm
+) -> None:
+    run("submit", str(job), "--on", "slurm:cpu", "--no-follow")
+    Path("out/slurm.json").unlink()  # killed between sbatch and its note, or sbatch by hand
+    line = f"43|cpu|{tmp_path}/out/job.sbatch"
+    (tmp_path / "slurm" / "squeue").write_text(f"#!/bin/bash\necho '{line}'\n")
+    again = run("submit", str(job), "--on", "slurm:cpu", "--no-follow")
+
+    assert (again.code, slurm.num_submitted) == (2, 1)
+    assert "queued or running already" in again.err
+    assert json.loads(Path("out/slurm.json").read_text())["job_id"] == "43"
+
+
+def test_no_plan_for_nodes_that_the_constraint_rules_out(
+    run: Run, job: Path, tmp_path: Path, slurm: Slurm
+) -> None:
+    odd = "c3|cpu|up|(null)|16000|4|idle|1:00:00|900000|ib,avx2\n"
+    (tmp_path / "slurm" / "nodes.txt").write_text(SINFO + odd)
+    words = ("submit", str(job), "--on", "slurm:cpu", "--dry-run", "--nodes", "3")
+
+    assert run(*words, "--constraint", "avx2").code == 0
+    fewer = run(*words, "--constraint", "ib")
+    assert fewer.code == 2
+    assert "at most 1 node" in fewer.err
+    none = run(*words, "--constraint", "volta|ampere")
+    assert none.code == 2
+    assert "choose among: avx2, ib" in none.err
+    assert run(*words, "--constraint", "[ib|avx2]").code == 0  # for Slurm alone to judge
+    assert slurm.num_submitted == 0
+
+
+@pytest.mark.usefixtures("slurm")
+def test_options_are_held_to_what_the_site_is(run: Run, job: Path) -> None:
+    answer = run("submit", str(job), "--on", "slurm:cpu", "--account", "a b", "--dry-run")
+
+    assert answer.code == 2
+    assert "more than one word" in answer.err
+
+
 def test_options_win_over_the_site(
     run: Run, job: Path, tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,9 +65,9 @@ def test_a_lost_reply_to_link_is_known_for_a_success(
     """An NFS client that hears nothing asks again, and is told of its own first try."""
     link = os.link
 
-    def link_twice(source: Any, target: Any) -> None:
-        link(source, target)
-        link(source, target)
+    def link_twice(source: Any, target: Any, **folders: Any) -> None:
+        link(source, target, **folders)
+        link(source, target, **folders)
 
     monkeypatch.setattr("os.link", link_twice)
 
@@ -86,6 +86,23 @@ def test_a_farm_that_is_gone_does_not_come_back(store: FolderStore, tmp_path: Pa
         store.create("lease/000000/00000000.0")
     assert store.names("lease/000000") == []
     assert store.look("lease/000000/x") is None
+
+
+def test_nothing_gets_into_another_farm_of_the_same_name(
+    store: FolderStore, tmp_path: Path
+) -> None:
+    """`--fresh` while a worker of the former farm runs: its answers are to other questions."""
+    aside = tmp_path.with_name("aside")
+    tmp_path.rename(aside)
+    for name in ("tmp", "done", "lease", "workers"):
+        (tmp_path / name).mkdir(parents=True)
+
+    assert not store.is_at(tmp_path)
+    assert store.create("lease/000000/00000000.0")
+    assert store.publish("done/000000/00000000", b"to another question")
+    store.replace("workers/w.json", b"{}")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(list(aside.glob("done/*/*"))) == 1
 
 
 def test_beats_are_of_the_files_own_clock(

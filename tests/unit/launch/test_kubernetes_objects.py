@@ -33,7 +33,7 @@ from tightfit.launch.kubernetes.manifest import write_manifest
 from tightfit.launch.kubernetes.objects import MAX_CONFIG_BYTES, build_config_map
 from tightfit.launch.kubernetes.pod import Document
 from tightfit.launch.kubernetes.resources import PodResources, write_quantity
-from tightfit.launch.kubernetes.training import build_training, predict_seconds
+from tightfit.launch.kubernetes.training import STAGED_PATH, build_training, predict_seconds
 from tightfit.launch.kubernetes.trainjob import build_train_job
 from tightfit.launch.kubernetes.workers import WORKER_NUMBER, WorkerOptions, worker_job
 
@@ -149,7 +149,8 @@ def test_a_staged_model_has_room_in_ram_disk_and_both_containers() -> None:
     (limit,) = (v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if v["name"] == "shm")
     assert parse_quantity(limit) > staged + GIB
     first, main = pod["initContainers"][0], pod["containers"][0]
-    assert first["args"][:2] == ["stage", "/models/meta-llama/Llama-2-7b-hf"]
+    words = f"tightfit stage /models/meta-llama/Llama-2-7b-hf --to {STAGED_PATH}"
+    assert first["args"][-1].endswith(f"&& exec {words}")
     assert first["resources"]["limits"]["memory"] == main["resources"]["limits"]["memory"]
     assert "nvidia.com/gpu" not in first["resources"]["limits"]
     ram_disk = {"name": "shm", "mountPath": "/dev/shm"}

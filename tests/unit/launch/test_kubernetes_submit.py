@@ -219,6 +219,9 @@ def test_a_saved_plan_travels_to_a_folder_that_only_pods_see(
     code, _, err = world.plain(*line)
     assert code == 2
     assert "--data" in err
+    code, _, err = world.plain(*line, "--data", "/far/train.jsonl", "--stage")
+    assert (code, jobs(server)) == (2, [])
+    assert "leave out --stage" in err
     code, _, err = world.plain(*line, "--data", "/far/train.jsonl", "--lr", "0.001")
     assert code == 0, err
     (job,) = jobs(server)
@@ -247,8 +250,10 @@ def test_options_that_only_kubernetes_has(world: World, server: ApiServer, tmp_p
     (job,) = yaml.safe_load_all(target.read_text())
     pod = job["spec"]["template"]["spec"]
     assert job["metadata"]["namespace"] == "other"
-    assert pod["initContainers"][0]["args"][:2] == ["stage", str(world.model)]
+    assert f"tightfit stage {world.model} " in pod["initContainers"][0]["args"][1]
     assert server.requests == []
+    with pytest.raises(UsageError, match="--dry-run"):
+        submit_kubernetes(SubmitFlags(job=str(world.run), on="k8s:T4", dry_run=True, **given))
     with pytest.raises(UsageError, match="stage a model"):
         submit_kubernetes(
             SubmitFlags(job=str(world.run), on="k8s:T4", **{**given, "kind": "trainjob"})

@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes_cases import make_job, make_site
@@ -13,6 +14,7 @@ from kubernetes_cases import make_job, make_site
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError
 from tightfit.launch.kubernetes.names import escape, name_job
 from tightfit.launch.kubernetes.pod import User
+from tightfit.launch.kubernetes.site_names import check_site_names
 from tightfit.launch.kubernetes.training import build_training
 from tightfit.launch.kubernetes.volumes import choose_mounts, find_volume, require_volume
 from tightfit.launch.site import KubernetesSite, Volume
@@ -106,3 +108,35 @@ def test_names_tell_places_apart() -> None:
     assert name_job("mine", place="/a/mine") != name_job("mine", place="/b/mine")
     assert name_job("mine", place="/a/mine") == name_job("mine", place="/a/mine")
     assert escape("a$(B)$") == "a$$(B)$$"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({"namespace": "Bad_NS"}, "namespace"),
+        ({"namespace": "a.b"}, "namespace"),
+        ({"image": "a b"}, "image"),
+        ({"secrets": ("A B",)}, "secrets"),
+        ({"service_account": "-x"}, "service_account"),
+        ({"priority_class": "x" * 254}, "priority_class"),
+        ({"queue": "q\n"}, "queue"),
+        ({"gpu_resource": "no slash!"}, "gpu_resource"),
+        ({"node_selector": {"a b": "c"}}, "node_selector"),
+        ({"node_selector": {"a": "c d"}}, "node_selector"),
+        ({"volumes": (Volume(name="s", claim="Bad_Claim", mount="/d"),)}, "volumes.claim"),
+        ({"volumes": (volume("s", "/da:ta"),)}, "volumes.mount"),
+    ],
+)
+def test_names_that_no_api_server_takes(wrong: dict[str, Any], key: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(f"`kubernetes.{key}`")):
+        check_site_names(make_site().kubernetes.model_copy(update=wrong))
+
+
+def test_names_that_are_right_pass() -> None:
+    labels = {"nvidia.com/gpu.product": "Tesla-V100_1.x", "pool": ""}
+    named = {
+        "node_selector": labels,
+        "secrets": ("hf-token", "a.b-c"),
+        "gpu_resource": "amd.com/gpu",
+    }
+    check_site_names(make_site().kubernetes.model_copy(update=named))

@@ -11,7 +11,14 @@ from launch_cases import Notes, make_run
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError, UsageError
 from tightfit.core.errors import UserError as UserFault
 from tightfit.launch.slurm import queue, watch
-from tightfit.launch.slurm.queue import JobState, cancel_jobs, read_jobs, submit_script
+from tightfit.launch.slurm.environment import list_overruling
+from tightfit.launch.slurm.queue import (
+    JobState,
+    cancel_jobs,
+    find_queued,
+    read_jobs,
+    submit_script,
+)
 
 WIDTHS = (48, 24, 12, 80, 256)
 
@@ -225,3 +232,30 @@ def test_a_job_that_slurm_forgot_ends_the_watch(tmp_path: Path) -> None:
     last = watch.JobWatch(make_run(tmp_path), "7", Notes(), ask=Script("")).wait()
 
     assert last.state is JobState.UNKNOWN
+
+
+def test_variables_that_would_overrule_the_script_are_unset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --partition=gpu\n#SBATCH --mem=4M\n#SBATCH --requeue\n")
+    said = {"SBATCH_PARTITION": "low", "SBATCH_MEM_PER_CPU": "1", "SBATCH_NO_REQUEUE": "1"}
+    for name, value in {**said, "SBATCH_ACCOUNT": "proj042"}.items():
+        monkeypatch.setenv(name, value)
+    slurm = Slurm(env="7\n")
+
+    assert submit_script(script, run=slurm) == "7"
+    unset = {word for word in slurm.asked[0] if word.startswith("--unset=")}
+    assert unset == {f"--unset={name}" for name in said}  # the account is the user's to say
+    assert slurm.asked[0][-3:] == ("sbatch", "--parsable", str(script))
+    assert list_overruling("#SBATCH --account=a\n", {"SBATCH_ACCOUNT": "b"}) == ["SBATCH_ACCOUNT"]
+
+
+def test_a_job_is_found_by_the_file_it_was_submitted_from() -> None:
+    script = Path("/runs/a | b/job.sbatch")
+    said = f"7|cpu|{script}\n12|gpu|{script}\n13|gpu|/runs/other/job.sbatch\n14|gpu|(null)\nodd\n"
+
+    assert find_queued(script, run=Slurm(squeue=said)) == ("12", "gpu")
+    assert find_queued(Path("/runs/none"), run=Slurm(squeue=said)) is None
+    old = EnvironmentFaultError("`squeue` failed: unrecognized option '--me'", remedy="")
+    assert find_queued(script, run=Slurm(squeue=old)) is None

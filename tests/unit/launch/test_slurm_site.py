@@ -47,7 +47,7 @@ def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert find_site_file({"TIGHTFIT_SITE": "/a.yaml", "XDG_CONFIG_HOME": "/x"}) == Path("/a.yaml")
     assert find_site_file({"XDG_CONFIG_HOME": "/x"}) == Path("/x/tightfit/site.yaml")
     monkeypatch.setenv("TIGHTFIT_SITE", str(tmp_path / "gone.yaml"))
-    with pytest.raises(NotFoundError):  # named, so it is meant
+    with pytest.raises(NotFoundError, match=r"\$TIGHTFIT_SITE names"):  # named, so it is meant
         read_site()
 
 

@@ -92,6 +92,27 @@ def test_a_node_that_dies_does_not_keep_the_others_from_it(
     assert all(digest(Path(node.path)) == digest(source) for node in whole)
 
 
+@pytest.mark.parametrize("how", list(How))
+def test_a_disk_that_fills_up_does_not_keep_the_others_from_it(
+    tmp_path: Path, how: How, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Store.write
+
+    def run_full(self: Store, index: int, data: bytes | memoryview, digest: bytes) -> None:
+        if index > 5 and self.home.parent.name == "node-b":
+            raise EnvironmentFaultError("Cannot write: No space left.", remedy="make room")
+        write(self, index, data, digest)
+
+    monkeypatch.setattr(Store, "write", run_full)
+    source = make_source(tmp_path / "model")
+    done = stage(source, make_nodes(tmp_path), how)
+
+    assert [node.state for node in done.nodes] == ["staged", "lost", "staged", "staged"]
+    assert done.nodes[1].why == "b: Cannot write: No space left"
+    whole = [node for node in done.nodes if node.state == "staged"]
+    assert all(digest(Path(node.path)) == digest(source) for node in whole)
+
+
 def test_all_nodes_lost_is_one_message(tmp_path: Path) -> None:
     source = make_source(tmp_path / "model")
     nodes = make_nodes(tmp_path, "ab")
@@ -192,6 +213,9 @@ def test_a_corrupted_byte_in_a_whole_copy_is_found_and_only_its_block_fetched(
     flip_byte(Path(node.path) / "model.safetensors", 9 * BLOCK)
 
     assert stage(source, make_nodes(tmp_path, "a")).how is None, "sizes and times say nothing"
+    dry = stage(source, make_nodes(tmp_path, "a"), verify=True, is_dry=True)
+    assert (dry.nodes[0].state, dry.nodes[0].num_repaired_blocks) == ("planned", 1)
+    assert dry.how is not None, "what was found damaged is not a whole copy"
     done = stage(source, make_nodes(tmp_path, "a"), verify=True)
 
     assert done.nodes[0].num_repaired_blocks == 1

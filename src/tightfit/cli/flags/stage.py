@@ -110,6 +110,10 @@ class StageFlags:
         typer.Option("--clean", help="Remove MODEL's copies there, or all of yours without MODEL."),
     ] = False
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and measure, and tell the choice.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check and measure, and tell the choice; with --clean, tell what would go.",
+        ),
     ] = False
     as_json: Json = False

@@ -164,7 +164,8 @@ def _load_kubeconfig(config: Any, settings: Any, context: str | None) -> str | N
 def _not_configured(fault: BaseException) -> NotFoundError:
     return NotFoundError(
         f"No Kubernetes cluster is configured here: {_first_line(fault).rstrip('.')}.",
-        remedy="set KUBECONFIG to the cluster's file, or write the objects: --write job.yaml",
+        remedy="set KUBECONFIG to the cluster's file, or say what the nodes have and write the "
+        "objects: --on 'k8s:4xA100-40GB' --write job.yaml",
     )
 
 

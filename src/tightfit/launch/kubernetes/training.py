@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -16,6 +17,7 @@ from tightfit.launch.rendezvous import DEFAULT_PORT
 from tightfit.launch.site import Site
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import name_method
+from tightfit.runtime.staged import VARIABLE
 
 TIME_FACTOR = 2.0
 """On top of the slow end of the prediction; a pod that hangs holds its GPUs until then."""
@@ -24,6 +26,9 @@ START_SECONDS = 1800
 RUN_ANNOTATION = "tightfit-run"
 PLAN_ANNOTATION = "tightfit-plan"
 PLAN_FILE = "plan.json"
+STAGED_PATH = f"{SHM_PATH}/staged"
+"""A folder of the pod's own: the kubelet makes RAM disks writable for all and not sticky (mode
+0777, pkg/volume/emptydir), and in such a place `tightfit stage` puts nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,7 @@ def make_task(job: TrainingJob, site: Site, *, meeting: str) -> Task:
         first_argv=_stage(job),
         resources=read_resources(job.plan, staged_bytes=job.staged_bytes),
         mounts=choose_mounts(site.kubernetes, written=(job.run,)),
+        environment={VARIABLE: STAGED_PATH} if job.staged_bytes else {},
         seconds=job.seconds or predict_seconds(job.plan),
         user=job.user,
         config_map=job.name if job.carries_plan else None,
@@ -109,7 +115,8 @@ def _stage(job: TrainingJob) -> tuple[str, ...] | None:
     training = job.plan.training
     if not job.staged_bytes or training is None:
         return None
-    return ("tightfit", "stage", escape(training.model_path), "--to", SHM_PATH)
+    words = shlex.join(["tightfit", "stage", training.model_path, "--to", STAGED_PATH])
+    return ("sh", "-c", escape(f"mkdir -p -m 700 {STAGED_PATH} && exec {words}"))
 
 
 def describe_job(job: TrainingJob) -> dict[str, str]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tightfit.core.files import write_atomic
 from tightfit.ledger.run_folder import RunFolder
 
 JOB_FILE = "slurm.json"
+_LOCK_FILE = "submit.lock"
 
 
 class SubmittedJob(BaseModel):
@@ -31,3 +37,15 @@ def read_job_file(run: RunFolder) -> SubmittedJob | None:
 
 def write_job_file(run: RunFolder, job: SubmittedJob) -> None:
     write_atomic(run.path / JOB_FILE, job.model_dump_json(indent=2) + "\n")
+
+
+@contextmanager
+def one_at_a_time(run: RunFolder) -> Iterator[None]:
+    """Between looking for the run's job and noting a new one; the kernel lets go if we die."""
+    handle = os.open(run.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):  # a file system that knows no locks guards nothing
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

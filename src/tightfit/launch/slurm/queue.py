@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UserError
 from tightfit.hardware.commands import RunCommand, run_command
+from tightfit.launch.slurm.environment import list_overruling
 from tightfit.launch.slurm.rejections import explain_rejection
 
 TIMEOUT_SECONDS = 60.0
@@ -99,7 +101,7 @@ class JobStatus:
 def submit_script(path: Path, *, run: RunCommand = run_command) -> str:
     """Submit; returns the job's number."""
     try:
-        said = run(("sbatch", "--parsable", str(path)), TIMEOUT_SECONDS)
+        said = run((*_unset(path), "sbatch", "--parsable", str(path)), TIMEOUT_SECONDS)
     except EnvironmentFaultError as fault:
         raise explain_rejection(fault.problem, fault) from fault
     job_id = said.strip().splitlines()[-1].partition(";")[0].strip() if said.strip() else ""
@@ -113,7 +115,8 @@ def submit_script(path: Path, *, run: RunCommand = run_command) -> str:
 
 def test_script(path: Path, *, run: RunCommand = run_command) -> str:  # noqa: PT028
     """What Slurm would do with the script, in its own words; a fault where it would refuse."""
-    said = run(("sh", "-c", _TEST_ONLY, "sbatch", str(path)), TIMEOUT_SECONDS)
+    command = (*_unset(path), "sh", "-c", _TEST_ONLY, "sbatch", str(path))
+    said = run(command, TIMEOUT_SECONDS)
     lines = [line.strip().removeprefix("sbatch: ") for line in said.splitlines() if line.strip()]
     told = next((line for line in lines if " to start at " in line), None)
     if told is not None:
@@ -123,6 +126,15 @@ def test_script(path: Path, *, run: RunCommand = run_command) -> str:  # noqa: P
             "The command `sbatch` is not on this machine.", remedy="run this on a login node"
         )
     raise explain_rejection(lines[-1] if lines else "sbatch said nothing", None)
+
+
+def _unset(path: Path) -> list[str]:
+    """`env` for variables of this shell that would win over the script's own lines."""
+    try:
+        names = list_overruling(path.read_text("utf-8"), os.environ)
+    except OSError:
+        return []  # sbatch says what is wrong with it
+    return ["env", *(f"--unset={name}" for name in names)] if names else []
 
 
 test_script.__test__ = False  # type: ignore[attr-defined]  # pytest takes it for a test by its name
@@ -148,6 +160,17 @@ def read_jobs(ids: Sequence[str], *, run: RunCommand = run_command) -> tuple[Job
         )
         or [JobStatus(job_id=text.partition("_")[0], task=None, state=JobState.UNKNOWN)]
     )
+
+
+def find_queued(script: Path, *, run: RunCommand = run_command) -> tuple[str, str] | None:
+    """Number and partition of this user's newest job from that file that is not over."""
+    try:
+        said = run(("squeue", "-h", "--me", "-o", "%A|%P|%o"), TIMEOUT_SECONDS)
+    except UserError:
+        return None  # whoever needs Slurm next says what is wrong with it
+    rows = [line.strip().split("|", 2) for line in said.splitlines()]
+    held = [(row[0], row[1]) for row in rows if row[0].isdecimal() and row[2:] == [str(script)]]
+    return max(held, key=lambda job: int(job[0]), default=None)
 
 
 def cancel_jobs(ids: Sequence[str], *, run: RunCommand = run_command) -> None:

@@ -24,7 +24,7 @@ _KNOWN: tuple[tuple[str, type[UserError], str], ...] = (
     ("feature", UsageError, "--constraint with a feature that nodes have    (sinfo -o '%N %f')"),
     ("reservation", UsageError, "--reservation NAME    (scontrol show reservation)"),
     ("gres", UsageError, "sinfo -o '%N %G'    (GPUs as this cluster calls them)"),
-    ("memory", UsageError, "sinfo -o '%N %m'    (memory per node), then --nodes or --memory less"),
+    ("memory", UsageError, "sinfo -o '%N %m'    (memory per node), then --nodes with more"),
     ("node configuration", UsageError, "sinfo -o '%N %P %G %c %m'    (what its nodes have)"),
     ("node count", UsageError, "--nodes with fewer, or another partition    (sinfo -s)"),
     ("controller", EnvironmentFaultError, "scontrol ping    (is Slurm up?), then the same again"),

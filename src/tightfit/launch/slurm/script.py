@@ -141,8 +141,9 @@ def _prelude(job: BatchJob, site: Site) -> Iterator[str]:
     if job.cores_per_node is not None:
         yield "# Since Slurm 22.05 srun takes this from nowhere else."
         yield f"export SRUN_CPUS_PER_TASK={job.cores_per_node}"
-    if site.setup or site.environment or job.cores_per_node is not None:
-        yield ""
+    yield "# Where sbatch was told --export=NONE, srun would keep all of this from the job."
+    yield "export SLURM_EXPORT_ENV=ALL"
+    yield ""
 
 
 def join_words(words: Sequence[str]) -> str:

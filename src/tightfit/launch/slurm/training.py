@@ -127,10 +127,12 @@ def _wait(job: TrainingJob) -> Iterator[str]:
     yield "# Slurm warns this script before the time limit; what trains hears it, saves and stops."
     yield "trap 'echo \"the time limit is near: saving\"; kill -USR1 $step' USR1"
     yield "# A cancelled or preempted job is told by Slurm itself; this script sees it through."
-    yield "trap : TERM"
+    yield "# Ignored, not caught: bash loses a USR1 that comes while it handles a TERM."
+    yield "trap '' TERM"
     yield "while kill -0 $step 2>/dev/null; do wait $step; done"
     yield "wait $step"
     yield "code=$?"
+    yield "trap : TERM  # what follows may be ended"
     if job.plan.strategy.num_nodes > 1:
         state = RunFolder(path=Path("$run")).state_path
         yield f'if [ $code = 0 ] && grep -q \'"status": *"stopped"\' "{state}"; then'

@@ -100,8 +100,8 @@ class Agent:
         if bad and not is_dry:
             store.drop(bad)
         return {
-            "is_whole": store.is_whole,
-            "have": to_ranges(store.digests),
+            "is_whole": store.is_whole and not bad,
+            "have": to_ranges(set(store.digests) - set(bad)),
             "bad": len(bad),
             "can_read": _can_read(manifest),
             "shortage": self._find_shortage(leave_bytes),

@@ -60,7 +60,7 @@ def find_home(to: Path) -> Path:
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise EnvironmentFaultError(
             f"Every user may rename what lies in {to}: it is writable for all and not sticky.",
-            remedy="--to /dev/shm, or a folder of your own",
+            remedy=f"have it made sticky (chmod +t {to}), or --to a folder of your own",
         )
     if facts.st_uid not in (0, os.getuid()):
         raise EnvironmentFaultError(

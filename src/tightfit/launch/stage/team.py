@@ -12,6 +12,8 @@ from tightfit.launch.stage.cost import FAN_OUT, How, Load
 from tightfit.launch.stage.crew import Member, NodeLostError, wait_for
 from tightfit.launch.stage.wire import make_token
 
+_COPYING = ("read", "relay")
+
 
 class Team:
     """Members in the order in which they pass blocks on; whoever has most comes first."""
@@ -47,13 +49,14 @@ class Team:
         arguments: Callable[[Member], dict[str, Any]] | None = None,
         members: Sequence[Member] | None = None,
     ) -> dict[str, Answer]:
-        """All at once. A node that is lost is left out from then on; a fault is raised."""
+        """All at once. A node that is lost, or has no more room while others copy, is left out
+        from then on; any other fault is raised."""
         asked = [
             (member, member.ask(op, **(arguments(member) if arguments else {})))
             for member in (self.members if members is None else members)
         ]
         told: dict[str, Answer] = {}
-        faults: list[BaseException] = []
+        faults: list[tuple[Member, Exception]] = []
         for member, future in asked:
             try:
                 told[member.node] = wait_for(member, future)
@@ -61,15 +64,25 @@ class Team:
                 self.lost[member.node] = str(fault)
                 self.members.remove(member)
             except Exception as fault:
-                faults.append(fault)
-        if faults:
-            raise faults[0]
+                faults.append((member, fault))
+        self._raise_or_lose(op, faults, is_alone=not told)
         if not self.members:
             raise EnvironmentFaultError(
                 f"All nodes are lost: {'; '.join(self.lost.values())}.",
                 remedy="start this again: it goes on where it stopped",
             )
         return told
+
+    def _raise_or_lose(
+        self, op: str, faults: Sequence[tuple[Member, Exception]], *, is_alone: bool
+    ) -> None:
+        """A disk that fills up or fails on one node must not cost the others their copy."""
+        for _, fault in faults:
+            if is_alone or op not in _COPYING or not isinstance(fault, EnvironmentFaultError):
+                raise fault
+        for member, fault in faults:
+            self.lost[member.node] = str(fault).rstrip(".")
+            self.members.remove(member)
 
     def measure_load(self) -> Load:
         """What has to be moved now, and how far."""
