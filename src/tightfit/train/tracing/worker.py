@@ -16,8 +16,12 @@ from tightfit.train.tracing.job import TraceJob, needs_bitsandbytes
 
 
 def main() -> None:
-    """Answer every line of standard input on what standard output was at the start."""
-    end_with_parent(int(sys.argv[1]))
+    """Answer every line of standard input on what standard output was at the start.
+
+    The argument is the process to end with; without one it ends by itself.
+    """
+    if len(sys.argv) > 1:
+        end_with_parent(int(sys.argv[1]))
     answers = _take_stdout()
     warnings.simplefilter("ignore")
     jobs = [TraceJob.model_validate(json.loads(line)) for line in sys.stdin]
