@@ -30,7 +30,6 @@ from tightfit.cli.flags.engine_options import (
     TopP,
     Weights,
 )
-from tightfit.cli.flags.generate import MAX_PROMPTS, MAX_SAMPLES
 from tightfit.cli.flags.options import (
     Json,
     count_option,
@@ -40,6 +39,17 @@ from tightfit.cli.flags.options import (
     switch_option,
     text_option,
     word_option,
+)
+from tightfit.cli.flags.prompt_options import (
+    Column,
+    Limit,
+    Out,
+    Prompts,
+    PromptTemplate,
+    Raw,
+    Samples,
+    TemplateText,
+    Whole,
 )
 
 RAY = "ray"
@@ -81,10 +91,7 @@ class FarmFlags:
         str | None,
         text_option("--model", "MODEL|RUN", "The same as an option.", example="runs/sql"),
     ] = None
-    prompts: Annotated[
-        str | None,
-        text_option("--prompts", "FILE|-", "Prompts; - is stdin.", example="prompts.jsonl"),
-    ] = None
+    prompts: Prompts = None
     partitions: Annotated[
         str | None,
         text_option(
@@ -103,44 +110,14 @@ class FarmFlags:
             example=8,
         ),
     ] = None
-    out: Annotated[
-        Path | None,
-        path_option(
-            "--out",
-            "Answers, as JSON Lines. [default: PROMPTS.answers.jsonl in this folder]",
-            example="answers.jsonl",
-        ),
-    ] = None
-    n: Annotated[
-        int | None,
-        count_option("--n", "Answers to each prompt. [default: 1]", most=MAX_SAMPLES, example=4),
-    ] = None
-    limit: Annotated[
-        int | None,
-        count_option("--limit", "Only the first N prompts.", most=MAX_PROMPTS, example=100),
-    ] = None
-    column: Annotated[
-        str | None,
-        text_option("--column", "NAME", "The rows' column that is the prompt.", example="question"),
-    ] = None
-    template: Annotated[
-        Path | None,
-        path_option(
-            "--template", "Text with {column} in it, filled from each row.", example="prompt.txt"
-        ),
-    ] = None
-    template_text: Annotated[
-        str | None,
-        text_option(
-            "--template-text", "TEXT", "The same, written here.", example="'Summarize: {article}'"
-        ),
-    ] = None
-    whole: Annotated[
-        bool, switch_option("--whole", "A text file is one prompt, not one in each line.")
-    ] = False
-    raw: Annotated[
-        bool, switch_option("--raw", "Continue the text as it is, without a chat template.")
-    ] = False
+    out: Out = None
+    n: Samples = None
+    limit: Limit = None
+    column: Column = None
+    template: PromptTemplate = None
+    template_text: TemplateText = None
+    whole: Whole = False
+    raw: Raw = False
     system: System = None
     max_new_tokens: MaxNewTokens = None
     temperature: Temperature = None

@@ -29,14 +29,20 @@ from tightfit.cli.flags.engine_options import (
 )
 from tightfit.cli.flags.options import (
     Json,
-    count_option,
     path_option,
     switch_option,
-    text_option,
 )
-
-MAX_PROMPTS = 10**9
-MAX_SAMPLES = 65_536
+from tightfit.cli.flags.prompt_options import (
+    Column,
+    Limit,
+    Out,
+    Prompts,
+    PromptTemplate,
+    Raw,
+    Samples,
+    TemplateText,
+    Whole,
+)
 
 EXAMPLES = """\b
 Examples:
@@ -62,48 +68,15 @@ class GenerateFlags:
     """
 
     model: Model
-    prompts: Annotated[
-        str | None,
-        text_option("--prompts", "FILE|-", "Prompts; - is stdin.", example="prompts.jsonl"),
-    ] = None
-    out: Annotated[
-        Path | None,
-        path_option(
-            "--out",
-            "Answers, as JSON Lines. [default: PROMPTS.answers.jsonl in this folder]",
-            example="answers.jsonl",
-        ),
-    ] = None
-    n: Annotated[
-        int | None,
-        count_option("--n", "Answers to each prompt. [default: 1]", most=MAX_SAMPLES, example=4),
-    ] = None
-    limit: Annotated[
-        int | None,
-        count_option("--limit", "Only the first N prompts.", most=MAX_PROMPTS, example=100),
-    ] = None
-    column: Annotated[
-        str | None,
-        text_option("--column", "NAME", "The rows' column that is the prompt.", example="question"),
-    ] = None
-    template: Annotated[
-        Path | None,
-        path_option(
-            "--template", "Text with {column} in it, filled from each row.", example="prompt.txt"
-        ),
-    ] = None
-    template_text: Annotated[
-        str | None,
-        text_option(
-            "--template-text", "TEXT", "The same, written here.", example="'Summarize: {article}'"
-        ),
-    ] = None
-    whole: Annotated[
-        bool, switch_option("--whole", "A text file is one prompt, not one in each line.")
-    ] = False
-    raw: Annotated[
-        bool, switch_option("--raw", "Continue the text as it is, without a chat template.")
-    ] = False
+    prompts: Prompts = None
+    out: Out = None
+    n: Samples = None
+    limit: Limit = None
+    column: Column = None
+    template: PromptTemplate = None
+    template_text: TemplateText = None
+    whole: Whole = False
+    raw: Raw = False
     system: System = None
     max_new_tokens: MaxNewTokens = None
     temperature: Temperature = None

@@ -11,7 +11,6 @@ import typer
 from tightfit.cli.completion import complete_job
 from tightfit.cli.flags.kubernetes_options import As, Context, Namespace, Stage, WriteTo
 from tightfit.cli.flags.options import (
-    MAX_TOP,
     MAX_WORLD_SIZE,
     EffectiveBatch,
     Epochs,
@@ -23,13 +22,21 @@ from tightfit.cli.flags.options import (
     Settings,
     Template,
     count_option,
-    number_option,
     path_option,
     refuse_empty,
     switch_option,
     text_option,
 )
-from tightfit.cli.flags.train import MAX_LEARNING_RATE, MAX_STEPS
+from tightfit.cli.flags.training_options import (
+    Again,
+    Data,
+    Fresh,
+    LearningRate,
+    LogTo,
+    MaxSteps,
+    PlanNumber,
+    TrainingSeed,
+)
 
 EXAMPLES = """\b
 Examples:
@@ -66,41 +73,19 @@ class SubmitFlags:
         str | None,
         text_option("--on", "CLUSTER", "slurm:PARTITION, slurm or k8s.", example="slurm:gpu"),
     ] = None
-    data: Annotated[
-        Path | None, path_option("--data", "Rows to train on.", example="train.jsonl")
-    ] = None
+    data: Data = None
     eval: EvalRows = None
     network: Network = None
     method: PlanMethod = None
     seq_len: SeqLen = None
     epochs: Epochs = None
-    max_steps: Annotated[
-        int | None,
-        count_option(
-            "--max-steps", "Optimizer steps, in place of epochs.", most=MAX_STEPS, example=100
-        ),
-    ] = None
-    lr: Annotated[
-        float | None,
-        number_option(
-            "--lr",
-            "Peak learning rate. [default: 2e-4, full 2e-5]",
-            most=MAX_LEARNING_RATE,
-            example=2e-4,
-        ),
-    ] = None
+    max_steps: MaxSteps = None
+    lr: LearningRate = None
     effective_batch: EffectiveBatch = None
     template: Template = None
-    seed: Annotated[
-        str | None, text_option("--seed", "N", "Order and dropout. [default: 0]", example="17")
-    ] = None
+    seed: TrainingSeed = None
     settings: Settings = None
-    plan: Annotated[
-        int,
-        count_option(
-            "--plan", "Take the Nth plan of the list. [default: 1]", most=MAX_TOP, example=2
-        ),
-    ] = 1
+    plan: PlanNumber = 1
     output: Annotated[
         Path | None,
         path_option(
@@ -109,21 +94,9 @@ class SubmitFlags:
             example="runs/mine",
         ),
     ] = None
-    log_to: Annotated[
-        str | None,
-        text_option(
-            "--log-to",
-            "A,B",
-            "tensorboard, wandb, mlflow, or none. [default: tensorboard]",
-            example="tensorboard",
-        ),
-    ] = None
-    fresh: Annotated[
-        bool, switch_option("--fresh", "Start over; what the folder holds is moved aside.")
-    ] = False
-    again: Annotated[
-        bool, switch_option("--again", "Train once more although this run is finished.")
-    ] = False
+    log_to: LogTo = None
+    fresh: Fresh = False
+    again: Again = False
     nodes: Annotated[
         int | None,
         count_option(

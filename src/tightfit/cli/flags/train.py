@@ -10,7 +10,6 @@ import typer
 
 from tightfit.cli.completion import complete_job
 from tightfit.cli.flags.options import (
-    MAX_TOP,
     MAX_WORLD_SIZE,
     EffectiveBatch,
     Epochs,
@@ -23,15 +22,22 @@ from tightfit.cli.flags.options import (
     Settings,
     Template,
     count_option,
-    number_option,
     path_option,
     refuse_empty,
     switch_option,
     text_option,
 )
+from tightfit.cli.flags.training_options import (
+    Again,
+    Data,
+    Fresh,
+    LearningRate,
+    LogTo,
+    MaxSteps,
+    PlanNumber,
+    TrainingSeed,
+)
 
-MAX_STEPS = 10**9
-MAX_LEARNING_RATE = 10.0
 EXAMPLES = """\b
 Examples:
   tightfit train recipe.yaml
@@ -63,42 +69,20 @@ class TrainFlags:
             show_default=False,
         ),
     ]
-    data: Annotated[
-        Path | None, path_option("--data", "Rows to train on.", example="train.jsonl")
-    ] = None
+    data: Data = None
     eval: EvalRows = None
     on: On = None
     network: Network = None
     method: PlanMethod = None
     seq_len: SeqLen = None
     epochs: Epochs = None
-    max_steps: Annotated[
-        int | None,
-        count_option(
-            "--max-steps", "Optimizer steps, in place of epochs.", most=MAX_STEPS, example=100
-        ),
-    ] = None
-    lr: Annotated[
-        float | None,
-        number_option(
-            "--lr",
-            "Peak learning rate. [default: 2e-4, full 2e-5]",
-            most=MAX_LEARNING_RATE,
-            example=2e-4,
-        ),
-    ] = None
+    max_steps: MaxSteps = None
+    lr: LearningRate = None
     effective_batch: EffectiveBatch = None
     template: Template = None
-    seed: Annotated[
-        str | None, text_option("--seed", "N", "Order and dropout. [default: 0]", example="17")
-    ] = None
+    seed: TrainingSeed = None
     settings: Settings = None
-    plan: Annotated[
-        int,
-        count_option(
-            "--plan", "Take the Nth plan of the list. [default: 1]", most=MAX_TOP, example=2
-        ),
-    ] = 1
+    plan: PlanNumber = 1
     output: Annotated[
         Path | None,
         path_option(
@@ -111,24 +95,12 @@ class TrainFlags:
             "--memory-limit", "SIZE", "Use no more than this per GPU, like 20GiB.", example="20GiB"
         ),
     ] = None
-    log_to: Annotated[
-        str | None,
-        text_option(
-            "--log-to",
-            "A,B",
-            "tensorboard, wandb, mlflow, or none. [default: tensorboard]",
-            example="tensorboard",
-        ),
-    ] = None
+    log_to: LogTo = None
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen; start nothing.")
     ] = False
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; what the folder holds is moved aside.")
-    ] = False
-    again: Annotated[
-        bool, typer.Option("--again", help="Train once more although this run is finished.")
-    ] = False
+    fresh: Fresh = False
+    again: Again = False
     nodes: Annotated[
         int,
         count_option(
