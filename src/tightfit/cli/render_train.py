@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,14 +21,6 @@ from tightfit.ledger.report import RunReport
 from tightfit.ledger.run_folder import RunFolder, RunStatus
 from tightfit.ledger.words import list_results, render_error, render_quantity
 from tightfit.planning.plan import Plan
-
-
-def count_steps(plan: Plan) -> int:
-    """Optimizer steps of the whole run, as planned; 0 where the data is not counted."""
-    if plan.training is not None and plan.training.max_steps is not None:
-        return plan.training.max_steps
-    per_epoch = plan.estimate.time.steps_per_epoch
-    return math.ceil(per_epoch * plan.num_epochs) if per_epoch else 0
 
 
 def show_start(plan: Plan, *, folder: Path, free_bytes: int, needed_bytes: int) -> None:
@@ -76,7 +67,7 @@ def _render_pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
 
 
 def _describe_steps(plan: Plan) -> str:
-    steps = count_steps(plan)
+    steps = plan.num_steps
     told = count_of(steps, "step") if steps else "not counted yet"
     epochs = "1 epoch" if plan.num_epochs == 1 else f"{plan.num_epochs:,.3g} epochs"
     rate = f", learning rate {plan.training.learning_rate:g}" if plan.training else ""
@@ -85,7 +76,7 @@ def _describe_steps(plan: Plan) -> str:
 
 
 def _describe_time(plan: Plan) -> str:
-    time, steps = plan.estimate.time, count_steps(plan)
+    time, steps = plan.estimate.time, plan.num_steps
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
     if not steps:
         return speed

@@ -13,7 +13,6 @@ from tightfit.cli.flags.submit import SubmitFlags
 from tightfit.cli.harmless import shorten
 from tightfit.cli.json_output import show_json
 from tightfit.cli.network import state_network
-from tightfit.cli.render_train import count_steps
 from tightfit.cli.submit_follow import follow_job, is_active, tell_finished
 from tightfit.cli.submit_prepare import Prepared, find_submitted, prepare_run
 from tightfit.cli.train_place import Place, Stage
@@ -194,7 +193,6 @@ def _draft(
     partition = group.name.partition("/")[0]
     resources = find_resources(
         plan,
-        num_steps=count_steps(plan),
         max_seconds=group.max_seconds,
         asked_seconds=limit,
         warn=site.slurm.warn_seconds,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
 from tightfit.core.strategy import Strategy
@@ -57,6 +59,14 @@ class Plan(_Frozen):
     """The levers pulled and what each brings, in plain words."""
     warnings: tuple[str, ...] = ()
     """What works but deserves a word: wheels that will end, positions beyond training."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run, as planned; 0 where the data is not counted."""
+        if self.training is not None and self.training.max_steps is not None:
+            return self.training.max_steps
+        per_epoch = self.estimate.time.steps_per_epoch
+        return ceil(per_epoch * self.num_epochs) if per_epoch else 0
 
 
 class Exclusion(_Frozen):

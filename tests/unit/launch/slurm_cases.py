@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.render_train import count_steps
 from tightfit.cli.submit_prepare import plan_on_fewest
 from tightfit.core.errors import DoesNotFitError
 from tightfit.core.recipe import Recipe, make_training
@@ -161,7 +160,6 @@ def make(name: str) -> Made:
         )
     resources = find_resources(
         plan,
-        num_steps=count_steps(plan),
         max_seconds=group.max_seconds,
         asked_seconds=case.limit_seconds,
         warn=case.site.slurm.warn_seconds,

@@ -143,12 +143,7 @@ def predict_seconds(plan: Plan) -> int | None:
 
 
 def _training_seconds(plan: Plan, *, is_slow: bool = False) -> float | None:
-    time = plan.estimate.time
-    max_steps = plan.training.max_steps if plan.training is not None else None
-    if max_steps is not None:
-        num_steps: float = max_steps
-    elif time.steps_per_epoch:
-        num_steps = time.steps_per_epoch * plan.num_epochs
-    else:
+    if not plan.num_steps:
         return None
-    return num_steps * (time.seconds_per_step_high if is_slow else time.seconds_per_step)
+    time = plan.estimate.time
+    return plan.num_steps * (time.seconds_per_step_high if is_slow else time.seconds_per_step)

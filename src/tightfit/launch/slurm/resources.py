@@ -42,10 +42,10 @@ class Resources:
 
 
 def find_resources(
-    plan: Plan, *, num_steps: int, max_seconds: float | None, asked_seconds: float | None, warn: int
+    plan: Plan, *, max_seconds: float | None, asked_seconds: float | None, warn: int
 ) -> Resources:
     """`max_seconds` is the partition's limit, `asked_seconds` the user's own."""
-    predicted = _predict_seconds(plan, num_steps)
+    predicted = _predict_seconds(plan)
     seconds = asked_seconds
     if seconds is None and predicted is not None:
         seconds = math.ceil(predicted / STEP_SECONDS) * STEP_SECONDS
@@ -64,10 +64,10 @@ def find_resources(
     )
 
 
-def _predict_seconds(plan: Plan, num_steps: int) -> float | None:
-    if not num_steps:
+def _predict_seconds(plan: Plan) -> float | None:
+    if not plan.num_steps:
         return None
-    return plan.estimate.time.seconds_per_step_high * num_steps * TIME_FACTOR + START_SECONDS
+    return plan.estimate.time.seconds_per_step_high * plan.num_steps * TIME_FACTOR + START_SECONDS
 
 
 def _count_slices(predicted: float | None, seconds: float | None, warn: int) -> int:
