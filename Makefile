@@ -43,6 +43,7 @@ test-tracing: install  ## traces of many real models, strategies and shardings: 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(TRACING))
 
 test-cluster: install  ## a real Slurm of five nodes, hosts as namespaces: root, minutes
+	bash tests/integration/cluster/slurm_lab.sh install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix tests/integration/,$(CLUSTER))
 
 test-bare: install  ## the planner in an environment that has no torch

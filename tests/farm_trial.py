@@ -53,11 +53,6 @@ class TrialEngine(ScriptedEngine):
         return super().submit(request, listener)
 
 
-def open_engine(_request: EngineRequest) -> TrialEngine:
-    """For actors, which are told a module by its name."""
-    return TrialEngine("local")
-
-
 def expected_rate(partition: str) -> float:
     """Answers a second of one worker."""
     num_slots, token_seconds = PACES[partition]

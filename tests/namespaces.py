@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,15 @@ import pytest
 
 DEVICE = "eth0"
 SUBNET = "10.231.9"
+PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+    "hostname": "hostname",
+}
+"""What the hosts are made with, and Debian's packages that have it."""
 _HOLD = "echo ready; exec cat >/dev/null"
 _UNSHARE = ("unshare", "--net", "--mount", "--uts", "--propagation", "private")
 
@@ -261,18 +271,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
+def _find_remedy(again: str) -> str:
+    missing = [package for tool, package in PACKAGES.items() if shutil.which(tool) is None]
+    if os.geteuid() != 0:
+        return f"as root, which may make namespaces: sudo -E {again}"
+    if missing:
+        return f"apt-get install -y {' '.join(dict.fromkeys(missing))}"
+    return (
+        "a container that may make namespaces, mounts and network devices: docker run --privileged"
+    )
+
+
 @contextmanager
 def open_hosts(
     folder: Path, *names: str, shm_bytes: int | None = None, test_file: str = ""
 ) -> Iterator[Hosts]:
-    """Hosts for a while; a test that may not make namespaces is skipped."""
+    """Hosts for a while; where they cannot be made the test fails and says what is missing."""
     hosts = Hosts(folder, names, shm_bytes=shm_bytes)
     try:
         try:
             hosts.open()
         except OSError as fault:
-            command = f"sudo -E {sys.executable} -m pytest {test_file}".strip()
-            pytest.skip(f"namespaces cannot be made here ({fault}); un-skip: {command}")
+            remedy = _find_remedy(f"{sys.executable} -m pytest {test_file}".strip())
+            pytest.fail(f"hosts cannot be made here: {fault}. Try: {remedy}", pytrace=False)
         yield hosts
     finally:
         hosts.close()

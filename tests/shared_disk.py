@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -87,7 +88,7 @@ class Mounted:
         self._listed: list[tuple[str, int, int]] = json.loads(
             self._fetch(self._connect(), _LIST, 0, 0)
         )
-        self._fuse = os.open("/dev/fuse", os.O_RDWR)
+        self._fuse = _open_fuse()
         libc = ctypes.CDLL(None, use_errno=True)
         options = f"fd={self._fuse},rootmode=40000,user_id=0,group_id=0,allow_other"
         done = libc.mount(b"shared", os.fsencode(mountpoint), b"fuse", 1, options.encode())
@@ -175,6 +176,17 @@ class Mounted:
                 break
             found += entry
         return found
+
+
+def _open_fuse() -> int:
+    """A container's /dev may be without it."""
+    path = "/dev/fuse"
+    try:
+        if not Path(path).exists():
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(10, 229))
+        return os.open(path, os.O_RDWR)
+    except OSError as fault:
+        sys.exit(f"{fault}: try `modprobe fuse`, or docker run --privileged --device {path}")
 
 
 def _begin(body: bytes) -> bytes:

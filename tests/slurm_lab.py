@@ -6,17 +6,23 @@ PYTEST_DONT_REWRITE: it asserts nothing, and files import its names before pytes
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parent / "integration" / "cluster" / "slurm_lab.sh"
-UP_SECONDS = 300.0
+CONFIGURATION = Path("/etc/slurm")
+"""Whoever holds its lock may use the lab: a machine has one, wherever its state is."""
+TURN_SECONDS = 3600.0
+"""For another session to finish its tests."""
+UP_SECONDS = 600.0
 """With the packages to fetch and mariadb to make; usually 60, and 2 where all is there."""
 NODES = ("gpu01", "gpu02", "big01", "cpu01", "cpu02")
 
@@ -32,13 +38,16 @@ class SlurmLab:
     def __init__(self, *, has_accounting: bool | None = None) -> None:
         asked = os.environ.get("SLURM_LAB_ACCOUNTING", "0") == "1"
         self.has_accounting = asked if has_accounting is None else has_accounting
+        self._found: set[str] = set()
+        """Jobs that were in the queue before: somebody else's."""
 
     def up(self) -> None:
         """Start what is not running, and turn on every node that is off."""
         self._script("up", seconds=UP_SECONDS)
+        self._found = list_jobs()
 
     def down(self) -> None:
-        self._script("down", seconds=60)
+        self._script("down", seconds=120)
 
     @property
     def is_up(self) -> bool:
@@ -77,14 +86,13 @@ class SlurmLab:
         return subprocess.check_output(asked, text=True).split()[0]
 
     def cancel_all(self) -> None:
-        """Leave no job behind."""
-        listed = ["squeue", "-h", "-o", "%A"]
-        jobs = subprocess.check_output(listed, text=True).split()
-        if jobs:
-            subprocess.run(["scancel", *sorted(set(jobs))], check=False, capture_output=True)
-        wait_until(lambda: not subprocess.check_output(listed, text=True).split(), seconds=60)
+        """Leave no job behind that came into the queue since this lab was opened."""
+        own = list_jobs() - self._found
+        if own:
+            subprocess.run(["scancel", *sorted(own)], check=False, capture_output=True)
+        wait_until(lambda: list_jobs() <= self._found, seconds=60)
 
-    def _script(self, *words: str, seconds: float = 30) -> None:
+    def _script(self, *words: str, seconds: float = 60) -> None:
         wanted = "1" if self.has_accounting else "0"
         # A file, not a pipe: daemons may keep it open after the script has ended.
         with tempfile.TemporaryFile("w+") as said:
@@ -113,18 +121,56 @@ def wait_until(is_so: Callable[[], bool], *, seconds: float) -> bool:
     return is_so()
 
 
+def list_jobs() -> set[str]:
+    """The numbers of all jobs in the queue."""
+    return set(subprocess.check_output(["squeue", "-h", "-o", "%A"], text=True).split())
+
+
+@contextmanager
+def take_turn(folder: Path, announce: Callable[[], None], *, seconds: float) -> Iterator[None]:
+    """Hold the folder's lock, which ends with this process at the latest; wait for one's turn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+
+    def is_ours() -> bool:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    try:
+        if not is_ours():
+            announce()
+            if not wait_until(is_ours, seconds=seconds):
+                raise RuntimeError(f"another session has held {folder} for {seconds:.0f} s")
+        yield
+    finally:
+        os.close(handle)
+
+
 @pytest.fixture(scope="session")
-def lab() -> Iterator[SlurmLab]:
-    """The lab with all nodes on. One that was up before is left up."""
+def lab(request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
+    """The lab with all nodes on, for one session at a time. One that was up before is left up."""
+
+    def announce() -> None:
+        capture = request.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print("\nthe Slurm lab is in use by another session: waiting for it", flush=True)
+
+    try:
+        with take_turn(CONFIGURATION, announce, seconds=TURN_SECONDS):
+            yield from _open_lab()
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as fault:
+        pytest.fail(f"the Slurm lab does not work: {fault}", pytrace=False)
+
+
+def _open_lab() -> Iterator[SlurmLab]:
     made = SlurmLab()
-    was_up, fault = made.is_up, ""
+    was_up = made.is_up
     try:
         made.up()
-    except (RuntimeError, OSError, subprocess.TimeoutExpired) as found:
-        fault = str(found)
-    if not fault:
         yield made
-    if not was_up:
-        made.down()
-    if fault:
-        pytest.fail(f"the Slurm lab does not start: {fault}", pytrace=False)
+    finally:
+        if not was_up:
+            made.down()

@@ -112,7 +112,7 @@ def make_model(folder: Path, num_bytes: int) -> None:
 
 @contextmanager
 def open_lab(folder: Path, *, shm_bytes: int = 4 * MODEL_BYTES) -> Iterator[StageLab]:
-    """The lab for a while; skips where namespaces cannot be made."""
+    """The lab for a while; the test fails where namespaces cannot be made."""
     test_file = "tests/integration/cluster/test_cluster_stage.py"
     with open_hosts(
         folder / "hosts", STORAGE, *NODES, shm_bytes=shm_bytes, test_file=test_file

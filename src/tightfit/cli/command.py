@@ -20,6 +20,7 @@ from tightfit.cli.faults import (
     report_lost_output,
     usage_fault,
 )
+from tightfit.cli.guarded import run_in_guard
 from tightfit.cli.output import OutputLostError, PipeClosedError, silence_stdout, write_out
 from tightfit.core.errors import UserError
 
@@ -76,6 +77,7 @@ VERBS = {
     "estimate": "Memory, disk and time of one configuration, part by part.",
     "plan": "The best ways to run a job on given hardware, and why.",
     "prepare": "Encode data as `train` will, and show what becomes of it.",
+    "bench": "Run a plan for a few steps here; predicted beside measured.",
     "train": "Plan, show the plan, tune, and report.",
     "preflight": "Check the nodes of a job, and the ways between them, in under a minute.",
     "submit": "Plan for a cluster, submit the job, follow it, and report.",
@@ -138,7 +140,9 @@ def _run(words: list[str], *, as_json: bool) -> int:
     is_completing = any(name.endswith("_COMPLETE") for name in os.environ)
     command = typer.main.get_command(build_app(VERBS if is_completing else words))
     try:
-        code = command.main(args=words, prog_name="tightfit", standalone_mode=False)
+        code = run_in_guard(words)
+        if code is None:
+            code = command.main(args=words, prog_name="tightfit", standalone_mode=False)
     except UserError as fault:
         return report_fault(fault, as_json=as_json)
     except _ParserFault as fault:

@@ -52,6 +52,8 @@ def describe_strategy(strategy: Strategy) -> str:
         words.append(f"{strategy.loss.value} loss")
     if strategy.fused_kernels:
         words.append("fused kernels")
+    if strategy.folded_adapters:
+        words.append("folded adapters")
     if strategy.packing:
         words.append("packed")
     return ", ".join(words)
@@ -73,6 +75,8 @@ def describe_levers(strategy: Strategy) -> str:
     words.append(describe_recomputing(strategy))
     if strategy.fused_kernels:
         words.append("fused kernels")
+    if strategy.folded_adapters:
+        words.append("folded adapters")
     if strategy.loss is not Loss.PLAIN:
         words.append(f"{strategy.loss.value} loss")
     if strategy.attention is not Attention.SDPA:

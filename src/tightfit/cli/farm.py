@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tightfit.cli.engine_choice import engine_request
+from tightfit.cli.exit_codes import EXIT_INTERRUPTED
 from tightfit.cli.flags.farm import RAY, FarmFlags, read_engine
 from tightfit.cli.flags.generate import GenerateFlags
 from tightfit.cli.harmless import harmless
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from tightfit.engines.open import EngineRequest
     from tightfit.farm.crew import Starter
     from tightfit.farm.estimate import FarmEstimate
+    from tightfit.farm.folder import FarmFile
     from tightfit.farm.places import Place, PlaceKind
+    from tightfit.farm.statistics import FarmStatistics
     from tightfit.farm.submit import FarmEnd, FarmOrder, Submitter
     from tightfit.serve.generate.job import GenerateJob
     from tightfit.serve.generate.plan import Prediction
@@ -44,23 +48,23 @@ def farm(flags: FarmFlags) -> None:
     out = choose_out(asked)
     if flags.dry_run:
         prediction = _predict(places, request, job)
-        _show_estimate(flags, places, _estimate(places, prediction, job), job, out)
+        _show_estimate(flags, places, _estimate(flags, places, prediction, job), job, out)
         return
     if flags.stats is not None:
         check_writable(flags.stats)
     folder, farm_file, is_finished = open_farm(_order(flags, request, job, places, out))
     if is_finished:
-        write_err(f"{harmless(str(out))} is finished already; --fresh makes the answers again\n")
-        if flags.as_json:
-            show_json({"finished": True, "out": str(out)})
+        _tell_finished(flags, folder, out)
         return
-    prediction = _predict(places, request, job)
-    _require_fit(flags, places, prediction, request)
-    submitter = Submitter(folder, farm_file, places, make_starters(folder, places, request))
-    if not flags.as_json:
-        _show_estimate(flags, places, _estimate(places, prediction, job), job, out)
-    end = _watch(submitter, flags)
-    _report(flags, end, out)
+    with _interrupts_told(flags, folder, farm_file):
+        prediction = _predict(places, request, job)
+        _require_fit(flags, places, prediction, request)
+        submitter = Submitter(folder, farm_file, places, make_starters(folder, places, request))
+        estimate = _estimate(flags, places, prediction, job)
+        if not flags.as_json:
+            _show_estimate(flags, places, estimate, job, out)
+        end = _watch(submitter, flags, estimate)
+    _report(flags, end, out, estimate)
 
 
 def as_generate(flags: FarmFlags) -> GenerateFlags:
@@ -167,13 +171,54 @@ def _order(
     )
 
 
+def _tell_finished(flags: FarmFlags, folder: Path, out: Path) -> None:
+    """What is there already, with the statistics that were kept of it."""
+    write_err(f"{harmless(str(out))} is finished already; --fresh makes the answers again\n")
+    told: dict[str, Any] = {"finished": True, "out": str(out)}
+    if flags.stats is not None:
+        from tightfit.farm.submit import read_statistics
+
+        statistics = read_statistics(folder)
+        _write_statistics(flags.stats, statistics)
+        told |= statistics.model_dump(mode="json")
+    if flags.as_json:
+        show_json(told)
+
+
+@contextlib.contextmanager
+def _interrupts_told(flags: FarmFlags, folder: Path, farm_file: FarmFile) -> Iterator[None]:
+    """Ctrl-C leaves one JSON document too, where JSON was asked for."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if flags.as_json:
+            from tightfit.farm.collect import count_kept
+
+            show_json(
+                {
+                    "status": "interrupted",
+                    "finished": False,
+                    "out": farm_file.out,
+                    "num_answers": farm_file.num_answers,
+                    "num_kept_answers": count_kept(folder, farm_file),
+                    "remedy": "the same command goes on",
+                    "exit_code": EXIT_INTERRUPTED,
+                }
+            )
+        raise
+
+
 def _estimate(
-    places: tuple[Place, ...], prediction: Prediction | None, job: GenerateJob
+    flags: FarmFlags,
+    places: tuple[Place, ...],
+    prediction: Prediction | None,
+    job: GenerateJob,
 ) -> FarmEstimate:
-    from tightfit.farm.estimate import estimate_farm
+    from tightfit.farm.estimate import Amount, estimate_farm
 
     most = job.num_answers * job.sampling.max_new_tokens
-    return estimate_farm(places, prediction, num_new_tokens=most)
+    amount = Amount(num_answers=job.num_answers, num_new_tokens=most, threads=flags.threads)
+    return estimate_farm(places, prediction, amount)
 
 
 def _require_fit(
@@ -224,19 +269,32 @@ def _show_estimate(
         show_estimate(told)
 
 
-def _watch(submitter: Submitter, flags: FarmFlags) -> FarmEnd:
-    from tightfit.cli.render_farm import watching
+def _watch(submitter: Submitter, flags: FarmFlags, estimate: FarmEstimate) -> FarmEnd:
+    from tightfit.cli.watch_farm import watching
 
-    try:
-        with watching() as watch:
-            return submitter.run(watch, lambda text: write_err(f"{harmless(text)}\n"))
-    except KeyboardInterrupt:
-        if _wants_end(flags):
-            submitter.stop()
-            write_err("\nstopped: what was answered is kept; the same command goes on\n")
-        else:
-            write_err("\nthe workers go on; the same command watches them again\n")
-        raise
+    with _stdout_kept():
+        try:
+            with watching(estimate) as watch:
+                return submitter.run(watch, lambda text: write_err(f"{harmless(text)}\n"))
+        except KeyboardInterrupt:
+            if _wants_end(flags):
+                submitter.stop()
+                write_err("\nstopped: what was answered is kept; the same command goes on\n")
+            else:
+                write_err("\nthe workers go on; the same command watches them again\n")
+            raise
+
+
+@contextlib.contextmanager
+def _stdout_kept() -> Iterator[None]:
+    """For the result alone: Ray prints there whatever befalls its workers, from a thread."""
+    from tightfit.farm.start_ray import disconnect_ray
+
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield
+        finally:
+            disconnect_ray()
 
 
 def _wants_end(flags: FarmFlags) -> bool:
@@ -249,20 +307,29 @@ def _wants_end(flags: FarmFlags) -> bool:
         return True
 
 
-def _report(flags: FarmFlags, end: FarmEnd, out: Path) -> None:
+def _write_statistics(path: Path, statistics: FarmStatistics) -> None:
+    from tightfit.core.files import write_atomic
+
+    write_atomic(path, statistics.model_dump_json(indent=2) + "\n")
+    announce(path)
+
+
+def _report(flags: FarmFlags, end: FarmEnd, out: Path, estimate: FarmEstimate) -> None:
+    from tightfit.farm.measured import record_farm
+
     announce(out)
+    record_farm(estimate, end.statistics)
     failed, statistics = len(end.collected.failures), end.statistics
     if end.collected.failures_path is not None:
         announce(end.collected.failures_path)
     if flags.stats is not None:
-        from tightfit.core.files import write_atomic
-
-        write_atomic(flags.stats, statistics.model_dump_json(indent=2) + "\n")
-        announce(flags.stats)
+        _write_statistics(flags.stats, statistics)
     fault = _fault_of(failed, statistics.num_answers + failed, out) if failed else None
     if flags.as_json:
+        from tightfit.cli.render_farm import describe_expected
+
         told: dict[str, Any] = {"finished": fault is None, "out": str(out)}
-        told |= statistics.model_dump(mode="json")
+        told |= statistics.model_dump(mode="json") | {"estimate": describe_expected(estimate)}
         if fault is not None:
             told |= {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json(told)

@@ -152,7 +152,20 @@ def _answer(
         from tightfit.serve.generate.run import sum_run
 
         statistics = sum_run(run, job, prediction, num_earlier=num_earlier)
+        _remember(statistics, prediction, threads=request.threads)
     return statistics, len(failures) or None
+
+
+def _remember(
+    statistics: Statistics, prediction: Prediction | None, *, threads: int | None
+) -> None:
+    """For the estimate of the next farm."""
+    from tightfit.farm.estimate import Amount, remember_alone
+
+    num_new = statistics.new_tokens
+    if prediction is not None and not statistics.num_earlier_answers:
+        amount = Amount(num_answers=statistics.num_answers, num_new_tokens=num_new, threads=threads)
+        remember_alone(prediction, amount, rate=statistics.rates.new_per_second)
 
 
 def _prompt_request(flags: GenerateFlags) -> PromptRequest:

@@ -49,7 +49,7 @@ def read_job(flags: PlanFlags) -> Job:
     )
     sources = tuple(source for source in recipe.data if source.split == "train")
     if sources:
-        profile = _profile(sources, seq_len=request.planned_seq_len, model=recipe.model)
+        profile = profile_sources(sources, seq_len=request.planned_seq_len, model=recipe.model)
         request = replace(request, profile=profile)
     request = replace(request, num_epochs=recipe.num_epochs, max_steps=recipe.max_steps)
     return Job(request=request, on=flags.on or recipe.on, recipe=recipe)
@@ -89,7 +89,7 @@ def refuse_plain_qlora(recipe: Recipe, fixed: dict[str, Any]) -> None:
         )
 
 
-def _profile(sources: tuple[DataSource, ...], *, seq_len: int, model: str) -> DataProfile:
+def profile_sources(sources: tuple[DataSource, ...], *, seq_len: int, model: str) -> DataProfile:
     """Read the data, counting aloud where somebody watches."""
     is_watched = sys.stderr is not None and sys.stderr.isatty()
 

@@ -1,33 +1,25 @@
-"""A farm as text: what is expected before it, how far it is, what each node did."""
+"""A farm as text: what is expected before it, and what each node did."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from tightfit.cli.describe import count_of
-from tightfit.cli.harmless import harmless
 from tightfit.cli.notes import heading, plain
-from tightfit.cli.output import write_err
 from tightfit.cli.screen import Column, make_table, show
 from tightfit.cli.table import Cell
 from tightfit.core.units import render_seconds, render_usd
+from tightfit.farm.bounds import Bounds
 from tightfit.farm.estimate import FarmEstimate
+from tightfit.farm.measured import Basis
 from tightfit.farm.places import Place
-from tightfit.farm.progress import Progress
 from tightfit.farm.statistics import FarmStatistics, NodeStatistics
 
 if TYPE_CHECKING:
     from tightfit.serve.generate.job import GenerateJob
-
-LINE_SECONDS = 60.0
-"""Between lines of progress where nobody watches."""
 
 
 def describe_estimate(
@@ -42,15 +34,38 @@ def describe_estimate(
                 "partition": kind.place,
                 "device": kind.name,
                 "num_workers": kind.num_workers,
-                "new_tokens_per_second": kind.new_tokens_per_second,
+                "new_tokens_per_second": _as_json(kind.new_tokens_per_second),
+                "start_seconds": _as_json(kind.start_seconds),
+                "basis": kind.basis.value,
                 "usd_per_hour": kind.usd_per_hour,
             }
             for kind in estimate.types
         ],
-        "new_tokens_per_second": estimate.new_tokens_per_second,
-        "predicted_seconds": estimate.seconds,
-        "predicted_usd": estimate.usd,
+        **describe_expected(estimate),
     }
+
+
+def describe_expected(estimate: FarmEstimate) -> dict[str, Any]:
+    """The whole, without its parts."""
+    return {
+        "basis": estimate.basis.value,
+        "new_tokens_per_second": _as_json(estimate.new_tokens_per_second),
+        "start_seconds": _as_json(estimate.start_seconds),
+        "predicted_seconds": _as_json(estimate.seconds),
+        "predicted_usd": _as_json(estimate.usd),
+    }
+
+
+def _as_json(bounds: Bounds | None) -> dict[str, float] | None:
+    return None if bounds is None else {"low": bounds.low, "high": bounds.high}
+
+
+def render_range(bounds: Bounds | Mapping[str, float], render: Callable[[float], str]) -> str:
+    """`2 min to 5 min`; once, where both read the same."""
+    if isinstance(bounds, Bounds):
+        bounds = {"low": bounds.low, "high": bounds.high}
+    low, high = render(bounds["low"]), render(bounds["high"])
+    return low if low == high else f"{low} to {high}"
 
 
 def show_estimate(told: Mapping[str, Any]) -> None:
@@ -65,7 +80,8 @@ def _render_estimate(told: Mapping[str, Any]) -> Iterator[RenderableType]:
             kind["partition"],
             kind["device"],
             f"{kind['num_workers']:,}",
-            _rate(kind["new_tokens_per_second"]),
+            _rate_range(kind["new_tokens_per_second"]),
+            kind["basis"],
             "-" if kind["usd_per_hour"] is None else render_usd(kind["usd_per_hour"]),
         ]
         for kind in told["types"]
@@ -75,78 +91,33 @@ def _render_estimate(told: Mapping[str, Any]) -> Iterator[RenderableType]:
         Column(title="device"),
         Column(title="workers", right=True),
         Column(title="new tokens/s", right=True),
+        Column(title="basis"),
         Column(title="rent an hour", right=True),
     ]
     yield make_table(columns, rows)
     yield plain(_time_and_cost(told))
 
 
+_BASES = {
+    Basis.MEASURED: "measured: by earlier runs of this model on such devices",
+    Basis.CALIBRATED: "predicted, from rates that `tightfit calibrate` measured here",
+    Basis.PREDICTED: "predicted: this model has not been run on such devices yet",
+    Basis.MIXED: "measured for some devices, predicted for the others",
+}
+
+
 def _time_and_cost(told: Mapping[str, Any]) -> str:
     seconds, usd = told["predicted_seconds"], told["predicted_usd"]
     if seconds is None:
         return "How long it takes is known after the first answers."
-    cost = "" if usd is None else f", {render_usd(usd)} at the clouds' prices"
-    said = "Under a minute" if seconds < 60 else f"About {render_seconds(seconds)}"
+    cost = "" if usd is None else f", {render_range(usd, render_usd)} at the clouds' prices"
+    start = render_range(told["start_seconds"], render_seconds)
     return (
-        f"{said} of answering{cost}, with every worker at work and every answer as long as it may "
-        "be, by prediction alone; waiting in the queue and loading come on top."
+        f"About {render_range(seconds, render_seconds)}{cost}, of which {start} until models are "
+        "loaded, with every worker at work and every answer as long as it may be "
+        f"({_BASES[Basis(told['basis'])]}). Waiting in a queue comes on top; the first chunks "
+        "will tell more."
     )
-
-
-@contextlib.contextmanager
-def watching() -> Iterator[Callable[[Progress], None]]:
-    """A table on stderr where someone watches, a line a minute elsewhere."""
-    if not sys.stderr.isatty():
-        yield _Lines().show
-        return
-    from rich.console import Console
-    from rich.live import Live
-
-    with Live(console=Console(stderr=True), transient=True, refresh_per_second=2) as live:
-        yield lambda progress: live.update(_render_progress(progress))
-
-
-class _Lines:
-    def __init__(self) -> None:
-        self._due_s = time.monotonic() + LINE_SECONDS
-
-    def show(self, progress: Progress) -> None:
-        if time.monotonic() >= self._due_s and not progress.is_finished:
-            self._due_s += LINE_SECONDS
-            write_err(f"{summarize(progress)}\n")
-
-
-def summarize(progress: Progress) -> str:
-    """One line."""
-    left = (
-        "" if progress.seconds_left is None else f", {render_seconds(progress.seconds_left)} left"
-    )
-    return (
-        f"{progress.num_done:,} of {progress.num_chunks:,} chunks, "
-        f"{progress.new_tokens_per_second:,.0f} new tokens/s by "
-        f"{count_of(progress.num_alive, 'worker')}{left}"
-    )
-
-
-def _render_progress(progress: Progress) -> RenderableType:
-    from rich.console import Group
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("partition", "node", "workers", "answers", "leases", "new tokens/s"):
-        table.add_column(title, justify="left" if title in ("partition", "node") else "right")
-    for node in progress.nodes:
-        table.add_row(
-            harmless(node.partition),
-            harmless(node.node),
-            f"{node.num_workers:,}",
-            f"{node.num_answers:,}",
-            f"{node.num_leases:,}",
-            f"{node.new_tokens_per_second:,.0f}",
-        )
-    bar = ProgressBar(total=progress.num_chunks, completed=progress.num_done, width=60)
-    return Group(table, bar, Text(summarize(progress)))
 
 
 def show_statistics(told: FarmStatistics) -> None:
@@ -206,3 +177,7 @@ def _node_row(node: NodeStatistics) -> list[Cell]:
 
 def _rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
+
+
+def _rate_range(rate: Mapping[str, float] | None) -> str:
+    return "-" if rate is None else render_range(rate, _rate)

@@ -16,7 +16,7 @@ from tightfit.cli.submit_follow import tell_finished
 from tightfit.cli.submit_kubernetes_carried import draft_carried
 from tightfit.cli.submit_kubernetes_follow import follow_pods
 from tightfit.cli.submit_kubernetes_hardware import find_nodes, find_place_label
-from tightfit.cli.submit_prepare import Prepared, find_submitted, prepare_run
+from tightfit.cli.submit_prepare import Prepared, find_submitted, prepare_run, settle_run
 from tightfit.cli.train_place import Place, Stage
 from tightfit.core.errors import UsageError
 from tightfit.core.files import write_atomic
@@ -80,10 +80,13 @@ def submit_kubernetes(flags: SubmitFlags) -> None:
         return
     _check_paths(site, flags, place, model=wish.recipe.model)
     nodes = find_nodes(flags, wish.recipe.on, cluster)
-    prepared = prepare_run(flags, nodes, found=found, runs=site.runs)
-    job = _make_job(prepared, flags, seconds=seconds)
-    notes = list(nodes.warnings)
-    _finish(_draft(job, site, cluster, flags, notes=notes, run=prepared.run), cluster, flags)
+    with prepare_run(flags, nodes, found=found, runs=site.runs) as prepared:
+        job = _make_job(prepared, flags, seconds=seconds)
+        notes = list(nodes.warnings)
+        draft = _draft(job, site, cluster, flags, notes=notes, run=prepared.run)
+        if not flags.dry_run:
+            settle_run(prepared)
+    _finish(draft, cluster, flags)
 
 
 def _refuse_options_of_slurm(flags: SubmitFlags) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from tightfit.cli.flags.submit import SubmitFlags
 from tightfit.cli.saved_plan import read_saved_plans
-from tightfit.core.errors import UsageError
+from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.launch.kubernetes.pod import CONFIG_PATH
 from tightfit.launch.kubernetes.training import PLAN_FILE, TrainingJob
 from tightfit.launch.kubernetes.volumes import find_volume, require_volume
@@ -29,14 +29,11 @@ def draft_carried(
             f"`--stage` asks for the model's size, and {folder} is seen by pods alone.",
             remedy="leave out --stage, or give the volume a `local` path in site.yaml",
         )
-    plan = _read_plan(flags)
+    plan = _name_for_pods(_read_plan(flags), site)
     data = flags.data or _data_of(plan)
     if data is None:
         raise UsageError("No data to train on was named.", remedy="--data /data/train.jsonl")
     require_volume(site.kubernetes, str(data), "The data")
-    model = plan.model.name if plan.training is None else plan.training.model_path
-    if model.startswith("/"):
-        require_volume(site.kubernetes, model, "The model")
     words = ["tightfit", "train", str(PurePosixPath(CONFIG_PATH) / PLAN_FILE)]
     words += ["--data", str(data), "--output", folder, *_pass_on(flags)]
     job = TrainingJob(
@@ -75,6 +72,38 @@ def _read_plan(flags: SubmitFlags) -> Plan:
             remedy="leave out --nodes, or plan it anew",
         )
     return plan
+
+
+def _name_for_pods(plan: Plan, site: Site) -> Plan:
+    """The plan with its model by a path that pods see too, where it was made for local files."""
+    local = _find_local_model(plan)
+    if local is None:
+        return plan  # a hub id, which pods look for in HF_HOME
+    if find_volume(site.kubernetes, local) is None:
+        raise NotFoundError(
+            f"No pod would see {local}, the model of {plan.model.name}'s plan: no volume of "
+            "site.yaml holds it.",
+            remedy="add its folder to kubernetes.volumes in site.yaml, or plan the model by its "
+            "hub name",
+        )
+    if plan.training is None:
+        return plan.model_copy(update={"model": plan.model.model_copy(update={"name": local})})
+    training = plan.training.model_copy(update={"model_path": local})
+    return plan.model_copy(update={"training": training})
+
+
+def _find_local_model(plan: Plan) -> str | None:
+    """The absolute path of the files that were planned for; None for a model by its hub name."""
+    if plan.training is not None:
+        path = Path(plan.training.model_path).expanduser()
+        is_local = path.is_absolute() or path.exists()
+        return str(path.absolute()) if is_local else None
+    file = Path(plan.model.source).absolute()
+    if file.suffix.lower() == ".gguf":
+        return str(file)
+    # A cached hub model has a config.json too, but bears the hub's name, not its folder's.
+    is_named_so = file.name == "config.json" and file.parent.resolve().name == plan.model.name
+    return str(file.parent) if is_named_so else None
 
 
 def _data_of(plan: Plan) -> Path | None:

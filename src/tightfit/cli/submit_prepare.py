@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -11,9 +12,10 @@ from tightfit.cli.flags.submit import SubmitFlags
 from tightfit.cli.flags.train import TrainFlags
 from tightfit.cli.harmless import shorten
 from tightfit.cli.output import write_err
+from tightfit.cli.submit_places import Workplace, move_tokens, open_workplace
 from tightfit.cli.train_folder import write_folder
 from tightfit.cli.train_job import read_training_job
-from tightfit.cli.train_place import Place, Stage, find_place, move_aside, name_folder
+from tightfit.cli.train_place import Place, Stage, find_place, move_aside
 from tightfit.cli.train_plan import Ready, make_ready, reuse_plan
 from tightfit.cli.train_recipe import Wish
 from tightfit.core.errors import DoesNotFitError, UsageError, UserError
@@ -27,12 +29,23 @@ from tightfit.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that only needs to be started."""
+    """A run that only needs to be written to its folder and started."""
 
-    run: RunFolder
-    plan: Plan
     group: NodeGroup
     """The nodes that it is planned for."""
+    wish: Wish
+    ready: Ready
+    begun: Plan | None
+    """The plan of a run that goes on."""
+    workplace: Workplace
+
+    @property
+    def run(self) -> RunFolder:
+        return self.workplace.run
+
+    @property
+    def plan(self) -> Plan:
+        return self.ready.plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,36 +67,44 @@ def find_submitted(flags: SubmitFlags, *, runs: str | None) -> tuple[Wish, Plan 
     """What is asked for, the plan where a saved one was named, and where it lies or will lie."""
     train_flags = as_train_flags(flags)
     wish, saved = read_training_job(train_flags)
-    return wish, saved, find_place(wish, train_flags, base=_base(runs))
+    return wish, saved, find_place(wish, train_flags, base=find_base(runs))
 
 
+@contextmanager
 def prepare_run(
     flags: SubmitFlags,
     cluster: Cluster,
     *,
     found: tuple[Wish, Plan | None, Place],
     runs: str | None,
-) -> Prepared:
-    """Plan over `cluster`, encode into the run's folder, and write it, as `train` does.
+) -> Iterator[Prepared]:
+    """Plan over `cluster` and encode; `settle_run` makes a run of it while this is open.
 
-    With --dry-run nothing is written, and data is encoded in this user's cache.
+    Until then an old run in the same place is whole, and a failure leaves nothing new behind but
+    data that was encoded into a folder that the user named. With --dry-run nothing is written,
+    and data is encoded in this user's cache.
     """
     wish, saved, place = found
-    folder = place.folder or name_folder(wish, wish.recipe.method.value, home=_base(runs))
-    run = RunFolder(path=folder.absolute())
     begun = place.run.read_plan() if place.stage is Stage.BEGUN else None
-    held = _Held(begun=begun, saved=saved)
-    if flags.fresh and run.is_run() and not flags.dry_run:
-        write_err(f"the old run is kept in {move_aside(run.path)}\n")
-    cache = None if flags.dry_run else run.path
-    ready, group = _plan(flags, cluster, wish=wish, held=held, cache=cache)
-    check_space(run.path, ready.plan)
-    if not flags.dry_run:
-        write_folder(run, wish, ready, begun)
-    return Prepared(run=run, plan=ready.plan, group=group)
+    with open_workplace(flags, wish, place, home=find_base(runs)) as workplace:
+        held = _Held(begun=begun, saved=saved)
+        ready, group = _plan(flags, cluster, wish=wish, held=held, cache=workplace.cache)
+        check_space(workplace.cache or workplace.run.path, ready.plan)
+        yield Prepared(group=group, wish=wish, ready=ready, begun=begun, workplace=workplace)
 
 
-def _base(runs: str | None) -> Path:
+def settle_run(prepared: Prepared) -> None:
+    """Write the run's folder; a run that lies there is kept under another name."""
+    place, ready = prepared.workplace, prepared.ready
+    if place.cache not in (None, place.run.path):  # an old run is there
+        write_err(f"the old run is kept in {move_aside(place.run.path)}\n")
+        place.run.path.mkdir()
+        ready = move_tokens(ready, place.cache, place.run.path)
+    write_folder(place.run, prepared.wish, ready, prepared.begun)
+
+
+def find_base(runs: str | None) -> Path:
+    """Where runs go that were given no folder."""
     return DEFAULT_FOLDER if runs is None else Path(runs).expanduser()
 
 

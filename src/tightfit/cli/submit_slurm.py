@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tightfit.cli.harmless import shorten
 from tightfit.cli.json_output import show_json
 from tightfit.cli.network import state_network
 from tightfit.cli.submit_follow import follow_job, is_active, tell_finished
-from tightfit.cli.submit_prepare import Prepared, find_submitted, prepare_run
+from tightfit.cli.submit_prepare import Prepared, find_base, find_submitted, prepare_run, settle_run
 from tightfit.cli.train_place import Place, Stage
 from tightfit.cli.train_recipe import Wish
 from tightfit.core.errors import EnvironmentFaultError, UsageError
@@ -36,6 +36,7 @@ from tightfit.launch.slurm.job_file import (
 from tightfit.launch.slurm.queue import find_queued, submit_script, test_script
 from tightfit.launch.slurm.resources import Resources, find_resources
 from tightfit.launch.slurm.script import write_script
+from tightfit.launch.slurm.shared_files import check_shared, is_this_machine
 from tightfit.launch.slurm.training import SCRIPT_FILE, TrainingJob, make_batch_job
 from tightfit.ledger.find import find_run
 from tightfit.ledger.run_folder import RunFolder
@@ -68,12 +69,18 @@ def submit_slurm(flags: SubmitFlags) -> None:
         _refuse_second(place.run, flags)
         follow_job(place.run, queued, as_json=flags.as_json)
         return
+    _refuse_running(place, flags)
     partition = _read_partition(flags, wish, site)
     inventory = keep_fitting(probe_slurm_inventory(partition), site.slurm.constraint)
-    draft = _draft(flags, site, inventory, found=found, limit=limit)
-    if flags.dry_run:
-        _show_draft(draft, flags)
-        return
+    notes = _check_files(inventory, site, wish, place)
+    cluster = state_network(plan_over(inventory), flags.network)
+    with prepare_run(flags, cluster, found=found, runs=site.runs) as prepared:
+        draft = _draft(flags, site, inventory, prepared, limit=limit)
+        draft = replace(draft, notes=(*notes, *cluster.warnings, *draft.notes))
+        if flags.dry_run:
+            _show_draft(draft, flags)
+            return
+        settle_run(prepared)
     job_id = _submit(draft)
     _show_submitted(draft, job_id, flags)
     if flags.follow is not False:
@@ -131,6 +138,18 @@ def _refuse_second(run: RunFolder, flags: SubmitFlags) -> None:
         raise _is_there_already(run)
 
 
+def _refuse_running(place: Place, flags: SubmitFlags) -> None:
+    """--fresh moves the old run away, which a job that writes in it must not see."""
+    if not flags.fresh or flags.dry_run or place.folder is None or not place.run.is_run():
+        return
+    job_id = _find_active(place.run)
+    if job_id is not None:
+        raise UsageError(
+            f"The run in {place.run.path} is job {job_id}, which is queued or running.",
+            remedy=f"scancel {job_id}    (it saves first), then the same again",
+        )
+
+
 def _is_there_already(run: RunFolder) -> UsageError:
     return UsageError(
         f"The same recipe is queued or running already, in {run.path}.",
@@ -173,16 +192,31 @@ def _read_partition(flags: SubmitFlags, wish: Wish, site: Site) -> str | None:
     return named or site.slurm.partition
 
 
+def _check_files(inventory: Inventory, site: Site, wish: Wish, place: Place) -> list[str]:
+    """Before the data is encoded: the nodes will see what they read and write."""
+    from tightfit.runtime.model_files import locate_model
+
+    if is_this_machine(node.name for node in inventory.nodes):
+        return []
+    recipe = wish.recipe
+    places = {
+        "The run folder": place.folder or find_base(site.runs),
+        "The model": locate_model(recipe.model, needs_weights=not recipe.random_weights),
+    }
+    if recipe.template is not None and Path(recipe.template).is_file():
+        places["The template"] = Path(recipe.template)
+    found = {what: path.absolute() for what, path in places.items()}
+    return check_shared(found, site)
+
+
 def _draft(
     flags: SubmitFlags,
     site: Site,
     inventory: Inventory,
+    prepared: Prepared,
     *,
-    found: tuple[Wish, Plan | None, Place],
     limit: float | None,
 ) -> Draft:
-    cluster = state_network(plan_over(inventory), flags.network)
-    prepared = prepare_run(flags, cluster, found=found, runs=site.runs)
     plan, group = prepared.plan, prepared.group
     if limit is not None and group.max_seconds is not None and limit > group.max_seconds:
         raise UsageError(
@@ -210,7 +244,7 @@ def _draft(
         partition=partition,
         resources=resources,
         script=write_script(make_batch_job(job, site), site),
-        notes=(*cluster.warnings, *_list_notes(resources, can_requeue=flags.requeue)),
+        notes=tuple(_list_notes(resources, can_requeue=flags.requeue)),
     )
 
 

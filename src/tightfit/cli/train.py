@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tightfit.cli.flags.train import TrainFlags
@@ -13,7 +11,7 @@ from tightfit.cli.output import write_err, write_out
 from tightfit.cli.train_display import open_display
 from tightfit.cli.train_end import end_run, find_artefact, list_kept_plans
 from tightfit.cli.train_folder import write_folder
-from tightfit.cli.train_hardware import MEMORY_VARIABLE, read_limit, read_rendezvous
+from tightfit.cli.train_hardware import limiting, read_limit, read_rendezvous
 from tightfit.cli.train_job import read_training_job
 from tightfit.cli.train_place import (
     Place,
@@ -51,7 +49,7 @@ def train(flags: TrainFlags) -> None:
         run, plan = found
     _show(plan, run, flags)
     if not flags.dry_run:
-        with _limiting(limit):
+        with limiting(limit):
             _start(run, plan, flags, limit_bytes=limit)
 
 
@@ -64,21 +62,6 @@ def _find_run(flags: TrainFlags) -> tuple[RunFolder, Plan] | None:
             _tell_finished(place.run, flags)
             return None
         return _prepare(wish, saved, place, flags)
-
-
-@contextmanager
-def _limiting(limit_bytes: int | None) -> Iterator[None]:
-    """Workers inherit the limit; what runs in this process afterwards does not."""
-    before = os.environ.get(MEMORY_VARIABLE)
-    if limit_bytes is not None:
-        os.environ[MEMORY_VARIABLE] = str(limit_bytes)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(MEMORY_VARIABLE, None)
-        else:
-            os.environ[MEMORY_VARIABLE] = before
 
 
 def _tell_finished(run: RunFolder, flags: TrainFlags) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from tightfit.cli.flags.train import TrainFlags
 from tightfit.cli.hardware_choice import with_measured_rates
@@ -17,13 +18,13 @@ from tightfit.launch.rendezvous import Rendezvous, parse_endpoint, probe_is_here
 
 MEMORY_VARIABLE = "TIGHTFIT_MEMORY_LIMIT_BYTES"
 """Read by the worker, which then cannot take more."""
-_ELSEWHERE = ("slurm", "k8s", "kubernetes")
+ELSEWHERE = ("slurm", "k8s", "kubernetes")
 
 
 def find_hardware(flags: TrainFlags, on: str | None) -> Cluster:
     """This machine, or the part of it that `--on` names; times the nodes of the job."""
     said = on or "here"
-    if said.partition(":")[0].strip().casefold() in _ELSEWHERE:
+    if said.partition(":")[0].strip().casefold() in ELSEWHERE:
         raise UsageError(
             f"`--on {shorten(said)}` is a cluster; `train` trains where it is started.",
             remedy=f"tightfit submit {shorten(flags.job)} --on {shorten(said)}    (as a job there)",
@@ -51,6 +52,21 @@ def read_limit(flags: TrainFlags, environ: Mapping[str, str]) -> int | None:
     if limit < 1:
         raise UsageError("`--memory-limit 0` leaves no memory.", remedy="--memory-limit 20GiB")
     return limit
+
+
+@contextmanager
+def limiting(limit_bytes: int | None) -> Iterator[None]:
+    """Workers inherit the limit; what runs in this process afterwards does not."""
+    before = os.environ.get(MEMORY_VARIABLE)
+    if limit_bytes is not None:
+        os.environ[MEMORY_VARIABLE] = str(limit_bytes)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(MEMORY_VARIABLE, None)
+        else:
+            os.environ[MEMORY_VARIABLE] = before
 
 
 def read_rendezvous(flags: TrainFlags) -> Rendezvous | None:

@@ -76,9 +76,29 @@ def name_folder(wish: Wish, method: str, *, home: Path = DEFAULT_FOLDER) -> Path
     stem = Path(wish.recipe.model.rstrip("/")).name.removesuffix(".gguf")
     base = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{stem}-{method}").strip("-.") or "run"
     number = 1
-    while (home / f"{base}-{number}").exists():
+    while os.path.lexists(home / f"{base}-{number}"):
         number += 1
     return home / f"{base}-{number}"
+
+
+def claim_folder(wish: Wish, method: str, *, home: Path) -> Path:
+    """Make the next free folder: of several who do so at once, each gets one of its own."""
+    while True:
+        folder = name_folder(wish, method, home=home)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as fault:
+            raise cannot_make(folder, fault) from fault
+        return folder
+
+
+def cannot_make(folder: Path, fault: OSError) -> EnvironmentFaultError:
+    return EnvironmentFaultError(
+        f"Cannot make the folder {harmless(str(folder))}: {fault.strerror or fault}.",
+        remedy="choose a folder that is writable: --output FOLDER",
+    )
 
 
 def _look(folder: Path, wish: Wish, flags: TrainFlags) -> Stage:

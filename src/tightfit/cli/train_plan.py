@@ -81,7 +81,7 @@ def make_ready(
         method: make_training(recipe, method=method, model_path=folder)
         for method in (Method.FULL, Method.LORA)
     }
-    request = _request(wish, flags, _spec(recipe.model, folder), begun)
+    request = make_request(wish, flags, read_spec(recipe.model, folder), begun)
     anyhow = training[Method.LORA]  # the data side is the same for every method
     encoded = encode_for(anyhow, model_folder=folder, seq_len=request.planned_seq_len, cache=cache)
     request = replace(
@@ -91,13 +91,16 @@ def make_ready(
         training=training,
     )
     num_plans = max(NUM_PLANS, wish.plan_number)
-    result = search(request, cluster, num_plans=num_plans, known=_recall(request.spec))
+    result = search(request, cluster, num_plans=num_plans, known=recall_outcomes(request.spec))
     if result.plans:
         result = trace_search(result, asked=None).result
     return Ready(plan=_warn(_pick(result, wish, flags), encoded), encoded=encoded)
 
 
-def _request(wish: Wish, flags: TrainFlags, spec: ModelSpec, begun: Plan | None) -> JobRequest:
+def make_request(
+    wish: Wish, flags: TrainFlags, spec: ModelSpec, begun: Plan | None = None
+) -> JobRequest:
+    """What is asked of the planner, before the data is known."""
     recipe, fixed = wish.recipe, fixed_fields(wish)
     batch = recipe.effective_batch or DEFAULT_EFFECTIVE_BATCH
     if begun is not None:
@@ -144,13 +147,13 @@ def _encoded_len(plan: Plan) -> int:
     return plan.strategy.seq_len if plan.data is None else plan.data.seq_len
 
 
-def _spec(name: str, folder: Path) -> ModelSpec:
+def read_spec(name: str, folder: Path) -> ModelSpec:
     """The architecture of the files that are trained, under the name that the user knows."""
     spec = resolve_model(str(folder))
     return spec.model_copy(update={"name": resolve_model(name).name})
 
 
-def _recall(spec: ModelSpec) -> list[KnownOutcome]:
+def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
     """What earlier runs of this model showed, as far as it bears on planning."""
     from tightfit.ledger.store import read_outcomes
 
@@ -168,8 +171,8 @@ def _recall(spec: ModelSpec) -> list[KnownOutcome]:
     ]
 
 
-def _pick(result: SearchResult, wish: Wish, flags: TrainFlags) -> Plan:
-    number = wish.plan_number
+def refuse_nothing(result: SearchResult, flags: TrainFlags) -> None:
+    """A search that found no plan."""
     if not result.plans:
         words = ["tightfit", "plan", flags.job]
         words += ["--data", str(flags.data)] if flags.data is not None else []
@@ -177,6 +180,11 @@ def _pick(result: SearchResult, wish: Wish, flags: TrainFlags) -> Plan:
             result.failure or "Nothing fits.",
             remedy=f"{shlex.join(words)} --buy    (the cheapest hardware that fits it)",
         )
+
+
+def _pick(result: SearchResult, wish: Wish, flags: TrainFlags) -> Plan:
+    number = wish.plan_number
+    refuse_nothing(result, flags)
     if number > len(result.plans):
         raise UsageError(
             f"`--plan {number}`: there are only {len(result.plans)} plans.",

@@ -48,7 +48,7 @@ class Wish(BaseModel):
         return found + (["--plan"] if mine["plan_number"] != theirs["plan_number"] else [])
 
 
-def read_wish(flags: TrainFlags) -> Wish:
+def read_wish(flags: TrainFlags, *, needs_data: bool = True) -> Wish:
     """The recipe where one is named, else a bare model; flags win over the recipe."""
     settings = read_settings(flags.settings)
     refuse_twice(settings, {"method": flags.method, "seq_len": flags.seq_len})
@@ -61,7 +61,7 @@ def read_wish(flags: TrainFlags) -> Wish:
         }
     )
     refuse_plain_qlora(recipe, recipe.fixed_strategy() | settings)
-    check_recipe(recipe)
+    check_recipe(recipe, needs_data=needs_data)
     shown = {name: show_value(value) for name, value in settings.items()}
     return Wish(recipe=recipe, settings=shown, plan_number=flags.plan)
 
@@ -152,9 +152,9 @@ def _make_model_absolute(model: str) -> str:
     return str(path.absolute()) if path.exists() else model
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe, *, needs_data: bool = True) -> None:
     """The recipe's own rules, which a flag may have broken."""
-    if not any(source.split == "train" for source in recipe.data):
+    if needs_data and not any(source.split == "train" for source in recipe.data):
         raise UsageError("No data to train on was named.", remedy="--data train.jsonl")
     try:
         Recipe.model_validate(recipe.model_dump())

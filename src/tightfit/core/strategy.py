@@ -162,6 +162,9 @@ class Strategy(BaseModel):
     loss: Loss = Loss.PLAIN
     fused_kernels: bool = False
     """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
+    folded_adapters: bool = False
+    """Scale and add LoRA's product as part of its matmuls, and not in passes of their own over each
+    output and its gradient. Modules that do not allow it keep peft's forward."""
     compile: bool = False
     sharding: Sharding = Sharding.SINGLE
     offload: Offload = Offload.NONE

@@ -87,6 +87,8 @@ class Training(_Frozen):
     log_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     random_weights: bool = False
     """Draw the base weights at random instead of reading them: for measuring a shape."""
+    keep_result: bool = True
+    """False: what was learnt is dropped at the end: for measuring."""
 
     def scale_alpha(self, rank: int) -> float:
         """LoRA's alpha, stated or by rank."""

@@ -9,6 +9,8 @@ from tightfit.estimate.flops import Adapters, Workload
 
 ADAPTER_KERNELS = 4
 """Of a LoRA module in the model's own dtype: two products, a scaling, a sum."""
+FOLDED_KERNELS = 2
+"""Of a folded one: the two products."""
 
 
 def count_forward_kernels(
@@ -33,6 +35,8 @@ def count_forward_kernels(
 
 def count_adapter_kernels(strategy: Strategy) -> int:
     """Of one LoRA module in a forward pass; another dtype needs three casts."""
+    if strategy.folded_adapters:
+        return FOLDED_KERNELS
     if strategy.compile:
         return 3
     return ADAPTER_KERNELS if strategy.adapter_dtype is not Dtype.FP32 else 7
@@ -44,16 +48,17 @@ def host_launch_seconds(
     """The host's time to start the kernels of a forward pass, and of its backward pass."""
     told = rates.measured
     each = count_adapter_kernels(strategy)
+    beyond = eff.HOST_FOLDED_KERNELS if strategy.folded_adapters else eff.HOST_ADAPTER_KERNELS
     if (
         told is None
         or told.host_adapter_forward_seconds is None
         or told.host_adapter_backward_seconds is None
     ):
-        calls = kernels + eff.HOST_ADAPTER_KERNELS * adapters.num_used
+        calls = kernels + beyond * adapters.num_used
         return calls * rates.host_forward_seconds, 2 * calls * rates.host_backward_seconds
     plain = kernels - each * adapters.num_used
-    # Measured without casts; peft's own Python stays the same.
-    wider = (each + eff.HOST_ADAPTER_KERNELS) / (ADAPTER_KERNELS + eff.HOST_ADAPTER_KERNELS)
+    # Measured of peft's own forward without casts, whose Python stays the same.
+    wider = (each + beyond) / (ADAPTER_KERNELS + eff.HOST_ADAPTER_KERNELS)
     times = wider * adapters.num_used
     forward = plain * rates.host_forward_seconds + times * told.host_adapter_forward_seconds
     backward = 2 * plain * rates.host_backward_seconds

@@ -114,17 +114,23 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
     sum of gradients (5). fp32 adapters on a 16-bit model cast the input up, do
     all of that in 4 bytes, and cast down. Under autocast the casts remain, the
     rest is 16 bit. Source: peft `Linear.forward`.
+
+    Folded, forward: the input read again, the output read and written by the
+    product that is added to it. Backward: the gradient read by two matmuls,
+    the input by one, and its gradient read and written.
     """
-    if strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
-        value = strategy.compute.value_bytes
+    value = strategy.compute.value_bytes
+    if strategy.folded_adapters:
+        inputs, outputs = (3 * value, 2 * value) if backward else (value, 2 * value)
+    elif strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
         inputs, outputs = (5 * value, 4 * value) if backward else (value, 6 * value)
     elif not strategy.is_autocast:
         inputs, outputs = (20, 22) if backward else (10, 28)
     else:
         inputs, outputs = (20, 10) if backward else (14, 12)
     if strategy.dora:
-        outputs += DORA_OUTPUT_VALUES * strategy.compute.value_bytes
-    if strategy.compile:
+        outputs += DORA_OUTPUT_VALUES * value
+    if strategy.compile and not strategy.folded_adapters:
         outputs //= 2
     return float(inputs * adapters.inputs_used + outputs * adapters.outputs_used)
 

@@ -33,18 +33,24 @@ class OutputNote(BaseModel):
 
 
 class Collected(NamedTuple):
-    """What the chunks say of themselves, and when the last one came (the file server's clock)."""
+    """What the chunks say of themselves, and when each came (the file server's clock)."""
 
     heads: tuple[ChunkHead, ...]
-    last_commit_s: float
+    commits_s: tuple[float, ...]
     failures: tuple[Failure, ...]
     failures_path: Path | None
+    note: OutputNote
 
 
 def find_missing(folder: Path, farm: FarmFile) -> list[int]:
     """Chunks that are not there, whatever the marks say."""
     shape = farm.shape
     return [c for c in range(shape.num_chunks) if not (folder / done_path(shape, c)).exists()]
+
+
+def count_kept(folder: Path, farm: FarmFile) -> int:
+    """Answers that are published so far, the failed ones included."""
+    return farm.num_answers - sum(farm.num_keys(chunk) for chunk in find_missing(folder, farm))
 
 
 def reopen(folder: Path, farm: FarmFile, chunks: Sequence[int]) -> None:
@@ -66,14 +72,14 @@ def collect(folder: Path, farm: FarmFile, out: Path) -> Collected:
     """Write the output whole, and what failed beside it."""
     heads: list[ChunkHead] = []
     failures: list[Failure] = []
-    last = [0.0]
+    commits_s: list[float] = []
     snapshot = Snapshot(folder)
 
     def rows() -> Iterator[bytes]:
         for chunk in range(farm.shape.num_chunks):
             path = folder / done_path(farm.shape, chunk)
             head, content = read_chunk(path, farm.num_keys(chunk))
-            last[0] = max(last[0], path.stat().st_mtime)
+            commits_s.append(path.stat().st_mtime)
             if head.failures:
                 prompts = {prompt.index: prompt for prompt in snapshot.read(chunk)}
                 failures.extend(note.to_failure(prompts[note.prompt]) for note in head.failures)
@@ -86,8 +92,12 @@ def collect(folder: Path, farm: FarmFile, out: Path) -> Collected:
         snapshot.close()
     path = write_failures(out, failures)
     note = OutputNote(**told, num_failed=len(failures))
+    return Collected(tuple(heads), tuple(commits_s), tuple(failures), path, note)
+
+
+def write_output_note(folder: Path, note: OutputNote) -> None:
+    """The last word: whoever finds it finds everything else, the statistics too."""
     write_atomic(folder / OUTPUT_FILE, note.model_dump_json() + "\n")
-    return Collected(tuple(heads), last[0], tuple(failures), path)
 
 
 def read_output_note(folder: Path) -> OutputNote | None:

@@ -33,6 +33,8 @@ class NodeType:
     """None: a CPU, or a card that nobody knows."""
     num_workers: int
     num_cores: int | None = None
+    num_devices: int | None = None
+    """What they share, where a worker has none of its own: this machine, or its cards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,12 @@ def count_types(nodes: Sequence[ClusterNode]) -> tuple[NodeType, ...]:
 def local_place(*, num_gpus: int, num_workers: int | None, gpu: Gpu | None) -> Place:
     """One worker for each GPU, or one in all."""
     count = num_workers or max(1, num_gpus)
-    kind = NodeType(name="CPU" if gpu is None else gpu.name, gpu=gpu, num_workers=count)
+    kind = NodeType(
+        name="CPU" if gpu is None else gpu.name,
+        gpu=gpu,
+        num_workers=count,
+        num_devices=max(1, num_gpus),
+    )
     return Place(
         name=LOCAL,
         kind=PlaceKind.LOCAL,

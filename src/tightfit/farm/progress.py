@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from tightfit.farm.bounds import Bounds
 from tightfit.farm.folder import FarmFile
 from tightfit.farm.leases import FINISHED
 from tightfit.farm.shape import done_folder, mark_path, numbers_in
@@ -17,6 +19,8 @@ from tightfit.farm.store import FolderStore
 BUCKETS_PER_LOOK = 64
 WINDOW_SECONDS = 60.0
 """Rates are of the last minute."""
+MOST_DOUBT = 0.75
+"""How far the first chunk may be from those that follow, as a fraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,10 @@ class Progress:
     num_done: int
     nodes: tuple[NodeProgress, ...]
     new_tokens_per_second: float
-    seconds_left: float | None
+    seconds: float
+    """Since we began to look."""
+    seconds_left: Bounds | None
+    """By the chunks that came in the last minute, after the first; None before these."""
     is_finished: bool
 
     @property
@@ -57,6 +64,8 @@ class Lookout:
         self._counts: dict[int, int] = {}
         self._full: set[int] = set()
         self._turn = 0
+        self._num_before: int | None = None
+        self._began_s = time.monotonic()
         self._seen: deque[tuple[float, int]] = deque()
         self._tokens: dict[str, deque[tuple[float, int]]] = defaultdict(deque)
 
@@ -69,14 +78,17 @@ class Lookout:
             self._store.create(FINISHED)
         nodes = self._nodes(read_statuses(self._folder))
         now = time.monotonic()
-        _note(self._seen, now, num_done)
-        rate = _rate(self._seen)
+        if self._num_before is None:
+            self._num_before = num_done
+        if num_done > self._num_before:  # until then models load, and the first answers grow
+            _note(self._seen, now, num_done)
         return Progress(
             num_chunks=shape.num_chunks,
             num_done=num_done,
             nodes=nodes,
             new_tokens_per_second=sum(node.new_tokens_per_second for node in nodes),
-            seconds_left=(shape.num_chunks - num_done) / rate if rate else None,
+            seconds=now - self._began_s,
+            seconds_left=_estimate_left(self._seen, shape.num_chunks - num_done),
             is_finished=is_finished,
         )
 
@@ -102,7 +114,8 @@ class Lookout:
         now = time.monotonic()
         found: dict[tuple[str, str], list[WorkerStatus]] = defaultdict(list)
         for status in statuses:
-            _note(self._tokens[status.worker], now, status.num_new_tokens)
+            if status.loaded_s is not None:
+                _note(self._tokens[status.worker], now, status.num_new_tokens)
             found[(status.partition, status.node)].append(status)
         return tuple(
             NodeProgress(
@@ -129,6 +142,17 @@ def _note(seen: deque[tuple[float, int]], now: float, count: int) -> None:
         seen.popleft()
 
 
+def _estimate_left(seen: deque[tuple[float, int]], num_left: int) -> Bounds | None:
+    """The more chunks have come, the less the others can differ: by one over their root."""
+    rate = _rate(seen)
+    if not rate:
+        return None
+    doubt = min(MOST_DOUBT, 1 / math.sqrt(seen[-1][1] - seen[0][1]))
+    return Bounds(rate * (1 - doubt), rate * (1 + doubt)).seconds_for(num_left)
+
+
 def _rate(seen: deque[tuple[float, int]]) -> float:
+    if not seen:
+        return 0.0
     (first_s, first), (last_s, last) = seen[0], seen[-1]
     return (last - first) / (last_s - first_s) if last_s > first_s else 0.0

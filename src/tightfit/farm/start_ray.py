@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import EnvironmentFaultError, UserError
 from tightfit.farm.crew import StartedJob
 from tightfit.farm.places import RAY, NodeType, Place, PlaceKind
 
 NAMESPACE = "tightfit-farm"
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+END_SECONDS = 20.0
+"""What a worker gets to give its leases back in, before it is ended."""
+POLL_SECONDS = 0.2
 
 
 def find_ray_places(*, most: int | None) -> tuple[Place, ...]:
@@ -56,98 +63,127 @@ def connect_ray() -> Any:
     except ImportError as fault:
         raise EnvironmentFaultError(
             "`--engine ray` needs the package ray, which is not installed here.",
-            remedy="pip install 'ray[default]', or leave --engine out: --partitions all needs "
+            remedy="pip install 'tightfit[ray]', or leave --engine out: --partitions all needs "
             "nothing but Slurm",
         ) from fault
     if ray.is_initialized():
         return ray
+    address = os.environ.get(ADDRESS_VARIABLE, "auto")
     try:
         ray.init(
-            address=os.environ.get(ADDRESS_VARIABLE, "auto"),
+            address=address,
             namespace=NAMESPACE,
             log_to_driver=False,
             configure_logging=False,
         )
     except (ConnectionError, ValueError, RuntimeError) as fault:
         raise EnvironmentFaultError(
-            "No Ray cluster answers here.",
-            remedy=f"ray start --head, or set {ADDRESS_VARIABLE} to the address of one",
+            f"No Ray cluster answers at `{address}`, or it does not let us in.",
+            remedy=f"ray start --head, or set {ADDRESS_VARIABLE} to the address of one, and "
+            "RAY_AUTH_TOKEN_PATH where it asks for a token",
         ) from fault
     return ray
 
 
-class FarmActor:
-    """One worker in a Ray process."""
+def disconnect_ray() -> None:
+    """Nothing is heard of the cluster any more; detached actors go on."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
 
-    def work(self, folder: str, partition: str, module: str | None) -> int:
-        """The loop of every worker. `module`: one with an `open_engine` of its own, in tests."""
+
+class FarmActor:
+    """One worker in a Ray process. `work` lasts until the end; `stop` is heard meanwhile."""
+
+    def __init__(self) -> None:
+        self._stops: list[Callable[[], None]] = []
+
+    def work(self, folder: str, partition: str) -> None:
+        """The loop of every worker; then the process ends, and the cluster has its place back."""
         from tightfit.farm.worker import run_worker
 
-        opener = None if module is None else import_module(module).open_engine
-        return run_worker(Path(folder), partition=partition, open_engine=opener)
+        try:
+            run_worker(Path(folder), partition=partition, hand_stop=self._stops.append)
+        except Exception as fault:
+            write_last_words(Path(folder), partition, fault)
+        import_module("ray").actor.exit_actor()
+
+    def stop(self) -> None:
+        """Give everything back. Before the folder was read there is nothing to give."""
+        for stop in self._stops:
+            stop()
+
+
+def write_last_words(folder: Path, partition: str, fault: Exception) -> None:
+    """Where the workers that schedulers start have their logs, and in their words."""
+    told = f"broken: {type(fault).__name__}: {fault}"
+    if isinstance(fault, UserError):
+        told = f"error: {fault.problem}\n  try: {fault.remedy}"
+    log = folder / "logs" / f"{partition}-{socket.gethostname()}-{os.getpid()}.log"
+    with contextlib.suppress(OSError):  # the farm was taken away
+        log.write_text(f"{told}\n", "utf-8")
 
 
 class RayStarter:
     """Detached actors: they outlive the submitter, and the next one finds them by name."""
 
-    def __init__(self, folder: Path, *, module: str | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._module = module
         self._ray = connect_ray()
-        self._results: dict[str, Any] = {}
 
     def start(self, place: Place, count: int) -> StartedJob:
-        names: list[str] = []
-        used = set(self._list_names(place))
-        number = 0
-        while len(names) < count:
-            name = f"{self._prefix(place)}-{number}"
-            number += 1
-            if name not in used and name not in self._results:
-                self._start_one(place, name)
-                names.append(name)
+        names = [f"{self._prefix(place)}-{secrets.token_hex(4)}" for _ in range(count)]
+        for name in names:
+            self._start_one(place, name)
         return StartedJob(
             place=place.name, kind=PlaceKind.RAY, names=tuple(names), num_workers=count
         )
 
     def count_alive(self, jobs: Sequence[StartedJob]) -> int:
-        """Actors whose loop has ended are taken away, for the cluster to have their place."""
-        for name, result in list(self._results.items()):
-            if self._ray.wait([result], timeout=0)[0]:
-                self._kill(name)
+        """Those that wait for a place too. One whose loop is over, or that was killed, is gone."""
         named = set(self._named())
         return sum(name in named for job in jobs for name in job.names)
 
     def find_lost(self, place: Place, known: Sequence[StartedJob]) -> list[StartedJob]:
         noted = {name for job in known for name in job.names}
-        lost = tuple(name for name in self._list_names(place) if name not in noted)
+        mine = f"{self._prefix(place)}-"
+        lost = tuple(n for n in self._named() if n.startswith(mine) and n not in noted)
         if not lost:
             return []
         return [StartedJob(place=place.name, kind=PlaceKind.RAY, names=lost, num_workers=len(lost))]
 
     def stop(self, jobs: Sequence[StartedJob]) -> None:
-        named = set(self._named())
-        for job in jobs:
-            for name in named.intersection(job.names):
-                self._kill(name)
+        """Asked first, so that leases are given back; ended where that takes too long."""
+        wanted = {name for job in jobs for name in job.names}
+        asked = {name: self._ask_to_stop(name) for name in wanted.intersection(self._named())}
+        until_s = time.monotonic() + END_SECONDS
+        while (left := asked.keys() & set(self._named())) and time.monotonic() < until_s:
+            time.sleep(POLL_SECONDS)
+        for name in left:
+            with contextlib.suppress(ValueError):  # gone just now
+                self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE))
+
+    def _ask_to_stop(self, name: str) -> Any:
+        """Ray's note of the request, which it drops where nobody holds it."""
+        with contextlib.suppress(ValueError):  # gone just now
+            return self._ray.get_actor(name, namespace=NAMESPACE).stop.remote()
+        return None
 
     def _start_one(self, place: Place, name: str) -> None:
         make = self._ray.remote(
             num_cpus=place.cores_per_worker or 1, num_gpus=place.gpus_per_worker, max_restarts=0
         )(FarmActor)
-        actor = make.options(name=name, namespace=NAMESPACE, lifetime="detached").remote()
-        self._results[name] = actor.work.remote(str(self._folder), place.name, self._module)
-
-    def _kill(self, name: str) -> None:
-        with contextlib.suppress(ValueError):  # gone already
-            self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE))
-        self._results.pop(name, None)
+        actor = make.options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_concurrency=2,  # `work`, and `stop` while it lasts
+            scheduling_strategy="SPREAD",  # not two on a large node while a small one has none
+        ).remote()
+        actor.work.remote(str(self._folder), place.name)
 
     def _named(self) -> list[str]:
         return [str(name) for name in self._ray.util.list_named_actors(all_namespaces=False)]
-
-    def _list_names(self, place: Place) -> list[str]:
-        return [name for name in self._named() if name.startswith(f"{self._prefix(place)}-")]
 
     def _prefix(self, place: Place) -> str:
         mark = hashlib.blake2b(str(self._folder).encode(), digest_size=4).hexdigest()

@@ -54,7 +54,8 @@ class FarmStatistics(_Told):
     num_prompt_tokens: int
     num_new_tokens: int
     seconds: float
-    """From the first loaded model to the last answer."""
+    """In which at least one loaded model was at work, up to the last answer; pauses between two
+    commands are left out."""
     new_tokens_per_second: float
     total_tokens_per_second: float
     answers_per_second: float
@@ -73,12 +74,11 @@ def sum_farm(
     *,
     farm: FarmFile,
     num_failed: int,
-    last_commit_s: float,
+    commits_s: Sequence[float],
 ) -> FarmStatistics:
     """From what is published, which is exact, and what workers told of their time, which may lack
-    the last seconds of one that was killed."""
-    began = min((status.loaded_s for status in statuses if status.loaded_s), default=last_commit_s)
-    seconds = max(last_commit_s - began, 1e-9)
+    the last seconds of one that was killed. `commits_s`: when each chunk was published."""
+    seconds = max(_working_seconds(heads, commits_s, statuses), 1e-9)
     num_answers = sum(head.num_answers for head in heads)
     num_prompt = sum(head.num_prompt_tokens for head in heads)
     num_new = sum(head.num_new_tokens for head in heads)
@@ -170,15 +170,35 @@ def _find_lost(statuses: Sequence[WorkerStatus], lease_seconds: float) -> set[st
     }
 
 
+def _working_seconds(
+    heads: Sequence[ChunkHead], commits_s: Sequence[float], statuses: Sequence[WorkerStatus]
+) -> float:
+    """Both by the file server's clock: what workers told, and the chunks of those who could not."""
+    last_s = max(commits_s, default=0.0)
+    spans = [
+        (status.loaded_s, min(status.told_s, last_s))
+        for status in statuses
+        if status.loaded_s is not None
+    ]
+    spans += [
+        (commit_s - head.seconds, commit_s) for head, commit_s in zip(heads, commits_s, strict=True)
+    ]
+    return _covered(spans)
+
+
 def _busy_wall(statuses: Sequence[WorkerStatus]) -> float:
     """Seconds in which at least one worker of the node was busy."""
-    spans = sorted(
+    return _covered(
         (status.loaded_s, status.loaded_s + status.busy_seconds)
         for status in statuses
         if status.loaded_s is not None and status.busy_seconds
     )
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of all of them, what several cover counted once."""
     total, end = 0.0, float("-inf")
-    for start, stop in spans:
+    for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.core.errors import EnvironmentFaultError, UsageError
+from pydantic import ValidationError
+
+from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
 from tightfit.core.files import write_atomic
 from tightfit.engines.open import EngineRequest
 from tightfit.farm.collect import (
@@ -24,6 +26,7 @@ from tightfit.farm.collect import (
     is_collected,
     read_output_note,
     reopen,
+    write_output_note,
 )
 from tightfit.farm.crew import Crew, Starter
 from tightfit.farm.folder import (
@@ -122,6 +125,17 @@ def open_farm(order: FarmOrder) -> tuple[Path, FarmFile, bool]:
     return folder, farm, False
 
 
+def read_statistics(folder: Path) -> FarmStatistics:
+    """Of a farm that is finished."""
+    try:
+        return FarmStatistics.model_validate_json((folder / STATISTICS_FILE).read_bytes())
+    except (OSError, ValidationError) as fault:
+        raise NotFoundError(
+            f"The statistics in {folder} are not there, or cannot be read.",
+            remedy="leave --stats out; --fresh makes the answers and their statistics again",
+        ) from fault
+
+
 def _follow(order: FarmOrder, farm: FarmFile) -> FarmFile:
     """What answers do not depend on is as this command says: a larger --context, another device."""
     return farm.model_copy(
@@ -202,16 +216,17 @@ class Submitter:
 
     def _finish(self) -> FarmEnd:
         collected = collect(self._folder, self._farm, Path(self._farm.out))
-        statuses = read_statuses(self._folder)
         self._crew.stop()
+        statuses = read_statuses(self._folder)  # with the last words of those who ended
         statistics = sum_farm(
             collected.heads,
             statuses,
             farm=self._farm,
             num_failed=len(collected.failures),
-            last_commit_s=collected.last_commit_s,
+            commits_s=collected.commits_s,
         )
         write_atomic(self._folder / STATISTICS_FILE, statistics.model_dump_json(indent=1) + "\n")
+        write_output_note(self._folder, collected.note)
         if not collected.failures:
             clear(self._folder)
         return FarmEnd(statistics=statistics, collected=collected)

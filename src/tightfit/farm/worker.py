@@ -44,11 +44,16 @@ _Told = TypeVar("_Told")
 
 
 def run_worker(
-    folder: Path, *, partition: str = "local", open_engine: OpenEngine | None = None
+    folder: Path,
+    *,
+    partition: str = "local",
+    open_engine: OpenEngine | None = None,
+    hand_stop: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
     """Work until nothing is left (0), or until told to stop (EXIT_REQUEUE).
 
     SIGUSR1: finish what is under way and take no more. SIGTERM: give everything back now.
+    `hand_stop` gets a function that does the same as SIGTERM, for whoever cannot send one.
     """
     store = _open_store(folder)
     farm = read_farm(folder)
@@ -61,6 +66,8 @@ def run_worker(
     worker = _Worker(folder, store, farm, _identify(partition))
     if not store.is_at(folder):
         return EXIT_REQUEUE  # begun anew just now: what we have read may be of both
+    if hand_stop is not None:
+        hand_stop(worker.stop)
     with worker.signals_heard():
         return worker.run(open_engine or _open_engine)
 

@@ -54,6 +54,7 @@ class _Job:
     wish: StopWish
     rendezvous: Rendezvous | None
     command: Sequence[str] | None
+    is_trial: bool
     records: Follower = field(init=False)
     lines: LineFollower = field(init=False)
 
@@ -73,18 +74,27 @@ def run_job(
     rendezvous: Rendezvous | None = None,
     command: Sequence[str] | None = None,
     lock_wait_seconds: float = 0.0,
+    is_trial: bool = False,
 ) -> RunState:
     """Run the folder's plan to an end, through as many smaller plans as it takes.
 
     Resuming is the worker's own doing, so a run that was stopped or killed is
-    simply run again. `command` stands in for the worker in tests.
+    simply run again. `command` stands in for the worker in tests. A trial is one
+    plan, once: too big is its answer, and a wish to stop ends it without saving.
     """
     with hold_lock(run, rendezvous, wait_seconds=lock_wait_seconds), hear_wishes() as wish:
-        job = _Job(run=run, watch=watch, wish=wish, rendezvous=rendezvous, command=command)
+        job = _Job(
+            run=run,
+            watch=watch,
+            wish=wish,
+            rendezvous=rendezvous,
+            command=command,
+            is_trial=is_trial,
+        )
         num_left = end_leftovers(job.mark)
         if num_left:
             watch.say("workers of an earlier start were still here; they were made to stop")
-        state = _run_plans(job)
+        state = _run_trial(job) if is_trial else _run_plans(job)
         if read_state(run) != state:
             with suppress(EnvironmentFaultError):  # the outcome itself matters more
                 run.write_state(state)
@@ -116,6 +126,13 @@ def _run_plans(job: _Job) -> RunState:
                 conclude_as(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE), job.wish
             )
         state = None
+
+
+def _run_trial(job: _Job) -> RunState:
+    state = _run_until_final(job, job.run.read_plan())
+    if job.wish.first is not None and state.status is not RunStatus.FINISHED:
+        state = conclude_as(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE)
+    return _as_asked(state, job.wish)
 
 
 def _as_asked(state: RunState, wish: StopWish) -> RunState:
@@ -173,7 +190,9 @@ def _follow(job: _Job, process: subprocess.Popen[bytes]) -> int:
         _tell_news(job)
         if exit_code is not None:
             return exit_code
-        if job.wish.first is not None and not is_asked:
+        if job.wish.first is not None and job.is_trial:
+            end_all(process.pid)
+        elif job.wish.first is not None and not is_asked:
             is_asked = True
             job.watch.say("asked to stop: saving first (once more to stop at once)")
             ask_to_stop(process, job.wish.passed_on)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,6 +82,11 @@ class SlurmSite(_Part):
         wrong = next((line for line in value if not line.startswith("-") or "\n" in line), None)
         if wrong is not None:
             raise ValueError(f"`slurm.extra` holds options like `--exclusive`, not `{wrong[:40]}`")
+        for line in value:
+            try:
+                shlex.split(line, comments=True)
+            except ValueError as fault:
+                raise ValueError(f"`slurm.extra` has an open quote: `{line[:40]}`") from fault
         return value
 
 
@@ -141,6 +147,8 @@ class Site(_Part):
     """Words before a command that is to run on `{node}`."""
     runs: Text | None = None
     """Folder for runs that every node sees."""
+    shared: Lines = ()
+    """More folders that every node sees, where that cannot be told from here."""
     stage_to: Text | None = None
     """Where `stage` puts models on each node."""
     slurm: SlurmSite = SlurmSite()
@@ -152,6 +160,14 @@ class Site(_Part):
         wrong = next((name for name in value if not _NAME.fullmatch(name)), None)
         if wrong is not None:
             raise ValueError(f"`environment.{wrong[:40]}` is not a name that a shell knows")
+        return value
+
+    @field_validator("shared")
+    @classmethod
+    def _are_places(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = next((path for path in value if not path.startswith(("/", "~"))), None)
+        if wrong is not None:
+            raise ValueError(f"`shared` holds absolute paths, not `{wrong[:40]}`")
         return value
 
     @field_validator("run_on_node")

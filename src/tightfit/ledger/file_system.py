@@ -14,12 +14,15 @@ SHARED_KINDS = frozenset(
 
 def is_network_folder(folder: Path) -> bool:
     """By the mount that holds it; False where mounts cannot be listed."""
+    return find_kind(folder) in SHARED_KINDS
+
+
+def find_kind(folder: Path) -> str | None:
+    """The file system's name, as `nfs4` or `ext4`; None where mounts cannot be listed."""
     try:
         place = folder.resolve()
         mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
-    except OSError:
-        return False
-    for above in (place, *place.parents):
-        if above in mounts:
-            return mounts[above].lower() in SHARED_KINDS
-    return False
+    except (OSError, RuntimeError):  # links in a circle
+        return None
+    above = (path for path in (place, *place.parents) if path in mounts)
+    return next((mounts[path].lower() for path in above), None)

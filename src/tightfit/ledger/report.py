@@ -32,6 +32,7 @@ class Unit(str, Enum):
     BYTES = "bytes"
     SECONDS = "seconds"
     TOKENS_PER_SECOND = "tokens_per_second"
+    FRACTION = "fraction"
 
 
 class Comparison(_Frozen):
@@ -210,15 +211,18 @@ def compare(plan: Plan, steps: tuple[StepRecord, ...], speed: Speed) -> tuple[Co
             speed.tokens_per_second,
         ),
     ]
-    return tuple(
-        Comparison(
-            name=name,
-            unit=unit,
-            predicted=predicted,
-            measured=measured,
-            error_percent=_error_percent(predicted, measured),
-        )
-        for name, unit, predicted, measured in (*memory, *pace)
+    return tuple(compare_one(*row) for row in (*memory, *pace))
+
+
+def compare_one(
+    name: str, unit: Unit, predicted: float | None, measured: float | None
+) -> Comparison:
+    return Comparison(
+        name=name,
+        unit=unit,
+        predicted=predicted,
+        measured=measured,
+        error_percent=None if predicted is None else _error_percent(predicted, measured),
     )
 
 

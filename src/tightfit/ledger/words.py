@@ -42,6 +42,8 @@ def render_quantity(value: float | None, unit: Unit) -> str:
         return render_bytes(value)
     if unit is Unit.SECONDS:
         return render_short_seconds(value)
+    if unit is Unit.FRACTION:
+        return _percent(value)
     return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}"
 
 

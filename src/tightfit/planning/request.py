@@ -148,6 +148,7 @@ def describe_strategy(strategy: Strategy) -> str:
         for name, on in (
             ("DoRA", s.dora),
             ("fused kernels", s.fused_kernels),
+            ("folded adapters", s.folded_adapters),
             ("compiled", s.compile),
             ("packed", s.packing),
         )

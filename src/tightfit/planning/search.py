@@ -61,6 +61,7 @@ def search(
     *,
     num_plans: int = NUM_PLANS,
     is_coarse: bool = False,
+    is_exhaustive: bool = False,
     known: Sequence[KnownOutcome] = (),
 ) -> SearchResult:
     """Plan the request on every group of the cluster; one job runs inside one group.
@@ -68,11 +69,14 @@ def search(
     Order: `fits` before `tight`, then by time under the handicaps of `ranking.py`.
     The plans are different ideas (method, sharding, offload, nodes), at least one
     of each method that fits. A coarse search has fewer levers and tells no reasons.
-    What is `known` to have run out of memory here is left out, and all that needs as much.
+    An exhaustive one tells apart every setting of every lever, also those that another is
+    surely better than. What is `known` to have run out of memory here is left out, and all
+    that needs as much.
     """
     sieve = Sieve(
         request=request,
         network_bytes_per_second=cluster.network_bytes_per_second,
+        keeps_beaten=is_exhaustive,
         limits={
             group.name: limit
             for group in cluster.groups
@@ -81,8 +85,11 @@ def search(
     )
     for order, layout in enumerate(_list_all_layouts(request, cluster, is_coarse=is_coarse)):
         sieve.sift(layout, is_coarse=is_coarse or order >= _NUM_FULL_LAYOUTS)
-    ordered = _refine_first(sieve, num_plans if is_coarse else _NUM_REFINED)
-    chosen = _choose_different(ordered, num_plans)
+    if is_exhaustive:
+        ordered = chosen = _choose_all(sieve, num_plans)
+    else:
+        ordered = _refine_first(sieve, num_plans if is_coarse else _NUM_REFINED)
+        chosen = _choose_different(ordered, num_plans)
     tell = _tell_nothing if is_coarse else explain_choice
     return SearchResult(
         plans=tuple(
@@ -153,6 +160,12 @@ def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
         if estimate.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
             best = other
     return best
+
+
+def _choose_all(sieve: Sieve, num_plans: int) -> list[Candidate]:
+    """The best candidates, each at its own fastest micro-batch, however alike they are."""
+    best = sorted(sieve.candidates, key=rank)[:num_plans]
+    return sorted((_refine(sieve, candidate) for candidate in best), key=rank)
 
 
 def _choose_different(ordered: list[Candidate], num_plans: int) -> list[Candidate]:

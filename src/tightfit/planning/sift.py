@@ -100,6 +100,8 @@ class Sieve:
     network_bytes_per_second: float | None = None
     limits: Mapping[str, KnownLimit] = field(default_factory=dict)
     """By group: what is known to have been too much there."""
+    keeps_beaten: bool = False
+    """Also what another strategy is surely better than: to measure whether it is."""
     candidates: list[Candidate] = field(default_factory=list)
     num_considered: int = 0
     nearest: Shortfall | None = None
@@ -119,7 +121,7 @@ class Sieve:
             sizes = list_micro_batches(self.request, strategy)
             self.num_considered += len(sizes)
             most = _Fit(is_roomy=True, size=sizes[-1])
-            if _is_beaten(strategy, most, fitting):
+            if self._is_beaten(strategy, most, fitting):
                 continue
             if any(smaller in too_big for smaller in _list_smaller(strategy)):
                 too_big.add(strategy)
@@ -131,7 +133,7 @@ class Sieve:
             else:
                 fitting[strategy] = fit
         for strategy, fit in fitting.items():
-            if not _is_beaten(strategy, fit, fitting):
+            if not self._is_beaten(strategy, fit, fitting):
                 self._time(layout, strategy, fit.size)
 
     def estimate(self, layout: Layout, strategy: Strategy) -> Estimate:
@@ -155,6 +157,9 @@ class Sieve:
             for part in parts
             for tally in sorted(part, key=lambda tally: -tally.num_strategies)
         )
+
+    def _is_beaten(self, strategy: Strategy, fit: _Fit, fitting: dict[Strategy, _Fit]) -> bool:
+        return not self.keeps_beaten and _is_beaten(strategy, fit, fitting)
 
     def _case(self, layout: Layout, strategy: Strategy) -> Case:
         group = layout.group

@@ -22,6 +22,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.planning.case import Case
 from tightfit.planning.request import JobRequest
 from tightfit.planning.rules import find_violations
+from tightfit.planning.rules_adapters import FOLDED_RULES
 
 _Fields = dict[str, Any]
 
@@ -122,9 +123,23 @@ def enumerate_strategies(
             continue
         for optimizer in _list_optimizers(merged, is_coarse=is_coarse or is_cpu):
             strategy = Strategy(**(merged | {"optimizer": optimizer} | dict(request.fixed)))
+            if "folded_adapters" not in request.fixed:
+                strategy = fold_where_legal(request.spec, strategy, layout.group.node)
             if strategy not in seen:
                 seen.add(strategy)
                 yield strategy
+
+
+def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strategy:
+    """With folded adapters where nothing stands against them: they cost nothing.
+
+    Compiled layers do without: the compiler joins those passes with their neighbours itself.
+    """
+    if strategy.method is not Method.LORA or strategy.compile:
+        return strategy
+    folded = strategy.model_copy(update={"folded_adapters": True})
+    case = Case(spec=spec, strategy=folded, node=node, num_nodes=strategy.num_nodes)
+    return strategy if any(rule.violated(case) for rule in FOLDED_RULES) else folded
 
 
 def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[int, int]]:

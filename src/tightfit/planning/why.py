@@ -76,6 +76,11 @@ LEVERS: tuple[Lever, ...] = (
         turned_back={"fused_kernels": False},
     ),
     Lever(
+        name="folded adapters",
+        is_pulled=lambda s: s.folded_adapters,
+        turned_back={"folded_adapters": False},
+    ),
+    Lever(
         name="a loss that never holds all logits",
         is_pulled=lambda s: s.loss is not Loss.PLAIN,
         turned_back={"loss": Loss.PLAIN},
@@ -95,7 +100,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         name="bf16 adapters",
         is_pulled=lambda s: s.method is Method.LORA and s.adapter_dtype is Dtype.BF16,
-        turned_back={"adapter_dtype": Dtype.FP32},
+        turned_back={"adapter_dtype": Dtype.FP32, "folded_adapters": False},
     ),
     Lever(
         name="offload to host memory",

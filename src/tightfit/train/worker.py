@@ -72,7 +72,7 @@ class _Attempt:
             _tell_staged(training)
         loop = self._loop = assemble(self._run, plan, training, place, self._asked)
         is_finished = loop.go()
-        if is_finished:
+        if is_finished and training.keep_result:
             write_artefact(self._run, loop.engine, plan, place)
         code = 0 if is_finished else EXIT_REQUEUE
         status = RunStatus.FINISHED if is_finished else RunStatus.STOPPED

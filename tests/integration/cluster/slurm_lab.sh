@@ -2,12 +2,13 @@
 # A real Slurm on one Debian-like machine, for tests: slurmctld and five slurmd, each node in its
 # own network, UTS, mount and PID namespace (own address, host name, /dev/shm, /local, processes).
 #
-#   slurm_lab.sh up | down | status | is-up
+#   slurm_lab.sh install | up | down | status | is-up
 #   slurm_lab.sh poweroff NODE | poweron NODE | unplug NODE | plug NODE | on NODE COMMAND...
 #
 # SLURM_LAB_DIR         state and logs (default: where a lab is running, else /var/lib/slurm-lab)
 # SLURM_LAB_ACCOUNTING  1 adds slurmdbd with mariadb, hence sacct
 set -euo pipefail
+export PATH=$PATH:/usr/sbin:/sbin
 
 CONF=/etc/slurm
 NET=10.77.0
@@ -24,10 +25,16 @@ die() { echo "slurm lab: $*" >&2; exit 1; }
 names() { cut -d: -f1 <<<"$NODES"; }
 field() { grep "^$1:" <<<"$NODES" | cut -d: -f"$2"; }
 byte_of() { field "$1" 2 || die "there is no node $1 (it has: $(names | tr '\n' ' '))"; }
-is_alive() { [ -s "$1" ] && kill -0 "$(cat "$1")" 2>/dev/null; }
-wait_for() {  # tenths of a second, what it is, command
-  local tries=$1 what=$2 _; shift 2
-  for _ in $(seq "$tries"); do "$@" >/dev/null 2>&1 && return 0; sleep 0.1; done
+is_alive() {  # its file, its name: the number may be another process's by now, or a zombie's
+  [ -s "$1" ] || return 1
+  local process
+  process=/proc/$(cat "$1")
+  [ "$(cat "$process/comm" 2>/dev/null)" = "$2" ] && grep -qa . "$process/cmdline"
+}
+is_on() { is_alive "$LAB/run/init.$1.pid" unshare; }
+wait_for() {  # seconds, what it is, command
+  local end=$((SECONDS + $1)) what=$2; shift 2
+  while [ $SECONDS -le $end ]; do "$@" >/dev/null 2>&1 && return 0; sleep 0.1; done
   die "$what did not come up; see $LAB/log"
 }
 configured() { sed -n "s/^$1=//p" "$CONF/slurm.conf" 2>/dev/null | head -1 || true; }
@@ -35,13 +42,22 @@ find_lab() {  # the folder of the lab whose files are in /etc/slurm
   [ "$(configured ClusterName)" = lab ] && dirname "$(configured StateSaveLocation)"
 }
 LAB=${SLURM_LAB_DIR:-$(find_lab || echo /var/lib/slurm-lab)}
-is_up() { [ "$(find_lab)" = "$LAB" ] && is_alive "$LAB/run/slurmctld.pid"; }
+is_up() { [ "$(find_lab)" = "$LAB" ] && is_alive "$LAB/run/slurmctld.pid" slurmctld; }
+
+are_installed() {  # a package that was removed leaves a record, too
+  local states
+  states=$(dpkg-query -W -f '${db:Status-Abbrev}\n' "$@" 2>/dev/null) || return 1
+  ! grep -qv '^ii' <<<"$states"
+}
 
 install_packages() {
-  local wanted="slurmctld slurmd slurm-client munge iproute2"
+  [ "$(id -u)" = 0 ] || die "it needs root (packages, namespaces, /etc/slurm): run this with sudo"
+  command -v apt-get >/dev/null || die "it needs a Debian-like system with apt-get"
+  # The last three are absent only from the barest of containers.
+  local wanted="slurmctld slurmd slurm-client munge iproute2 mount hostname util-linux"
   [ "$ACCOUNTING" = 1 ] && wanted="$wanted slurmdbd slurm-wlm-mysql-plugin mariadb-server"
   # shellcheck disable=SC2086
-  dpkg -s $wanted >/dev/null 2>&1 && return 0
+  are_installed $wanted && return 0
   local policy=/usr/sbin/policy-rc.d log=/tmp/slurm-lab-apt.log
   if [ ! -e $policy ]; then  # the packages must not start services of their own
     printf '#!/bin/sh\nexit 101\n' >$policy; chmod +x $policy
@@ -49,8 +65,10 @@ install_packages() {
   fi
   export DEBIAN_FRONTEND=noninteractive
   # shellcheck disable=SC2086
-  { apt-get update -qq && apt-get install -y -qq --no-install-recommends $wanted; } \
-    >$log 2>&1 </dev/null || die "apt-get could not install $wanted; see $log"
+  { dpkg --configure -a  # what an interrupted installation left
+    apt-get update -qq && apt-get -o DPkg::Lock::Timeout=300 install -y -qq \
+      --no-install-recommends $wanted
+  } >$log 2>&1 </dev/null || die "apt-get could not install $wanted ($(tail -1 $log)); see $log"
 }
 
 write_slurm_conf() {
@@ -147,7 +165,6 @@ configure() {
     [ -e "$LAB/fakegpu$number" ] || mknod -m 666 "$LAB/fakegpu$number" c 1 3 \
       || die "device files cannot be made in $LAB"
   done
-  write_slurm_conf >$CONF/slurm.conf
   write_gres_conf >$CONF/gres.conf
   # Pinned: looking for it aborts slurmd where /sys/fs/cgroup is absent, and v2 wants systemd.
   echo 'CgroupPlugin=cgroup/v1' >$CONF/cgroup.conf
@@ -159,6 +176,8 @@ configure() {
   printf '127.0.0.1 localhost\n%s.1 %s\n' $NET "$(hostname)" | cat - "$LAB/hosts.nodes" >"$LAB/hosts"
   # A resolver that refuses at once: torchrun looks up each peer, and a silent one costs 10 s each.
   printf 'nameserver 127.0.0.1\noptions timeout:1 attempts:1\n' >"$LAB/resolv.conf"
+  write_slurm_conf >$CONF/slurm.conf.new
+  mv $CONF/slurm.conf.new $CONF/slurm.conf  # last and whole: by it a lab is found
 }
 
 forget_hosts() {  # /etc/hosts may be a bind mount: it is written over, never replaced
@@ -178,19 +197,28 @@ start_network() {
   sed 's/$/ # slurm-lab/' "$LAB/hosts.nodes" >>/etc/hosts
 }
 
+forget_network() {  # of a node that is off, however much of it an aborted start has made
+  local cable
+  cable=sl$(byte_of "$1")
+  if ip link show "$cable" >/dev/null 2>&1; then ip link del "$cable"; fi
+  [ -e "/run/netns/$1" ] || return 0
+  ip netns pids "$1" 2>/dev/null | xargs -r kill -9
+  ip netns del "$1" 2>/dev/null || rm -f "/run/netns/$1"
+}
+
 start_node() {
   local node=$1 byte
   byte=$(byte_of "$node")
-  is_alive "$LAB/run/init.$node.pid" && return 0
-  [ -e "/run/netns/$node" ] || {
-    ip netns add "$node" || die "network namespaces cannot be made here"
-    ip link add "sl$byte" type veth peer name eth0 netns "$node"
-    ip link set "sl$byte" master $BRIDGE
-    ip -n "$node" link set lo up
-    ip -n "$node" addr add $NET."$byte"/24 dev eth0
-    ip -n "$node" link set eth0 up
-    ip -n "$node" route add default via $NET.1
-  }
+  is_on "$node" && return 0
+  forget_network "$node"
+  ip netns add "$node" || die "network namespaces cannot be made here: it needs CAP_SYS_ADMIN"
+  ip link add "sl$byte" type veth peer name eth0 netns "$node" \
+    || die "network cables (veth) cannot be made here"
+  ip link set "sl$byte" master $BRIDGE
+  ip -n "$node" link set lo up
+  ip -n "$node" addr add $NET."$byte"/24 dev eth0
+  ip -n "$node" link set eth0 up
+  ip -n "$node" route add default via $NET.1
   ip link set "sl$byte" up
   mkdir -p "$LAB/spool/$node" /local /tmp/ray
   # `ip netns exec` would hide the cgroup tree, and slurmd then aborts. Killing the outer process
@@ -206,10 +234,11 @@ start_node() {
       slurmd -b -D -N $node & trap 'kill %1; wait; exit 0' TERM; wait
     " >"$LAB/log/node.$node.out" 2>&1 </dev/null &
   echo $! >"$LAB/run/init.$node.pid"
+  wait_for 10 "$node" is_on "$node"
 }
 
 first_process() {  # process 1 of a node, as this machine numbers it
-  is_alive "$LAB/run/init.$1.pid" || die "$1 is off"
+  is_on "$1" || die "$1 is off"
   local outer
   outer=$(cat "$LAB/run/init.$1.pid")
   cut -d' ' -f1 "/proc/$outer/task/$outer/children"
@@ -218,9 +247,11 @@ first_process() {  # process 1 of a node, as this machine numbers it
 start_munge() {
   munge -n </dev/null 2>/dev/null | unmunge >/dev/null 2>&1 && return 0
   install -d -o munge -g munge -m 755 /run/munge
-  runuser -u munge -- /usr/sbin/munged >"$LAB/log/munged.log" 2>&1 </dev/null
+  [ -s /etc/munge/munge.key ] || runuser -u munge -- /usr/sbin/mungekey
+  runuser -u munge -- /usr/sbin/munged >"$LAB/log/munged.log" 2>&1 </dev/null \
+    || die "munged fails: $(tail -1 "$LAB/log/munged.log")"
   touch "$LAB/run/munge-is-ours"
-  wait_for 50 munge bash -c 'munge -n </dev/null | unmunge'
+  wait_for 30 munge bash -c 'munge -n </dev/null | unmunge'
 }
 
 start_accounting() {
@@ -228,19 +259,19 @@ start_accounting() {
   install -d -o mysql -g mysql /run/mysqld "$LAB/mysql"
   [ -d "$LAB/mysql/mysql" ] || mariadb-install-db --user=mysql --datadir="$LAB/mysql" \
     --skip-test-db >"$LAB/log/mariadb-install.log" 2>&1
-  is_alive "$LAB/run/mariadbd.pid" || {
+  is_alive "$LAB/run/mariadbd.pid" mariadbd || {
     setsid mariadbd --no-defaults --user=mysql --datadir="$LAB/mysql" --skip-networking \
       --socket=/run/mysqld/mysqld.sock --pid-file="$LAB/mysql/pid" --innodb-log-file-size=32M \
       --innodb-buffer-pool-size=64M --innodb-lock-wait-timeout=900 \
       >"$LAB/log/mariadbd.log" 2>&1 </dev/null &
     echo $! >"$LAB/run/mariadbd.pid"
   }
-  wait_for 300 mariadb "${sql[@]}" -e 'select 1'
+  wait_for 60 mariadb "${sql[@]}" -e 'select 1'
   "${sql[@]}" -e "create database if not exists slurm_acct_db;
     create user if not exists slurm@localhost identified by 'lab';
     grant all on slurm_acct_db.* to slurm@localhost"
-  is_alive "$LAB/run/slurmdbd.pid" || slurmdbd >"$LAB/log/slurmdbd.out" 2>&1 </dev/null
-  wait_for 300 slurmdbd sacctmgr -n list cluster
+  is_alive "$LAB/run/slurmdbd.pid" slurmdbd || slurmdbd >"$LAB/log/slurmdbd.out" 2>&1 </dev/null
+  wait_for 60 slurmdbd sacctmgr -n list cluster
   sacctmgr -n list cluster | grep -qw lab || sacctmgr -i add cluster lab >/dev/null
 }
 
@@ -251,49 +282,54 @@ are_nodes_ready() {
 }
 
 up() {
-  [ "$(id -u)" = 0 ] || die "it needs root (namespaces, /etc/slurm)"
-  command -v apt-get >/dev/null || die "it needs a Debian-like system with apt-get"
-  local owner node
-  owner=$(configured ClusterName)
-  [ -z "$owner" ] || [ "$owner" = lab ] || die "$CONF/slurm.conf is of the cluster $owner; not touched"
-  if is_up; then
-    if [ "$ACCOUNTING" = 1 ] && ! has_accounting; then (down); fi
-  elif [ "$(find_lab)" != "$LAB" ] && is_alive "$(find_lab)/run/slurmctld.pid"; then
-    die "another lab is up in $(find_lab)"
-  fi
+  local node other folder
+  other=$(find_lab || true)
+  [ -n "$other" ] || [ ! -s $CONF/slurm.conf ] || die "$CONF/slurm.conf is of another cluster"
+  [ "$other" = "$LAB" ] || ! is_alive "$other/run/slurmctld.pid" slurmctld \
+    || die "another lab is up in $other"
   install_packages
+  if is_up && [ "$ACCOUNTING" = 1 ] && ! has_accounting; then (down); fi
   if ! is_up; then
+    for folder in ${other:+"$other"} "$LAB"; do  # what a lab that was killed has left running
+      (LAB=$folder; clear_away)
+    done
     configure
     start_network
     start_munge
     if [ "$ACCOUNTING" = 1 ]; then start_accounting; fi
-    slurmctld >"$LAB/log/slurmctld.out" 2>&1 </dev/null || die "slurmctld fails; see $LAB/log"
+    # -c: jobs of an earlier lab do not come back
+    slurmctld -c >"$LAB/log/slurmctld.out" 2>&1 </dev/null || die "slurmctld fails; see $LAB/log"
   fi
   for node in $(names); do start_node "$node"; done
-  wait_for 100 slurmctld scontrol show partition
+  wait_for 60 slurmctld scontrol show partition
+  wait_for 10 "a slurmctld of its own" is_up
   # Whatever a test left behind: nodes drained by hand, an old lab's dead ones.
   for node in $(sinfo -h -N -t drain,drained,draining -o %N | sort -u); do
     scontrol update "NodeName=$node" State=RESUME || true
   done
-  wait_for 600 "a node" are_nodes_ready
+  wait_for 120 "a node" are_nodes_ready
 }
 
 down() {
   [ "$(find_lab)" = "$LAB" ] || return 0  # what is up here is not ours
+  clear_away
+}
+
+clear_away() {
   set +e  # whatever is gone already is well
   local node daemon file process
   for node in $(names); do
     file=$LAB/run/init.$node.pid
-    is_alive "$file" && kill -9 "$(cat "$file")"
+    is_on "$node" && kill -9 "$(cat "$file")"
     rm -f "$file"
-    [ -e "/run/netns/$node" ] && ip netns del "$node"
+    forget_network "$node"
   done
   for daemon in slurmctld slurmdbd mariadbd; do
     file=$LAB/run/$daemon.pid
-    is_alive "$file" || continue
+    is_alive "$file" "$daemon" || continue
     process=$(cat "$file")
     kill "$process"
-    for _ in $(seq 100); do kill -0 "$process" 2>/dev/null || break; sleep 0.1; done
+    for _ in $(seq 100); do is_alive "$file" "$daemon" || break; sleep 0.1; done
     kill -9 "$process" 2>/dev/null
   done
   if [ -e "$LAB/run/munge-is-ours" ]; then
@@ -302,12 +338,13 @@ down() {
   fi
   ip link show $BRIDGE >/dev/null 2>&1 && ip link del $BRIDGE
   forget_hosts
-  (cd $CONF && rm -f slurm.conf gres.conf cgroup.conf slurmdbd.conf)
+  rm -f $CONF/{slurm,gres,cgroup,slurmdbd}.conf
   rmdir /local 2>/dev/null
   return 0
 }
 
 case "${1:-}" in
+  install) install_packages ;;
   up) up ;;
   down) down ;;
   is-up) is_up ;;

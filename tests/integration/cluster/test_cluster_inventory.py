@@ -155,18 +155,21 @@ def test_a_partition_without_gpus_is_planned_when_it_is_named() -> None:
 
 
 def test_an_array_takes_the_nodes_in_turns(submit: Submit, tmp_path: Path) -> None:
+    """The first two hold both nodes until they are told to go on."""
     number = "${SLURM_ARRAY_TASK_ID}"
     job = submit(
         "many",
         f"hostname > {tmp_path}/answer.{number}",
-        "sleep 6",
+        f"until [ -e {tmp_path}/go ]; do sleep 0.2; done",
         partition="cpu",
         cores_per_node=4,
         array_size=4,
     )
     wait_until(lambda: is_running(job))
-    wait_until(lambda: sum(node["num_free_cores"] for node in cpus()) == 0, seconds=20)
+    wait_until(lambda: sum(node["num_free_cores"] for node in cpus()) == 0)
     assert {node["state"] for node in cpus()} == {"allocated"}
+    assert over(job) == []
+    (tmp_path / "go").touch()
     wait_until(lambda: len(over(job)) == 4, seconds=120)
     assert all(status is JobState.COMPLETED for status in over(job))
     answers = [(tmp_path / f"answer.{task}").read_text().strip() for task in range(4)]

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stage_lab import MODEL_BYTES, NODES, SCENARIOS, Scenario, StageLab, open_lab
 
 WITHIN = 1.2
+NUM_ROUNDS = 3
+"""At most; the fastest counts, since something else may keep the machine busy for a while."""
 WAYS = ("all-read", "chain", "tree")
 
 
@@ -42,25 +46,32 @@ def expected(lab: StageLab) -> set[str]:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_the_chosen_way_is_near_the_best(lab: StageLab, scenario: Scenario) -> None:
     lab.shape(scenario)
-    measured = {}
-    for way in WAYS:
-        done = lab.stage("--how", way)
-        assert lab.digest_copies() == expected(lab)
-        measured[way] = done["copy_seconds"] + done["check_seconds"]
-        lab.clean()
-    chosen = lab.stage()
+    fastest = dict.fromkeys(WAYS, math.inf)
+    for _ in range(NUM_ROUNDS):
+        for way in WAYS:
+            done = stage_anew(lab, "--how", way)
+            fastest[way] = min(fastest[way], done["copy_seconds"] + done["check_seconds"])
+        chosen = stage_anew(lab)
+        assert set(chosen["predicted_seconds"]) == set(WAYS)
+        if fastest[chosen["how"]] <= WITHIN * min(fastest.values()):
+            return
+    pytest.fail(f"{chosen['how']} was chosen: {fastest}, {chosen}")
 
+
+def stage_anew(lab: StageLab, *options: str) -> Any:
+    """Stage where nothing is staged; every copy is right."""
+    lab.clean()
+    done = lab.stage(*options)
     assert lab.digest_copies() == expected(lab)
-    assert set(chosen["predicted_seconds"]) == set(WAYS)
-    assert measured[chosen["how"]] <= WITHIN * min(measured.values()), (measured, chosen)
+    return done
 
 
 def test_a_killed_staging_goes_on_where_it_stopped(lab: StageLab) -> None:
     """kill -9 for the command and every agent, in the middle of a chain."""
-    lab.shape(Scenario(name="slow", storage=8e6, link=50e6))
+    lab.shape(Scenario(name="slow", storage=4e6, link=50e6))
     words = lab.hosts.command(NODES[0], *lab.command(str(lab.shared), "--how", "chain"))
     command = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and num_staged_bytes(lab, NODES[3]) < MODEL_BYTES // 4:
         time.sleep(0.2)
     command.send_signal(signal.SIGKILL)
@@ -116,14 +127,14 @@ def test_a_corrupted_byte_on_one_node_is_found_and_mended(lab: StageLab) -> None
 
 
 def test_a_node_whose_agent_is_killed_does_not_keep_the_others_from_it(lab: StageLab) -> None:
-    lab.shape(Scenario(name="slow", storage=10e6, link=50e6))
+    lab.shape(Scenario(name="slow", storage=5e6, link=50e6))
     words = lab.hosts.command(NODES[0], *lab.command(str(lab.shared), "--how", "chain"))
     command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and num_staged_bytes(lab, NODES[2]) < MODEL_BYTES // 8:
         time.sleep(0.2)
     kill_agents(lab, NODES[1])
-    out, _ = command.communicate(timeout=180)
+    out, _ = command.communicate(timeout=300)
 
     assert command.returncode == 6
     done = json.loads(out)

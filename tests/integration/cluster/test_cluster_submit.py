@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from small_models import make_llama
+from tightfit.launch.preflight.salloc_options import KNOWN, KNOWN_LETTERS, keep_known
 
 if TYPE_CHECKING:
     from slurm_lab import SlurmLab
@@ -51,7 +52,8 @@ class Submission:
         data = self.home / "rows.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         site = self.home / "site.yaml"
-        site.write_text("environment: {OMP_NUM_THREADS: 1}\n")
+        shared = [str(self.home), str(self.model)]  # in /tmp, which nodes elsewhere do not share
+        site.write_text(f"environment: {{OMP_NUM_THREADS: 1}}\nshared: {json.dumps(shared)}\n")
         recipe = {
             "model": str(self.model),
             "data": str(data),
@@ -66,7 +68,8 @@ class Submission:
             "output": str(self.run),
             "strategy": {"weights": "fp32", "compute": "fp32", "micro_batch": 2},
         }
-        (self.home / "recipe.yaml").write_text(json.dumps(recipe | self.changes))
+        stated = {key: value for key, value in (recipe | self.changes).items() if value is not None}
+        (self.home / "recipe.yaml").write_text(json.dumps(stated))
         return self
 
     @property
@@ -309,6 +312,84 @@ def test_refusals_have_a_remedy(
     assert said in words
     assert "Traceback" not in words
     assert "  try: " in words
+
+
+def test_a_run_in_a_folder_of_this_machine_alone_is_refused(tmp_path: Path, model: Path) -> None:
+    made = Submission(home=tmp_path, model=model).write()
+    for folder in ("/dev/shm/tightfit-run", "/proc/tightfit-run", "/tmp/tightfit-run"):
+        code, said = made.submit("--on", "slurm:cpu", "--output", folder)
+
+        assert code == 3, said
+        assert f"No node would see the run folder {folder}" in said
+        assert "--output" in said
+        assert not Path(folder).exists()
+    assert list_jobs(tmp_path) == []
+
+
+def test_two_submissions_at_the_same_moment_are_two_runs(tmp_path: Path, model: Path) -> None:
+    made = Submission(home=tmp_path, model=model, changes={"output": None}).write()
+    both = [made.start("--on", "slurm:cpu", "--no-follow", "--json") for _ in range(2)]
+    said = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in both]
+
+    assert [process.returncode for process in both] == [0, 0], said
+    found = [json.loads(text) for text in said]
+    assert len({one["run"] for one in found}) == len({one["job_id"] for one in found}) == 2
+    slurm("scancel", *(one["job_id"] for one in found))
+
+
+def test_a_fresh_run_waits_for_the_old_ones_job_and_keeps_its_files(
+    tmp_path: Path, model: Path
+) -> None:
+    made = Submission(home=tmp_path, model=model, changes={"max_steps": 5000}).write()
+    assert made.submit("--on", "slurm:cpu", "--no-follow")[0] == 0
+    assert made.reaches(2), made.log()
+    code, said = made.submit("--on", "slurm:cpu", "--no-follow", "--fresh")
+    assert code == 2, said
+    assert f"scancel {made.job_id}" in said
+
+    slurm("scancel", made.job_id)
+    assert wait_until(lambda: not list_jobs(tmp_path), seconds=60)
+    wrong = made.submit("--on", "slurm:cpu", "--no-follow", "--fresh", "--nodes", "9")
+    assert wrong[0] == 2, wrong[1]
+    assert 2 in made.losses()
+    code, said = made.submit("--on", "slurm:cpu", "--no-follow", "--fresh")
+    assert code == 0, said
+    assert (tmp_path / "run.before-1" / "checkpoints").is_dir()
+    assert made.reaches(1), made.log()
+
+
+def test_salloc_knows_the_options_that_preflight_passes_on() -> None:
+    def is_known(option: str) -> bool:
+        done = subprocess.run(
+            ["salloc", option, "--usage"], capture_output=True, text=True, check=False
+        )
+        return not re.search(r"unrecognized option|invalid option", done.stderr)
+
+    for name in sorted(KNOWN):
+        assert is_known(f"--{name}"), name
+    for letter in sorted(KNOWN_LETTERS):
+        assert is_known(f"-{letter}"), letter
+    for option in ("--requeue", "--output", "--open-mode", "--export", "--wrap", "-o", "-a"):
+        assert not is_known(option), option
+        assert keep_known([option]) == []
+
+
+def test_preflight_asks_for_nodes_whatever_sbatch_is_told(tmp_path: Path, model: Path) -> None:
+    made = Submission(home=tmp_path, model=model).write()
+    made.add_options("--requeue", "--output=/dev/null", "--comment='of the site'", "-w cpu01")
+    done = subprocess.run(
+        [sys.executable, "-m", "tightfit", "preflight", "--on", "slurm:cpu", "--num-nodes", "1"],
+        cwd=tmp_path,
+        env=made.surroundings,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+
+    assert "salloc" not in done.stderr.replace("salloc: Granted", "").replace("salloc: Reli", "")
+    assert "cpu01" in done.stdout, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_dry_run_submits_nothing_and_asks_slurm(tmp_path: Path, model: Path) -> None:

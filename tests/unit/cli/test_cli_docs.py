@@ -50,7 +50,7 @@ def list_options() -> set[str]:
 
 def test_every_verb_has_help_json_and_worked_examples() -> None:
     answering = {"doctor", "models", "hardware", "calibrate", "estimate", "plan", "version"}
-    training = {"prepare", "train", "runs", "eval"}
+    training = {"prepare", "bench", "train", "runs", "eval"}
     after = {"merge", "convert", "quantize", "verify", "chat", "generate", "serve", "compare"}
     cluster = {"submit", "preflight", "stage", "farm"}
     assert set(VERBS) == answering | training | after | cluster

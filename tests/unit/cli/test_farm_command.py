@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from cli_run import run_here
 
 from small_models import make_llama
+from tightfit.farm.status import read_statuses
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "home" / "ledger.sqlite"))
     path = tmp_path / "prompts.txt"
     path.write_text("one\ntwo\nthree\n")
     return path
@@ -45,9 +52,12 @@ def test_what_is_missing_is_said(
 
 
 def test_ray_that_is_not_installed(
-    model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("torch")
+    monkeypatch.setitem(sys.modules, "ray", None)
     answer = run_here(["farm", str(model), "--prompts", str(prompts), "--engine", "ray"], capsys)
 
     assert answer.code == 6
@@ -64,11 +74,68 @@ def test_a_dry_run_starts_nothing(
     told = answer.json
     assert told["num_workers"] == 3
     assert told["types"][0]["partition"] == "local"
-    assert told["new_tokens_per_second"] > 0
-    assert told["predicted_seconds"] > 0
+    assert told["basis"] == told["types"][0]["basis"] == "predicted"
+    assert 0 < told["new_tokens_per_second"]["low"] < told["new_tokens_per_second"]["high"]
+    assert told["start_seconds"]["low"] < told["predicted_seconds"]["low"]
+    assert told["predicted_seconds"]["low"] < told["predicted_seconds"]["high"]
     assert list(prompts.parent.iterdir()) == [prompts]
     plain = run_here(["farm", str(model), *words], capsys)
     assert "3 answers by 3 workers" in plain.out
+    assert "predicted: this model has not been run on such devices yet" in plain.out.replace(
+        "\n", " "
+    )
+
+
+def test_statistics_of_a_farm_that_is_finished_already(
+    model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["farm", str(model), "--prompts", str(prompts), "--device", "cpu", "--json"]
+    words += ["--max-new-tokens", "2", "--out", "answers.jsonl"]
+    first = run_here(words, capsys)
+    assert first.code == 0, first.err
+    stats = prompts.parent / "stats.json"
+
+    again = run_here([*words, "--stats", str(stats)], capsys)
+
+    assert again.code == 0, again.err
+    assert "is finished already" in again.err
+    told = json.loads(stats.read_text())
+    assert told["num_answers"] == 3
+    assert told.items() <= first.json.items()
+    assert told.items() <= again.json.items()
+    (prompts.parent / ".answers.jsonl.farm" / "statistics.json").unlink()
+    lost = run_here([*words, "--stats", str(stats)], capsys)
+    assert lost.code != 0
+    assert "--fresh" in lost.json["remedy"]
+
+
+def test_ctrl_c_leaves_one_json_document(model: Path, prompts: Path) -> None:
+    prompts.write_text("how many singers\n" * 3000)
+    words = ["farm", str(model), "--prompts", str(prompts), "--device", "cpu", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tightfit", *words, "--out", "answers.jsonl"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=prompts.parent,
+        text=True,
+    )
+    folder = prompts.parent / ".answers.jsonl.farm"
+    until_s = time.monotonic() + 100
+    while not any(folder.glob("done/*/*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130, err
+    told = json.loads(out)
+    assert told["status"] == "interrupted"
+    assert told["finished"] is False
+    assert told["exit_code"] == 130
+    assert 0 < told["num_kept_answers"] < told["num_answers"] == 3000
+    assert {status.state for status in read_statuses(folder)} == {"stopped"}
 
 
 def test_statistics_that_could_not_be_written_are_told_before_the_work(
@@ -81,3 +148,19 @@ def test_statistics_that_could_not_be_written_are_told_before_the_work(
     assert answer.code != 0
     assert "there is no folder" in answer.err
     assert list(prompts.parent.iterdir()) == [prompts], "no farm was begun"
+
+
+def test_what_generate_reached_is_what_a_farm_expects(
+    model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts.write_text("how many singers\n" * 500)
+    asked = [str(model), "--prompts", str(prompts), "--device", "cpu", "--max-new-tokens", "32"]
+    alone = run_here(["generate", *asked, "--out", "alone.jsonl", "--json"], capsys)
+    assert alone.code == 0, alone.err
+
+    told = run_here(["farm", *asked, "--dry-run", "--json"], capsys).json
+
+    assert told["basis"] == "measured"
+    reached = alone.json["rates"]["new_per_second"]
+    expected = told["new_tokens_per_second"]
+    assert expected["low"] < reached < expected["high"]

@@ -12,109 +12,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Run
+from submit_world import SINFO, Slurm, write_site
 
-from tightfit.cli import submit_follow
-from tightfit.launch.slurm import watch
 from tightfit.launch.slurm.job_file import SubmittedJob, write_job_file
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 
-HERE = Path(__file__).parent
-SINFO = (
-    "c1|cpu|up|(null)|16000|4|idle|1:00:00|900000|avx2\n"
-    "c2|cpu|up|(null)|16000|4|idle|1:00:00|900000|avx2\n"
-)
-SBATCH = """#!/bin/bash
-echo "$*" >>"$SLURM_CALLS"
-if [ "$1" = --test-only ]; then echo "sbatch: Job 7 to start at noon" >&2; exit 0; fi
-if [ -n "$SLURM_REFUSES" ]; then echo "sbatch: error: $SLURM_REFUSES" >&2; exit 1; fi
-echo 42
-"""
-SQUEUE = """#!/bin/bash
-state=$SLURM_STATE
-if grep -q scancel "$SLURM_CALLS"; then state=CANCELLED; fi
-printf '%-48s%-24s%-12s%-80s%-256s\\n' 42 "$state" 1 None c1
-"""
+pytest_plugins = ("submit_world",)
+pytestmark = pytest.mark.usefixtures("own_world")
+
 SAID_AT = "2026-01-01T00:10:00+00:00"
-SCANCEL = '#!/bin/bash\necho "scancel $*" >>"$SLURM_CALLS"\n'
-
-
-@pytest.fixture(autouse=True)
-def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "ledger.sqlite"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(watch, "FIRST_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "MAX_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(submit_follow, "SETTLE_SECONDS", 0.0)
-    sys.path.insert(0, str(HERE.parent / "launch"))
-    yield
-    sys.path.remove(str(HERE.parent / "launch"))
-
-
-class Slurm:
-    """Commands of a cluster with one partition of two CPU nodes."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder.mkdir()
-        (folder / "nodes.txt").write_text(SINFO)
-        sinfo = f'#!/bin/bash\ncase "$*" in *-O*) exit 1;; esac\ncat {folder}/nodes.txt\n'
-        commands = {"sinfo": sinfo, "sbatch": SBATCH, "squeue": SQUEUE, "scancel": SCANCEL}
-        for name, text in commands.items():
-            (folder / name).write_text(text)
-            (folder / name).chmod(0o755)
-        self.calls = folder / "calls"
-        self.calls.write_text("")
-        self._env = monkeypatch
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-        monkeypatch.setenv("SLURM_CALLS", str(self.calls))
-        monkeypatch.setenv("SLURM_STATE", "RUNNING")
-        monkeypatch.delenv("SLURM_REFUSES", raising=False)
-
-    def say(self, state: str) -> None:
-        self._env.setenv("SLURM_STATE", state)
-
-    def refuse(self, why: str) -> None:
-        self._env.setenv("SLURM_REFUSES", why)
-
-    @property
-    def num_submitted(self) -> int:
-        return self.calls.read_text().count("--parsable")
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    return Slurm(tmp_path / "slurm", monkeypatch)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    from small_models import make_tokenizer
-
-    model = tmp_path / "model"
-    words = make_tokenizer(model)
-    shape = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
-        "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "vocab_size": len(words), "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5, "torch_dtype": "float32", "tie_word_embeddings": True,
-    }  # fmt: skip
-    (model / "config.json").write_text(json.dumps(shape))
-    rows = [{"instruction": f"add {n} and 1", "output": f"it is {n + 1}"} for n in range(40)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe: dict[str, Any] = {
-        "model": "./model", "data": "rows.jsonl", "method": "lora", "seq_len": 64,
-        "max_steps": 6, "effective_batch": 8, "random_weights": True, "output": "out",
-    }  # fmt: skip
-    path = tmp_path / "job.yaml"
-    path.write_text(json.dumps(recipe))
-    return path
 
 
 def test_dry_run_shows_plan_script_and_slurms_word(run: Run, job: Path, slurm: Slurm) -> None:
@@ -207,14 +118,11 @@ def test_options_are_held_to_what_the_site_is(run: Run, job: Path) -> None:
     assert "more than one word" in answer.err
 
 
-def test_options_win_over_the_site(
-    run: Run, job: Path, tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "site.yaml"
-    site.write_text(
-        "runs: shared\nsetup: module load cuda\nslurm: {account: a1, qos: low, partition: cpu}\n"
+def test_options_win_over_the_site(run: Run, job: Path, tmp_path: Path, slurm: Slurm) -> None:
+    write_site(
+        tmp_path,
+        "runs: shared\nsetup: module load cuda\nslurm: {account: a1, qos: low, partition: cpu}\n",
     )
-    monkeypatch.setenv("TIGHTFIT_SITE", str(site))
     recipe = json.loads(job.read_text())
     del recipe["output"]
     job.write_text(json.dumps(recipe))

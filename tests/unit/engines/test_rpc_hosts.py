@@ -1,46 +1,17 @@
-"""Addresses of other hosts, and how they are made known to llama.cpp."""
+"""Addresses of other hosts, and what is said where they cannot be used."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+import sys
+from pathlib import Path
 
 import pytest
 
+from tightfit.cli.guarded import run_in_guard
 from tightfit.core.errors import EnvironmentFaultError, UsageError
-from tightfit.engines.llama.rpc_hosts import add_hosts, read_hosts, register_hosts
-
-Adder = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
-
-
-class Library:
-    """The three calls of ggml-backend.h, with the RPC backend's entry made in Python."""
-
-    def __init__(self, answers: dict[bytes, int], *, has_rpc: bool = True) -> None:
-        self.registered: list[int] = []
-        self.asked: list[bytes] = []
-        self._answers = answers
-
-        def add(host: bytes) -> int | None:
-            self.asked.append(host)
-            return self._answers.get(host)
-
-        self._add = Adder(add)
-        address = ctypes.cast(self._add, ctypes.c_void_p).value
-
-        def by_name(name: bytes) -> int | None:
-            return 7 if has_rpc and name == b"RPC" else None
-
-        def find(backend: int, name: bytes) -> int | None:
-            assert backend == 7
-            return address if name == b"ggml_backend_rpc_add_server" else None
-
-        def register(backend: int) -> None:
-            self.registered.append(backend)
-
-        self.ggml_backend_reg_by_name: Any = by_name
-        self.ggml_backend_reg_get_proc_address: Any = find
-        self.ggml_backend_register: Any = register
+from tightfit.engines.llama.rpc_guard import run_guarded
+from tightfit.engines.llama.rpc_hosts import add_hosts, read_hosts
+from tightfit.runtime.rpc_library import Protocol, read_protocol
 
 
 def test_hosts_get_the_usual_port() -> None:
@@ -61,22 +32,36 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         read_hosts(text)
 
 
-def test_each_host_is_registered_in_order() -> None:
-    library = Library({b"a:1": 11, b"b:2": 22})
-    register_hosts(library, ("a:1", "b:2"))
-    assert library.asked == [b"a:1", b"b:2"]
-    assert library.registered == [11, 22]
-
-
-def test_a_host_that_does_not_answer_is_named() -> None:
-    library = Library({b"a:1": 11})
-    with pytest.raises(EnvironmentFaultError, match="b:2"):
-        register_hosts(library, ("a:1", "b:2"))
-
-
-def test_a_build_without_the_backend_is_refused() -> None:
-    with pytest.raises(EnvironmentFaultError):
-        register_hosts(Library({}, has_rpc=False), ("a:1",))
+def test_a_backend_that_was_not_built_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path))
     with pytest.raises(EnvironmentFaultError, match="RPC") as caught:
         add_hosts(("a:1",))
-    assert "rpc-server" in caught.value.remedy
+    assert "tightfit.runtime.build_rpc" in caught.value.remedy
+
+
+def test_protocols_agree_as_llama_cpp_says(tmp_path: Path) -> None:
+    header = tmp_path / "ggml-rpc.h"
+    header.write_text(
+        "#define RPC_PROTO_MAJOR_VERSION    8\n#define RPC_PROTO_MINOR_VERSION    1\n"
+    )
+    ours = read_protocol(header)
+    assert str(ours) == "8.1"
+    assert ours.understands(Protocol(major=8, minor=0))
+    assert not ours.understands(Protocol(major=8, minor=2))
+    assert not ours.understands(Protocol(major=7, minor=1))
+
+
+def test_a_guard_passes_exit_codes_on_and_explains_an_abort() -> None:
+    assert run_guarded([sys.executable, "-c", "raise SystemExit(5)"], ("localhost:1",)) == 5
+    with pytest.raises(EnvironmentFaultError, match=r"lost.*localhost:1") as caught:
+        run_guarded([sys.executable, "-c", "import os; os.abort()"], ("localhost:1",))
+    assert "--address localhost --port 1" in caught.value.remedy
+
+
+def test_only_commands_with_hosts_are_guarded() -> None:
+    assert run_in_guard(["generate", "model", "--prompts", "hosts"]) is None
+    for words in (["--hosts", "a:b"], ["--hosts=a:b"], ["--hosts", "a:1", "--hosts", "a:b"]):
+        with pytest.raises(UsageError, match="a:b"):
+            run_in_guard(["generate", "model", *words])

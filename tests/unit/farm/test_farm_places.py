@@ -10,7 +10,7 @@ import pytest
 
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.farm.crew import StartedJob
-from tightfit.farm.estimate import estimate_farm
+from tightfit.farm.estimate import Amount, estimate_farm
 from tightfit.farm.places import Place, PlaceKind, choose_slurm_places, read_partitions
 from tightfit.farm.start_kubernetes import KubernetesStarter, choose_pods
 from tightfit.farm.start_slurm import SlurmStarter
@@ -118,7 +118,7 @@ def test_pods_see_the_folder_under_its_own_path(tmp_path: Path) -> None:
 
 
 def test_without_a_prediction_only_the_rent_is_known() -> None:
-    estimate = estimate_farm(find("all"), None, num_new_tokens=1000)
+    estimate = estimate_farm(find("all"), None, Amount(num_answers=10, num_new_tokens=1000))
 
     assert estimate.seconds is None
     assert estimate.usd is None

@@ -20,12 +20,14 @@ from tightfit.farm.folder import FarmFile, farm_path
 from tightfit.farm.leases import FINISHED
 from tightfit.farm.places import local_place
 from tightfit.farm.progress import Lookout
+from tightfit.farm.statistics import sum_farm
 from tightfit.farm.status import read_statuses
 from tightfit.farm.submit import open_farm
 from tightfit.farm.worker import run_worker
 from tightfit.launch.exits import EXIT_REQUEUE
 
 LOCAL = local_place(num_gpus=0, num_workers=2, gpu=None)
+PAUSE_SECONDS = 3.0
 
 
 def begin(tmp_path: Path, count: int, **more: object) -> tuple[Path, FarmFile, Path]:
@@ -165,3 +167,48 @@ def test_an_output_that_is_not_ours_is_kept(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists already"):
         open_farm(order)
     assert out.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_pause_between_two_commands_is_no_working_time(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    folder, farm, out = begin(tmp_path, 300, lease_seconds=1.0)
+    process = start(folder, "local")
+    wait_for(lambda: sum(1 for _ in folder.glob("done/*/*")) >= 20)
+    process.send_signal(number)
+    process.wait()
+    time.sleep(PAUSE_SECONDS)
+    assert work_here(folder) == 0
+    collected = collect(folder, farm, out)
+    statuses = read_statuses(folder)
+
+    told = sum_farm(
+        collected.heads, statuses, farm=farm, num_failed=0, commits_s=collected.commits_s
+    )
+
+    whole = max(collected.commits_s) - min(status.loaded_s or 0.0 for status in statuses)
+    assert whole > PAUSE_SECONDS
+    assert 0 < told.seconds <= whole - 0.9 * PAUSE_SECONDS
+    assert told.new_tokens_per_second == pytest.approx(told.num_new_tokens / told.seconds)
+    assert told.num_answers == 300
+
+
+def test_what_is_left_is_told_by_the_chunks_that_came(tmp_path: Path) -> None:
+    folder, farm, _ = begin(tmp_path, 400)
+    lookout = Lookout(folder, farm)
+    assert lookout.look().seconds_left is None
+    time.sleep(0.3)
+    assert lookout.look().seconds_left is None, "time that passes is no pace"
+
+    process = start(folder, "local")
+    wait_for(lambda: lookout.look().num_done > 0)
+    wait_for(lambda: lookout.look().num_done > farm.shape.num_chunks / 2)
+    left, then = lookout.look().seconds_left, time.monotonic()
+    wait_for(lambda: lookout.look().is_finished)
+    took = time.monotonic() - then
+    process.wait()
+
+    assert left is not None
+    assert 0 < left.low < left.high
+    assert left.low / 2 <= took <= 2 * left.high

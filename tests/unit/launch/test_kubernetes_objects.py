@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 
 import kubernetes_validate
 import pytest
@@ -29,6 +30,7 @@ from kubernetes_reading import (
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.units import GIB
 from tightfit.hardware.kubernetes_objects import parse_quantity
+from tightfit.launch.exits import EXIT_REQUEUE
 from tightfit.launch.kubernetes.manifest import write_manifest
 from tightfit.launch.kubernetes.objects import MAX_CONFIG_BYTES, build_config_map
 from tightfit.launch.kubernetes.pod import Document
@@ -210,8 +212,6 @@ def test_words_reach_the_process_as_meant(name: str) -> None:
 
 def test_dollars_in_names_are_kept() -> None:
     plan = make_job("qlora_7b")
-    from dataclasses import replace
-
     odd = "/mnt/shared/runs/a$(POD_IP)$$b$c"
     site = make_site().model_copy(update={"environment": {"TOKEN": "x$(HOME)y$$"}})
     (job,) = build_training(replace(plan, run=odd), site)
@@ -226,13 +226,32 @@ def test_dollars_in_names_are_kept() -> None:
 def test_failures_are_sorted(name: str) -> None:
     spec = _leader(name)["spec"]
     rules = spec["podFailurePolicy"]["rules"]
-    assert [rule["action"] for rule in rules] == ["Ignore", "Ignore", "FailJob"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "FailJob"]
     assert rules[0]["onPodConditions"][0]["type"] == "DisruptionTarget"
-    assert rules[1]["onExitCodes"]["values"] == [75]
-    assert rules[2]["onExitCodes"]["values"] == [3, 4, 5, 6, 7, 8]
+    assert rules[1]["onExitCodes"]["values"] == [3, 4, 5, 6, 7, 8]
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     assert spec["maxFailedIndexes"] == 0
     assert spec["completions"] == spec["parallelism"]
+
+
+@pytest.mark.parametrize("name", WITH_JOB)
+def test_what_stops_at_its_deadline_comes_back_a_bounded_number_of_times(name: str) -> None:
+    """A pod that meets its deadline saves and ends with 75; it bears no mark of a disruption."""
+    spec = _leader(name)["spec"]
+    assert spec["template"]["spec"]["activeDeadlineSeconds"] > 0
+    for rule in spec["podFailurePolicy"]["rules"]:
+        codes = rule.get("onExitCodes", {}).get("values", [])
+        assert not (rule["action"] == "Ignore" and EXIT_REQUEUE in codes)
+    assert spec["backoffLimitPerIndex"] == 10
+    assert spec["maxFailedIndexes"] == 0
+
+
+def test_a_short_time_limit_leaves_restarts_for_all_of_its_slices() -> None:
+    job = make_job("qlora_7b")
+    slow = job.plan.estimate.time.seconds_per_step_high * (job.plan.num_steps or 0)
+    (made,) = build_training(replace(job, seconds=1800), make_site())
+    assert made["spec"]["template"]["spec"]["activeDeadlineSeconds"] == 1800
+    assert slow / 1800 < made["spec"]["backoffLimitPerIndex"] < 10 * slow / 1800
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -275,7 +294,7 @@ def test_the_time_is_the_plans_with_a_margin() -> None:
     assert time.steps_per_epoch is not None
     slow = time.seconds_per_step_high * time.steps_per_epoch * plan.num_epochs
     limit = _leader("qlora_7b")["spec"]["template"]["spec"]["activeDeadlineSeconds"]
-    assert slow * 1.5 < limit < slow * 3 + 3600
+    assert slow * 1.25 < limit < slow * 1.25 + 3600
     unknown = plan.model_copy(
         update={
             "estimate": plan.estimate.model_copy(
@@ -286,14 +305,22 @@ def test_the_time_is_the_plans_with_a_margin() -> None:
     assert predict_seconds(unknown) is None
 
 
+def test_a_train_jobs_deadline_is_longer_as_it_is_final() -> None:
+    job, site = make_job("trainjob"), CASES["trainjob"].site
+    predicted = predict_seconds(job.plan)
+    assert predicted is not None
+    (made,) = build_train_job(job, site)
+    assert made["spec"]["activeDeadlineSeconds"] >= 2 * predicted
+    (asked,) = build_train_job(replace(job, seconds=600), site)
+    assert asked["spec"]["activeDeadlineSeconds"] == 600
+
+
 def test_a_train_job_refuses_what_it_cannot_say() -> None:
     with pytest.raises(UsageError, match="Secrets"):
         build_train_job(make_job("trainjob"), make_site(secrets=("wandb",)))
 
 
 def test_a_plan_travels_as_a_config_map() -> None:
-    from dataclasses import replace
-
     job = replace(make_job("qlora_7b"), carries_plan=True, argv=("tightfit", "train", "x"))
     config, leader = build_training(job, make_site())
     assert kubernetes_validate.validate(config, NEWEST, strict=True)

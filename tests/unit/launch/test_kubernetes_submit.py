@@ -233,6 +233,45 @@ def test_a_saved_plan_travels_to_a_folder_that_only_pods_see(
     assert config["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
 
 
+def test_a_carried_plan_names_its_model_as_pods_see_it(
+    world: World, server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world.shared)
+    plan = str(tmp_path / "plan.json")
+    code, _, err = world.plain("plan", "models/tiny", "--on", "T4", "--save", plan)
+    assert code == 0, err
+    line = ["submit", plan, "--on", "k8s", "--output", "/far/runs/x", "--data", "/far/a.jsonl"]
+    code, _, err = world.plain(*line, "--no-follow")
+    assert code == 0, err
+    (config,) = (found for path, found in server.objects.items() if "/configmaps/" in path)
+    assert json.loads(config["data"]["plan.json"])["model"]["name"] == str(world.model)
+
+
+def test_a_carried_plan_of_a_model_that_pods_would_not_see(
+    world: World, server: ApiServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    for name in (model.name, f"./{model.name}", str(model)):
+        code, _, err = world.plain("plan", name, "--on", "T4", "--save", "plan.json")
+        assert code == 0, err
+        line = ["submit", "plan.json", "--on", "k8s", "--output", "/far/runs/x"]
+        code, _, err = world.plain(*line, "--data", "/far/a.jsonl", "--no-follow")
+        assert code == 3
+        assert f"No pod would see {model}" in err
+        assert "hub name" in err
+    assert not jobs(server)
+
+
+def test_a_fresh_run_that_fails_leaves_the_old_one(world: World, server: ApiServer) -> None:
+    assert world.submit("--no-follow")[0] == 0
+    server.objects = {path: it for path, it in server.objects.items() if "/jobs/" not in path}
+    before = sorted(world.run.rglob("*"))
+    code, _, err = world.submit("--fresh", "--no-follow", "--set", "micro_batch=100000")
+    assert code in (2, 5), err
+    assert sorted(world.run.rglob("*")) == before
+    assert [path.name for path in world.run.parent.iterdir()] == ["mine"]
+
+
 def test_options_that_only_kubernetes_has(world: World, server: ApiServer, tmp_path: Path) -> None:
     """As a dataclass with the fields of flags/kubernetes_options.py hands them over."""
     target = tmp_path / "job.yaml"

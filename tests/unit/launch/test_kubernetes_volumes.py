@@ -40,6 +40,18 @@ def test_of_nested_volumes_the_inner_one() -> None:
     assert find_volume(site, "/mm/x") is None
 
 
+def test_an_outer_volume_stays_read_only_where_the_inner_is_written() -> None:
+    site = KubernetesSite(
+        volumes=(volume("out", "/data", "/mnt/out"), volume("in", "/runs", "/mnt/out/runs"))
+    )
+    mounts = choose_mounts(site, written=("/mnt/out/runs/x",))
+    assert {one.path: one.is_read_only for one in mounts} == {
+        "/data": True, "/mnt/out": True, "/runs": False, "/mnt/out/runs": False,
+    }  # fmt: skip
+    both = choose_mounts(site, written=("/mnt/out/runs/x", "/data/other"))
+    assert not any(one.is_read_only for one in both)
+
+
 def test_a_link_is_named_with_where_it_leads(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "shared")

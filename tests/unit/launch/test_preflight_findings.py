@@ -312,8 +312,8 @@ def test_an_allocation_is_asked_for_as_the_site_wants_it() -> None:
     wanted = Allocation(partition="gpu", num_nodes=2, gpus_per_node=4)
 
     assert allocation_command(wanted, ["tightfit", "preflight"], site) == [
-        "salloc", "--job-name=tightfit-preflight", "--partition=gpu", "--nodes=2",
-        "--ntasks-per-node=1", "--time=3", "--gpus-per-node=4", "--account=lab", "--exclusive",
+        "salloc", "--exclusive", "--job-name=tightfit-preflight", "--partition=gpu", "--nodes=2",
+        "--ntasks-per-node=1", "--time=3", "--gpus-per-node=4", "--account=lab",
         "tightfit", "preflight",
     ]  # fmt: skip
 

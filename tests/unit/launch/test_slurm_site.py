@@ -76,6 +76,19 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
         assert part in said
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("shared: here\n", "`shared` holds absolute paths, not `here`"),
+        ("slurm: {extra: ['--comment=\"a b']}\n", "`slurm.extra` has an open quote"),
+    ],
+)
+def test_what_no_node_could_use_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidInputError) as fault:
+        read_site(write(tmp_path, text))
+    assert said in fault.value.problem
+
+
 @pytest.mark.parametrize("text", ["- a\n", "just words\n", "a: [\n"])
 def test_what_is_no_site_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidInputError):

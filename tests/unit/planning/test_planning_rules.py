@@ -31,6 +31,7 @@ _PLAIN: dict[str, Any] = {
 }
 _BF16: dict[str, Any] = {"weights": "bf16", "compute": "bf16", "adapter_dtype": "bf16"}
 _FP16: dict[str, Any] = {"weights": "fp32", "compute": "fp16"}
+_FOLDED: dict[str, Any] = {"method": "lora", "folded_adapters": True}
 _NF4: dict[str, Any] = {"method": "lora", "weights": "nf4", "compute": "fp16"}
 _INT8: dict[str, Any] = {"method": "lora", "weights": "int8", "compute": "fp16"}
 
@@ -277,6 +278,34 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "dora-sharded-quantized": (
         lambda: _case(_FSDP4 | _NF4 | {"dora": True}),
         lambda: _case(_NF4 | {"dora": True}),
+    ),
+    "folded-method": (
+        lambda: _case({"folded_adapters": True}),
+        lambda: _case(_FOLDED),
+    ),
+    "folded-dropout": (
+        lambda: _case(_FOLDED | {"lora_dropout": 0.1}),
+        lambda: _case(_FOLDED | {"lora_dropout": 0.0}),
+    ),
+    "folded-dora": (
+        lambda: _case(_FOLDED | {"dora": True}),
+        lambda: _case({"method": "lora", "dora": True}),
+    ),
+    "folded-base": (
+        lambda: _case(_FOLDED | {"weights": "int8"}),
+        lambda: _case(_FOLDED | {"weights": "nf4"}),
+    ),
+    "folded-dtype": (
+        lambda: _case(_FOLDED | _BF16 | {"adapter_dtype": "fp32"}),
+        lambda: _case(_FOLDED | _BF16),
+    ),
+    "folded-autocast": (
+        lambda: _case(_FOLDED | _BF16 | {"weights": "fp32"}),
+        lambda: _case(_FOLDED | _FSDP4 | _BF16 | {"weights": "fp32"}),
+    ),
+    "folded-zero3": (
+        lambda: _case(_ZERO3 | _FOLDED),
+        lambda: _case(_FSDP4 | _FOLDED),
     ),
     "cpu-kernels": (
         lambda: _on_cpu(_case({"loss": "fused"})),

@@ -230,3 +230,17 @@ def test_full_tuning_of_a_small_model_needs_no_levers() -> None:
     assert plan.strategy.method is Method.FULL
     assert not plan.strategy.checkpointing
     assert plan.strategy.offload.value == "none"
+
+
+def test_an_exhaustive_search_also_lists_what_another_surely_beats() -> None:
+    request, cluster = make_request("Llama-3.2-1B", method="lora"), make_cluster((1, "A100-80GB"))
+    usual = search(request, cluster, num_plans=1000).plans
+    found = search(request, cluster, num_plans=1000, is_exhaustive=True).plans
+
+    strategies = [plan.strategy for plan in found]
+    assert len(set(strategies)) == len(strategies) > 3 * len(usual)
+    assert usual[0].strategy in strategies
+    best = usual[0].strategy
+    assert not best.checkpointing
+    assert best.model_copy(update={"checkpointing": True}) in strategies
+    assert len(search(request, cluster, num_plans=4, is_exhaustive=True).plans) == 4

@@ -36,7 +36,7 @@ def test_space_covers_every_lever() -> None:
     assert {s.sharding for s in found} == set(Sharding)
     assert {s.offload for s in found} == {Offload.NONE, Offload.OPTIMIZER, Offload.ALL}
     assert {name_method(s) for s in found} == {"full", "lora", "lora-int8", "qlora"}
-    for lever in ("checkpointing", "fused_kernels", "compile", "packing"):
+    for lever in ("checkpointing", "fused_kernels", "folded_adapters", "compile", "packing"):
         assert {getattr(s, lever) for s in found} == {True, False}, lever
     assert {(s.num_nodes, s.gpus_per_node) for s in found} == {(1, 1), (1, 4), (2, 4)}
 

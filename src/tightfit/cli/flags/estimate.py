@@ -128,6 +128,13 @@ class EstimateFlags:
             "Fused norm, rotary and gated-MLP kernels. [default: off]",
         ),
     ] = None
+    folded_adapters: Annotated[
+        bool | None,
+        switch_option(
+            "--folded-adapters/--no-folded-adapters",
+            "LoRA scaled and added inside its matmuls. [default: off]",
+        ),
+    ] = None
     sharding: Annotated[
         str | None,
         word_option(

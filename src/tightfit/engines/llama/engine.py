@@ -20,6 +20,7 @@ from tightfit.engines.llama.answer import LlamaAnswer
 from tightfit.engines.llama.devices import choose_threads, list_gpus
 from tightfit.engines.llama.file import LlamaFile, read_llama_file
 from tightfit.engines.llama.rpc_hosts import add_hosts
+from tightfit.engines.llama.rpc_silence import notice_silence
 from tightfit.engines.open import EngineRequest, open_prompter
 from tightfit.engines.protocol import EngineInfo, Listener, Request, Ticket
 from tightfit.hardware.machine import read_machine
@@ -65,6 +66,8 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
         kv_bytes_per_token=file.kv_bytes_per_token,
     )
     server = start_server(settings, file.path)
+    if request.hosts:
+        notice_silence(request.hosts)
     return LlamaEngine(server, info=info, prompter=prompter, file=file)
 
 

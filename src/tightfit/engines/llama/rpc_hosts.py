@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import re
-from typing import Any
 
 from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.engines.llama.rpc_guard import silence_abort
+from tightfit.engines.llama.rpc_hello import how_to_start, probe_host
+from tightfit.runtime.ggml import load_library
+from tightfit.runtime.rpc_library import find_rpc_function, load_rpc
 
 DEFAULT_PORT = 50052
-MAX_HOSTS = 64
+MAX_HOSTS = 16
+"""llama.cpp spreads a model over as many devices. Source: `llama_max_devices` in llama.cpp."""
 
 _ADDRESS = re.compile(
     r"(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?"
 )
 """Names and IPv4: llama.cpp takes what follows the first colon as the port."""
-_HOW_TO = (
-    "build llama.cpp with -DGGML_RPC=ON and xllamacpp against it; on each host run "
-    "`rpc-server -H ADDRESS -p 50052`. It asks for no password: private network only"
-)
 
 
 def read_hosts(text: str | None) -> tuple[str, ...]:
@@ -50,42 +50,27 @@ def _read_address(text: str) -> str:
 
 def add_hosts(hosts: tuple[str, ...]) -> None:
     """Make the hosts' devices known to llama.cpp, before a model is loaded."""
-    from tightfit.runtime.ggml import load_library, supports_rpc
-
     if not hosts:
         return
-    if not supports_rpc():
-        raise EnvironmentFaultError(
-            "The installed llama.cpp was built without its RPC backend, which --hosts needs; "
-            "the xllamacpp wheels are.",
-            remedy=_HOW_TO,
-        )
-    register_hosts(load_library(), hosts)
+    protocol = load_rpc()
+    for host in hosts:
+        probe_host(host, protocol)
+    silence_abort(load_library())
+    _register_hosts(hosts)
 
 
-def register_hosts(library: Any, hosts: tuple[str, ...]) -> None:
+def _register_hosts(hosts: tuple[str, ...]) -> None:
     """As llama.cpp's own `--rpc` does it. Source: `add_rpc_devices` in its common/arg.cpp."""
-    pointer, text = ctypes.c_void_p, ctypes.c_char_p
-    library.ggml_backend_reg_by_name.restype = pointer
-    library.ggml_backend_reg_by_name.argtypes = [text]
-    library.ggml_backend_reg_get_proc_address.restype = pointer
-    library.ggml_backend_reg_get_proc_address.argtypes = [pointer, text]
+    library, pointer = load_library(), ctypes.c_void_p
     library.ggml_backend_register.restype = None
     library.ggml_backend_register.argtypes = [pointer]
-    backend = library.ggml_backend_reg_by_name(b"RPC")
-    found = backend and library.ggml_backend_reg_get_proc_address(
-        backend, b"ggml_backend_rpc_add_server"
+    add_server = ctypes.CFUNCTYPE(pointer, ctypes.c_char_p)(
+        find_rpc_function("ggml_backend_rpc_add_server")
     )
-    if not found:
-        raise EnvironmentFaultError(
-            "The installed llama.cpp names an RPC backend but does not offer it.", remedy=_HOW_TO
-        )
-    add_server = ctypes.CFUNCTYPE(pointer, text)(found)
     for host in hosts:
         devices = add_server(host.encode())
         if not devices:
             raise EnvironmentFaultError(
-                f"No llama.cpp rpc-server answers at {host}.",
-                remedy="start `rpc-server -H ADDRESS -p PORT` there, of the same llama.cpp release",
+                f"The rpc-server at {host} offers no device.", remedy=how_to_start(host)
             )
         library.ggml_backend_register(devices)

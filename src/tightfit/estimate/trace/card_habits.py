@@ -28,6 +28,7 @@ _MATMULS = frozenset(
     for name in (
         "mm",
         "addmm",
+        "addmm_",
         "bmm",
         "baddbmm",
         "addbmm",

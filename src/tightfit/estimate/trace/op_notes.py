@@ -8,6 +8,7 @@ from tightfit.estimate.trace.op_costs import NOTHING, describe
 from tightfit.estimate.trace.op_work import Work
 from tightfit.estimate.trace.operations import (
     ADAPTER,
+    ADDED_PRODUCT,
     AGAIN,
     LOSS,
     MATMUL,
@@ -69,7 +70,7 @@ class OperationNotes:
             return
         if step != self._step:
             self._start(step)
-        work = work._replace(around=self._find_python(moment, work) or work.around)
+        work = work._replace(around=self._find_python(moment, name, work) or work.around)
         if work.shape and work.kind == MEMORY_BOUND:
             # Over the vocabulary: measured apart, since its kernels do not fit their rows.
             kind = LOSS if work.shape[-1] == self._vocab_size and stage != UPDATE else work.kind
@@ -88,11 +89,12 @@ class OperationNotes:
             self._stretches.append((layer, []))
         self._stretches[-1][1].append(place)
 
-    def _find_python(self, moment: Moment, work: Work) -> str:
+    def _find_python(self, moment: Moment, name: str, work: Work) -> str:
         if moment.stage == RECOMPUTE and moment.layer is not None and moment.layer != self._again:
             self._again = moment.layer
             return AGAIN
-        return ADAPTER if work.kind == MATMUL and _FIRST_OF_ADAPTER in moment.module else ""
+        is_first = work.kind == MATMUL and _FIRST_OF_ADAPTER in moment.module
+        return ADAPTER if is_first or name == ADDED_PRODUCT else ""
 
     def finish(self) -> OperationLog | None:
         """None where an operation was not understood, or no step was taken."""

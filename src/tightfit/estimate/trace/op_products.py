@@ -17,6 +17,7 @@ from tightfit.estimate.trace.op_work import (
     sum_bytes,
 )
 from tightfit.estimate.trace.operations import (
+    ADDED_PRODUCT,
     ATTENTION,
     DEQUANTIZE,
     MATMUL,
@@ -30,6 +31,12 @@ def _multiply(args: Arguments, result: Any) -> Work:
     left = args.get("self") if "mat1" not in args else args["mat1"]
     right = args["mat2"]
     return _product(left, right, result)
+
+
+def _add_product(args: Arguments, result: Any) -> Work:
+    """What the product is added to is read as well as written."""
+    work = _multiply(args, result)
+    return work._replace(num_bytes=work.num_bytes + sum_bytes(list_tensors(result)))
 
 
 def _multiply_batch(args: Arguments, result: Any) -> Work:
@@ -185,6 +192,7 @@ COMPUTING: dict[str, Callable[[Arguments, Any], Work]] = {
     "aten::mm": _multiply,
     "aten::addmm": _multiply,
     "aten::_addmm_activation": _multiply,
+    ADDED_PRODUCT: _add_product,
     "aten::bmm": _multiply_batch,
     "aten::baddbmm": _multiply_batch,
     "bitsandbytes::int8_scaled_mm": _multiply_int8,

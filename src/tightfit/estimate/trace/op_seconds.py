@@ -13,6 +13,7 @@ from tightfit.estimate import traffic
 from tightfit.estimate.measured import bandwidth_at, find_table
 from tightfit.estimate.trace.op_host import HostPace, find_host_pace
 from tightfit.estimate.trace.operations import (
+    ADDED_PRODUCT,
     ATTENTION,
     COMMUNICATION,
     DEQUANTIZE,
@@ -146,8 +147,10 @@ class DeviceSeconds:
         table = find_table(self._gpu.measured, dtype)
         stream = one.num_bytes / self.rates.stream_bytes_per_second
         if table is not None:
-            # Many small products fill the device as one of as many rows does.
-            return unpacking + max(table.seconds(m * times, n, k), stream if times > 1 else 0.0)
+            # Many small products fill the device as one of as many rows does; a product that is
+            # added to something reads that too.
+            is_moving = times > 1 or one.name == ADDED_PRODUCT
+            return unpacking + max(table.seconds(m * times, n, k), stream if is_moving else 0.0)
         rate = eff.sustained_flops(self._gpu, dtype)
         return unpacking + one.flops / rate + stream
 

@@ -21,6 +21,8 @@ TRITON = "triton::kernel"
 ADAPTER, AGAIN, SHARD = "adapter", "again", "shard"
 """Python around an operation: peft's in a LoRA module, the beginning of a recomputed layer, FSDP's
 hooks around a collective."""
+ADDED_PRODUCT = "aten::addmm_"
+"""Into what is there already: the last product of a folded adapter, forward and backward."""
 
 FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
 STAGES = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)

@@ -13,7 +13,6 @@ from tightfit.core.errors import (
     NotFoundError,
 )
 from tightfit.core.units import MIB, render_bytes
-from tightfit.launch.exits import EXIT_REQUEUE
 from tightfit.launch.kubernetes.names import label_job
 from tightfit.launch.kubernetes.pod import (
     Document,
@@ -28,8 +27,6 @@ from tightfit.launch.site import Site
 
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-RETRIES_PER_POD = 5
-"""With pauses of 10 s, 20 s, 40 s and so on: longer than a file server keeps a dead pod's lock."""
 KEEP_SECONDS = 86_400
 """How long a Job that is over can be looked at."""
 MAX_CONFIG_BYTES = MIB
@@ -75,13 +72,15 @@ def build_job(
     *,
     num_pods: int,
     is_group: bool,
-    can_restart: bool = True,
+    num_restarts: int,
     annotations: Mapping[str, str],
 ) -> Document:
     """An Indexed Job: each pod has a number that outlives it.
 
     `is_group`: the pods are one job, found by name, which is lost with any of them. Otherwise
-    they are independent, and the others go on where one has failed for good.
+    they are independent, and the others go on where one has failed for good. `num_restarts` of
+    each number, with pauses of 10 s, 20 s, 40 s and so on: longer than a file server keeps a dead
+    pod's lock.
     """
     k8s, ours = load_client(), site.kubernetes
     labels = label_job(task.name)
@@ -92,9 +91,9 @@ def build_job(
         completion_mode="Indexed",
         completions=num_pods,
         parallelism=num_pods,
-        backoff_limit_per_index=RETRIES_PER_POD if can_restart else 0,
+        backoff_limit_per_index=num_restarts,
         max_failed_indexes=0 if is_group else None,
-        pod_failure_policy=_failure_policy(is_group=is_group) if can_restart else None,
+        pod_failure_policy=_failure_policy(is_group=is_group) if num_restarts else None,
         pod_replacement_policy="Failed",  # two pods of one number would undo each other's work
         ttl_seconds_after_finished=KEEP_SECONDS,
         template=build_pod_template(task, site, subdomain=task.name if is_meeting else None),
@@ -114,9 +113,12 @@ def build_job(
 
 
 def _failure_policy(*, is_group: bool) -> Model:
-    """A pod that was preempted or drained is no failure, nor is one that saved as it was asked:
-    where one pod of a job is preempted, the others save and stop with it. A fault of the job's
-    own ends it at once; of independent workers only the one that has it, whose node may be why.
+    """A pod that the cluster preempted, evicted or drained is no failure, however often.
+
+    All else counts against the restarts, also a pod that saved and stopped: at its deadline
+    nobody else bounds it, and it looks no different where it follows a preempted neighbour. A
+    fault of the job's own ends it at once; of independent workers only the one that has it,
+    whose node may be why.
     """
     k8s = load_client()
 
@@ -128,7 +130,6 @@ def _failure_policy(*, is_group: bool) -> Model:
     return k8s.V1PodFailurePolicy(
         rules=[
             k8s.V1PodFailurePolicyRule(action="Ignore", on_pod_conditions=[disrupted]),
-            on_codes("Ignore", [EXIT_REQUEUE]),
             on_codes("FailJob" if is_group else "FailIndex", FINAL_CODES),
         ]
     )

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from math import ceil
 
 from tightfit.core.units import GIB, MIB
+from tightfit.launch.margins import estimate_memory_request
 from tightfit.planning.plan import Plan
 
 CORES_PER_GPU = 4
 """One that feeds the GPU, the others for data, checkpoints and the network."""
 DEFAULT_CORES = 4
 """Of a CPU job on a node whose cores nobody stated."""
-MEMORY_FACTOR = 1.25
-"""On top of the predicted host memory: a pod that goes over its limit is killed whole."""
 NODE_SHARE = 0.9
 """Of a node's cores and memory; the rest is for the cluster's own pods on it."""
 SHM_BYTES_PER_RANK = GIB
@@ -69,14 +68,9 @@ def _count_cores(plan: Plan) -> int:
 
 
 def _count_memory(plan: Plan) -> int:
-    """The plan's host memory with room to spare, but no more than a node can give."""
-    node, needed = plan.hardware.node, plan.estimate.host.peak_bytes
-    if node.gpu.is_cpu:  # what would lie on a card lies in the same memory
-        needed = max(needed, plan.estimate.gpu.peak_reserved_bytes * plan.strategy.gpus_per_node)
-    wanted = int(needed * MEMORY_FACTOR)
-    if node.host_memory_bytes is None:
-        return wanted
-    return max(min(wanted, int(node.host_memory_bytes * NODE_SHARE)), needed)
+    stated = plan.hardware.node.host_memory_bytes
+    most = None if stated is None else int(stated * NODE_SHARE)
+    return estimate_memory_request(plan, most_bytes=most)
 
 
 def _round_up(num_bytes: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import ceil
 
 from tightfit.core.units import render_seconds
 from tightfit.launch.kubernetes.names import escape, name_job
@@ -13,16 +12,20 @@ from tightfit.launch.kubernetes.objects import build_config_map, build_job, buil
 from tightfit.launch.kubernetes.pod import SHM_PATH, Document, Task, User
 from tightfit.launch.kubernetes.resources import read_resources
 from tightfit.launch.kubernetes.volumes import choose_mounts
+from tightfit.launch.margins import (
+    count_restarts,
+    count_slices,
+    estimate_run_seconds,
+    round_limit,
+)
 from tightfit.launch.rendezvous import DEFAULT_PORT
 from tightfit.launch.site import Site
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import name_method
 from tightfit.runtime.staged import VARIABLE
 
-TIME_FACTOR = 2.0
-"""On top of the slow end of the prediction; a pod that hangs holds its GPUs until then."""
-START_SECONDS = 1800
-"""Pulling an image of several GiB, staging, loading."""
+PULL_SECONDS = 900
+"""For an image of several GiB: a pod's time counts from before it is there."""
 RUN_ANNOTATION = "tightfit-run"
 PLAN_ANNOTATION = "tightfit-plan"
 PLAN_FILE = "plan.json"
@@ -72,7 +75,7 @@ def build_training(job: TrainingJob, site: Site) -> list[Document]:
         site,
         num_pods=job.num_pods,
         is_group=True,
-        can_restart=job.can_restart,
+        num_restarts=_count_restarts(job),
         annotations=describe_job(job),
     )
     return [*found, made]
@@ -125,8 +128,8 @@ def describe_job(job: TrainingJob) -> dict[str, str]:
     method = name_method(strategy)
     what = f"{plan.model.name}, {method}, {job.num_pods} x {strategy.gpus_per_node}"
     gpu = plan.hardware.node.gpu.name
-    seconds = _training_seconds(plan)
-    told = f", about {render_seconds(seconds)}" if seconds is not None else ""
+    seconds = plan.estimate.time.seconds_per_step * (plan.num_steps or 0)
+    told = f", about {render_seconds(seconds)}" if seconds else ""
     return {RUN_ANNOTATION: job.run, PLAN_ANNOTATION: f"{what} {gpu}{told}"}
 
 
@@ -136,14 +139,12 @@ def predict_seconds(plan: Plan) -> int | None:
     Counted from the pod's start on a node: a Job's own deadline would count the hours in which
     it waits for GPUs too.
     """
-    seconds = _training_seconds(plan, is_slow=True)
-    if seconds is None:
-        return None
-    return ceil((seconds * TIME_FACTOR + START_SECONDS) / 60) * 60
+    seconds = estimate_run_seconds(plan)
+    return None if seconds is None else int(round_limit(seconds + PULL_SECONDS))
 
 
-def _training_seconds(plan: Plan, *, is_slow: bool = False) -> float | None:
-    if not plan.num_steps:
-        return None
-    time = plan.estimate.time
-    return plan.num_steps * (time.seconds_per_step_high if is_slow else time.seconds_per_step)
+def _count_restarts(job: TrainingJob) -> int:
+    """Enough for the slices that a short time limit cuts the run into."""
+    if not job.can_restart:
+        return 0
+    return count_restarts(count_slices(estimate_run_seconds(job.plan), limit=job.seconds))

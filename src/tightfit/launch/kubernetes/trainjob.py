@@ -31,6 +31,8 @@ from tightfit.launch.site import Site
 API_VERSION = "trainer.kubeflow.org/v1alpha1"
 RUNTIME = "torch-distributed"
 """The runtime that comes with the Trainer; any other with a torch policy does too."""
+DEADLINE_FACTOR = 2
+"""On a pod's time: a TrainJob's deadline ends it for good, where a pod saves and comes back."""
 _NODE = "node"
 """What the Trainer calls both its job and the container in it."""
 _MEETING = "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
@@ -77,7 +79,7 @@ def build_train_job(job: TrainingJob, site: Site, *, runtime: str = RUNTIME) -> 
     }
     if site.kubernetes.queue is not None and task.seconds is not None:
         # Counted from when Kueue lets the job go; without a queue it would count the waiting too.
-        spec["activeDeadlineSeconds"] = task.seconds
+        spec["activeDeadlineSeconds"] = job.seconds or DEADLINE_FACTOR * task.seconds
     train_job = {
         "apiVersion": API_VERSION,
         "kind": "TrainJob",

@@ -34,11 +34,15 @@ class Mount:
 
 
 def choose_mounts(site: KubernetesSite, *, written: Sequence[str] = ()) -> tuple[Mount, ...]:
-    """Every volume of the site; only those that hold a `written` path can be written to."""
+    """Every volume of the site; only those that hold a `written` path can be written to.
+
+    Of two nested ones that is the inner alone.
+    """
     _check_names(site)
+    holders = [find_volume(site, path) for path in written]
     mounts: dict[str, Mount] = {}
     for volume in site.volumes:
-        is_written = any(_holds(volume, path) for path in written)
+        is_written = volume in holders
         for path in _paths_of(volume):
             if _SYSTEM.fullmatch(path):
                 raise InvalidInputError(
@@ -104,10 +108,6 @@ def _paths_of(volume: Volume) -> tuple[str, ...]:
     if volume.local is not None:
         paths.append(str(Path(volume.local).expanduser()))
     return tuple(dict.fromkeys(paths))
-
-
-def _holds(volume: Volume, path: str) -> bool:
-    return any(_is_inside(path, root) for root in _paths_of(volume))
 
 
 def _is_inside(path: str, root: str) -> bool:

@@ -10,6 +10,7 @@ from tightfit.launch.kubernetes.objects import build_job
 from tightfit.launch.kubernetes.pod import Document, Task, User
 from tightfit.launch.kubernetes.resources import PodResources
 from tightfit.launch.kubernetes.volumes import choose_mounts
+from tightfit.launch.margins import MIN_RESTARTS
 from tightfit.launch.site import Site
 
 WORKER_NUMBER = "$(JOB_COMPLETION_INDEX)"
@@ -44,8 +45,8 @@ def worker_job(
 
     `argv` is plain words; a word that is `WORKER_NUMBER` becomes the pod's number, and nothing
     else is expanded. A pod that is preempted or drained comes back and is not counted; one that
-    fails comes back up to five times; a fault that no restart cures ends that worker alone. The
-    Job is complete when all have ended with 0.
+    fails or stops comes back up to ten times; a fault that no restart cures ends that worker
+    alone. The Job is complete when all have ended with 0.
     """
     chosen = options or WorkerOptions()
     task = Task(
@@ -58,5 +59,13 @@ def worker_job(
         user=chosen.user,
         node_selector=chosen.node_selector,
     )
-    annotations = chosen.annotations
-    return [build_job(task, site, num_pods=num_workers, is_group=False, annotations=annotations)]
+    return [
+        build_job(
+            task,
+            site,
+            num_pods=num_workers,
+            is_group=False,
+            num_restarts=MIN_RESTARTS,
+            annotations=chosen.annotations,
+        )
+    ]

@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tightfit import __version__
+from tightfit.launch.agents.process import Tell, open_answers, read_requests
 from tightfit.launch.preflight import folder
 from tightfit.launch.preflight.doors import Listener
 from tightfit.launch.preflight.facts import probe_facts
@@ -134,28 +135,20 @@ class Agent:
 
 
 def main() -> int:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    turn = threading.Lock()
-
-    def tell(line: dict[str, Any]) -> None:
-        with turn:
-            answers.write(json.dumps(line) + "\n")
-
+    tell = open_answers()
     agent = Agent()
     life = threading.Timer(MAX_LIFE_SECONDS, _leave, [agent])
     life.daemon = True
     life.start()
     tell({"hello": "tightfit", "protocol": PROTOCOL, "version": __version__})
-    for line in sys.stdin:
-        threading.Thread(target=_answer, args=(agent, line, tell), daemon=True).start()
+    for wish in read_requests():
+        threading.Thread(target=_answer, args=(agent, wish, tell), daemon=True).start()
     _leave(agent)
     return 0
 
 
-def _answer(agent: Agent, line: str, tell: Callable[[dict[str, Any]], None]) -> None:
+def _answer(agent: Agent, wish: dict[str, Any], tell: Tell) -> None:
     """In a thread for each question: none of them may keep the others waiting."""
-    wish = json.loads(line)
     told: dict[str, Any] = {"id": wish["id"]}
     try:
         do = agent.find(wish["do"])

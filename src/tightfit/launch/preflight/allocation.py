@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tightfit.launch.preflight.salloc_options import keep_known
 from tightfit.launch.site import Site
 
 MINUTES = 3
@@ -21,7 +22,10 @@ class Allocation:
 
 
 def allocation_command(wanted: Allocation, words: Sequence[str], site: Site) -> list[str]:
-    """`salloc ... words`: it runs them here, with the nodes' names in the environment."""
+    """`salloc ... words`: it runs them here, with the nodes' names in the environment.
+
+    The site's raw options come first: of two that say the same salloc goes by the last.
+    """
     slurm = site.slurm
     given = {
         "--job-name": "tightfit-preflight",
@@ -36,4 +40,4 @@ def allocation_command(wanted: Allocation, words: Sequence[str], site: Site) -> 
         "--reservation": slurm.reservation,
     }
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
-    return ["salloc", *options, *slurm.extra, *words]
+    return ["salloc", *keep_known(slurm.extra), *options, *words]

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
 from tightfit.core.errors import UserError
-from tightfit.launch.nodes import start_on
+from tightfit.launch.agents.remote import AgentGoneError, Line, RemoteAgent
 from tightfit.launch.preflight.messages import PROTOCOL
 
 AGENT = "tightfit.launch.preflight.agent"
@@ -41,120 +33,62 @@ class Start:
 
 
 class Agent:
-    """One node's agent, and the threads that read what it says."""
+    """One node's agent."""
 
     def __init__(self, node: str) -> None:
         self.node = node
         self.fault: str | None = None
         """Why it does not run."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._hello: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._waiting: dict[int, queue.Queue[dict[str, Any] | None]] = {}
-        self._turn = threading.Lock()
-        self._next = 0
-        self._said: deque[str] = deque(maxlen=20)
+        self._remote: RemoteAgent | None = None
+        self._hello: Future[Line] = Future()
 
     def start(self, how: Start, seconds: float) -> None:
         """Until it has said hello; `fault` tells what went wrong."""
         try:
-            self._process = start_on(self.node, how.argv, prefix=how.prefix, env=how.env)
+            remote = self._remote = RemoteAgent(
+                self.node, how.argv, prefix=how.prefix, env=how.env, on_news=self._greet
+            )
         except UserError as fault:
             self.fault = fault.problem
             return
-        for read in (self._read_answers, self._read_complaints):
-            threading.Thread(target=read, daemon=True).start()
-        try:
-            hello = self._hello.get(timeout=seconds)
-        except queue.Empty:
-            self.fault = f"no answer in {seconds:.0f} s{self._last_words()}"
-            return
-        if hello is None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout=END_SECONDS)
-            time.sleep(0.1)  # for its last words to be read
-            code = self._process.returncode
-            self.fault = f"ended with exit code {code}{self._last_words()}"
-        elif hello.get("protocol") != PROTOCOL:
-            self.fault = (
-                f"tightfit {hello.get('version')} there does not speak with the one of this machine"
-            )
+        either: list[Future[Any]] = [self._hello, remote.ended]
+        wait(either, timeout=seconds, return_when=FIRST_COMPLETED)
+        if self._hello.done():
+            self.fault = _find_mismatch(self._hello.result())
+        elif remote.ended.done():
+            code = remote.wait_for_exit(END_SECONDS)
+            self.fault = f"ended with exit code {code}{remote.last_words}"
+        else:
+            self.fault = f"no answer in {seconds:.0f} s{remote.last_words}"
+
+    def _greet(self, line: Line) -> None:
+        if "hello" in line and not self._hello.done():
+            self._hello.set_result(line)
 
     def ask(self, question: str, seconds: float, given: Mapping[str, Any]) -> Any:
         """The answer, or SilentAgentError when the time is over."""
-        if self.fault is not None or self._process is None or self._process.stdin is None:
+        if self.fault is not None or self._remote is None:
             raise SilentAgentError(self.fault or "it was not started")
-        answer: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        with self._turn:
-            self._next += 1
-            number = self._next
-            self._waiting[number] = answer
-            line = json.dumps({"id": number, "do": question, **given}) + "\n"
-            try:
-                self._process.stdin.write(line.encode())
-                self._process.stdin.flush()
-            except OSError:
-                raise SilentAgentError(f"the agent is gone{self._last_words()}") from None
+        asked = self._remote.ask({"do": question, **given})
         try:
-            told = answer.get(timeout=max(seconds, 0.0) + GRACE_SECONDS)
-        except queue.Empty:
+            told = asked.result(timeout=max(seconds, 0.0) + GRACE_SECONDS)
+        except FutureTimeoutError:
             raise SilentAgentError(f"no answer in {seconds:.0f} s") from None
-        if told is None:
-            raise SilentAgentError(f"the agent is gone{self._last_words()}")
+        except AgentGoneError as fault:
+            raise SilentAgentError(str(fault)) from None
         if "fault" in told:
             raise SilentAgentError(str(told["fault"]))
         return told["answer"]
 
     def end(self) -> None:
-        """Close its stdin, which ends it, wherever it is; then the local end of the pipe."""
-        process = self._process
-        if process is None:
-            return
-        with suppress(OSError):
-            if process.stdin is not None:
-                process.stdin.close()
-        try:
-            process.wait(timeout=END_SECONDS)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=END_SECONDS)
-
-    def _read_answers(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                told = _parse(line)
-                if told is None:
-                    self._said.append(line.decode(errors="replace").strip())
-                elif "hello" in told:
-                    self._hello.put(told)
-                elif told.get("id") in self._waiting:
-                    self._waiting.pop(told["id"]).put(told)
-        self._hello.put(None)
-        for answer in list(self._waiting.values()):
-            answer.put(None)
-
-    def _read_complaints(self) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            for line in lines:
-                self._said.append(line.decode(errors="replace").strip())
-
-    def _last_words(self) -> str:
-        words = [line for line in self._said if line]
-        return f": {words[-1][:300]}" if words else ""
+        if self._remote is not None:
+            self._remote.close(seconds=END_SECONDS)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """None for what a login shell or a module system prints before the agent starts."""
-    try:
-        told = json.loads(line)
-    except ValueError:
+def _find_mismatch(hello: Line) -> str | None:
+    if hello.get("protocol") == PROTOCOL:
         return None
-    return told if isinstance(told, dict) else None
+    return f"tightfit {hello.get('version')} there does not speak with the one of this machine"
 
 
 class Crew:

@@ -6,7 +6,6 @@ closes: whatever it was doing, the next start goes on from there.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import UserError
+from tightfit.launch.agents.process import open_answers, read_requests
 from tightfit.launch.stage import wire
 from tightfit.launch.stage.blocks import digest_block, from_ranges, to_ranges
 from tightfit.launch.stage.place import (
@@ -321,29 +321,22 @@ def main() -> int:
     """Answer until stdin closes."""
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
     agent = Agent()
-    lock = threading.Lock()
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's words must not mix with ours
-
-    def say(told: Answer) -> None:
-        with lock:
-            out.write(json.dumps(told).encode() + b"\n")
+    tell = open_answers()
 
     def listen() -> None:
-        for line in sys.stdin.buffer:
-            requests.put(json.loads(line))
+        for request in read_requests():
+            requests.put(request)
         os._exit(0)
 
     def tick() -> None:
         while True:
             time.sleep(_TICK_SECONDS)
-            say({"progress": agent.num_stored_bytes})
+            tell({"progress": agent.num_stored_bytes})
 
     threading.Thread(target=listen, daemon=True).start()
     threading.Thread(target=tick, daemon=True).start()
     while True:
-        request = requests.get()
-        say(answer(agent, request))
+        tell(answer(agent, requests.get()))
 
 
 def answer(agent: Agent, request: dict[str, Any]) -> Answer:

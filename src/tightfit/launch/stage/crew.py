@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from typing import Any, Protocol
 
 from tightfit.core import errors
 from tightfit.core.errors import EnvironmentFaultError, UserError
-from tightfit.launch.nodes import start_on
+from tightfit.launch.agents.remote import Line, RemoteAgent
 from tightfit.launch.stage.agent import Agent, Answer, answer
 
 SILENT_SECONDS = 45.0
 """An agent says how far it is every second; one that has not for so long is lost."""
 START_SECONDS = 90.0
 """For ssh or srun, Python and its imports on a busy node."""
+END_SECONDS = 5.0
 
 
 class NodeLostError(Exception):
@@ -70,94 +68,36 @@ class ThisMachine:
 
 
 class OtherNode:
-    """A node with an agent on it, at the other end of two pipes."""
+    """A node with an agent on it."""
 
     def __init__(self, node: str, *, prefix: str, command: Sequence[str]) -> None:
         self.node = node
         self.num_stored_bytes = 0
-        self._words: deque[str] = deque(maxlen=5)
-        self._waiting: dict[int, Future[Answer]] = {}
-        self._lock = threading.Lock()
-        self._next_id = 0
-        self._is_lost = False
         self._heard = time.monotonic()
-        self._process = start_on(node, command, prefix=prefix)
-        self._threads = [
-            threading.Thread(target=work, daemon=True) for work in (self._listen, self._overhear)
-        ]
-        for thread in reversed(self._threads):  # the first waits for the second
-            thread.start()
+        self._remote = RemoteAgent(node, command, prefix=prefix, on_news=self._note_progress)
 
     def ask(self, op: str, **arguments: Any) -> Future[Answer]:
         future: Future[Answer] = Future()
-        with self._lock:
-            self._next_id += 1
-            number = self._next_id
-            self._waiting[number] = future
-        request = {"id": number, "op": op, "arguments": arguments}
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except (OSError, ValueError):
-            self._lose()
-        if self._is_lost:
-            self._lose()
+
+        def pass_on(done: Future[Line]) -> None:
+            self._heard = time.monotonic()
+            if done.exception() is None:
+                _settle(future, done.result(), self.node)
+            else:
+                future.set_exception(NodeLostError(f"{self.node} is lost{self._remote.last_words}"))
+
+        self._remote.ask({"op": op, "arguments": arguments}).add_done_callback(pass_on)
         return future
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._heard = time.monotonic()
-            try:
-                told = json.loads(line)
-                number = told.get("id")
-            except (ValueError, AttributeError):
-                continue  # a login message
-            if "progress" in told:
-                self.num_stored_bytes = int(told["progress"])
-                continue
-            with self._lock:
-                future = self._waiting.pop(number, None)
-            if future is not None:
-                _settle(future, told, self.node)
-        for thread in self._threads[1:]:
-            thread.join(timeout=1)
-        self._is_lost = True
-        self._lose()
+    def _note_progress(self, line: Line) -> None:
+        self._heard = time.monotonic()
+        self.num_stored_bytes = int(line.get("progress", self.num_stored_bytes))
 
     def is_silent(self) -> bool:
         return time.monotonic() - self._heard > SILENT_SECONDS
 
-    def _overhear(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if text := line.decode(errors="replace").strip():
-                self._words.append(text)
-
-    def _lose(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        said = f": {self._words[-1][:300]}" if self._words else ""
-        for future in waiting.values():
-            with suppress(Exception):
-                future.set_exception(NodeLostError(f"{self.node} is lost{said}"))
-
     def close(self) -> None:
-        """The agent ends with its stdin; one that does not is ended."""
-        with suppress(OSError, ValueError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except Exception:
-            self._process.kill()
-            self._process.wait()
-        for thread in self._threads:
-            thread.join(timeout=5)
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+        self._remote.close(seconds=END_SECONDS)
 
 
 def _settle(future: Future[Answer], told: Answer, node: str) -> None:

@@ -1,0 +1,122 @@
+"""Training speed of tightfit beside its peers, as measured on one H200, job by job.
+
+    .venv/bin/python benchmarks/h200_throughput.py            # table, and the file of ratios
+    .venv/bin/python benchmarks/h200_throughput.py --check    # fails if a ratio fell
+
+`measure_throughput.py` measured the jobs. "trl best" is the fastest of trl's rows but its default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from _provenance import write_result
+from tightfit.core.units import GIB
+
+RESULTS = Path(__file__).resolve().parent / "results"
+MEASURED = RESULTS / "h200_throughput.json"
+RATIOS = RESULTS / "h200_throughput_ratios.json"
+OURS, DEFAULT, BEST = "tightfit", "trl-default", "trl best"
+NOISE = 0.03
+"""Of a ratio, from one call on the machine to the next."""
+LOSS_TOLERANCE = 0.02
+"""Between first losses: kernels round differently, and packed rows are other rows."""
+
+Rows = dict[str, dict[str, Any]]
+
+
+def compare(rows: Rows) -> dict[str, float]:
+    """How many times as fast as each peer tightfit is; what did not run is left out."""
+    speeds = {name: row["tokens_per_second"] for name, row in rows.items() if "fault" not in row}
+    ours = speeds.pop(OURS, None)
+    if ours is None:
+        return {}
+    of_trl = [speed for name, speed in speeds.items() if _is_tuned_trl(name)]
+    if of_trl:
+        speeds[BEST] = max(of_trl)
+    return {name: round(ours / speed, 3) for name, speed in speeds.items()}
+
+
+def _is_tuned_trl(name: str) -> bool:
+    return name.startswith("trl-") and name != DEFAULT
+
+
+def list_strange_losses(rows: Rows) -> list[str]:
+    """Contestants whose first loss is not that of trl's default: they train something else."""
+    losses = {name: row["first_losses"][0] for name, row in rows.items() if "fault" not in row}
+    usual = losses.get(DEFAULT)
+    if usual is None:
+        return []
+    return [n for n, loss in losses.items() if not abs(loss / usual - 1) <= LOSS_TOLERANCE]
+
+
+def render_job(name: str, rows: Rows, ratios: dict[str, float]) -> str:
+    head = f"{OURS} is {_times(ratios, DEFAULT)} trl's default, {_times(ratios, BEST)} its best"
+    lines = [f"{name}: {head}"]
+    for contestant, row in rows.items():
+        if "fault" in row:
+            fault = " ".join(row["fault"].split())
+            lines.append(f"  {contestant:18} did not run: {fault[:100]}")
+            continue
+        memory = [row.get(f"peak_{kind}_bytes", 0) / GIB for kind in ("allocated", "reserved")]
+        speed = f"{row['tokens_per_second']:9,.0f} tokens/s {row['step_seconds']:8.4f} s"
+        lines.append(
+            f"  {contestant:18} {speed} {memory[0]:7.1f} {memory[1]:7.1f} GiB"
+            f"  loss {row['first_losses'][0]:.3f}  {_describe_fallback(row)}"
+        )
+    return "\n".join(lines)
+
+
+def _times(ratios: dict[str, float], peer: str) -> str:
+    return f"{ratios[peer]:.2f}x" if peer in ratios else "not compared with"
+
+
+def _describe_fallback(row: dict[str, Any]) -> str:
+    """A peer's earlier attempts, or the plan that tightfit chose."""
+    if "plan" in row:
+        return str(row["plan"])
+    way = "checkpointing" if row["switches"]["checkpointing"] else "no checkpointing"
+    return f"{way}, after {len(row['tried'])} that failed" if row["tried"] else way
+
+
+def find_faults(
+    ratios: dict[str, dict[str, float]], recorded: dict[str, dict[str, float]]
+) -> list[str]:
+    """What fell under its floor, or is no longer measured."""
+    return [
+        f"{job}: {ratios.get(job, {}).get(peer, 'no ratio')} against {peer}, was {before}"
+        for job, peers in recorded.items()
+        for peer, before in peers.items()
+        if ratios.get(job, {}).get(peer, 0.0) < before * (1 - NOISE)
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the recorded ratios")
+    arguments = parser.parse_args()
+    jobs = json.loads(MEASURED.read_text())["jobs"]
+    ratios = {name: compare(job["contestants"]) for name, job in jobs.items()}
+    strange = []
+    for name, job in jobs.items():
+        print(render_job(name, job["contestants"], ratios[name]))
+        strange += [
+            f"{name}: {who} trains something else"
+            for who in list_strange_losses(job["contestants"])
+        ]
+    if arguments.check:
+        recorded = json.loads(RATIOS.read_text())["ratios"]
+        faults = find_faults(ratios, recorded) + strange
+        print("\n".join(f"fault: {fault}" for fault in faults) or "throughput: all good")
+        return 1 if faults else 0
+    print("\n".join(f"fault: {fault}" for fault in strange))
+    write_result(RATIOS, "benchmarks/h200_throughput.py", noise=NOISE, ratios=ratios)
+    return 1 if strange else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

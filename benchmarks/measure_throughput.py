@@ -1,0 +1,259 @@
+"""Training speed of tightfit and its peers, one after another on one card, on the same tokens.
+
+    python benchmarks/measure_throughput.py --out benchmarks/results/h200_throughput.json
+    python benchmarks/measure_throughput.py --only 7b-lora,8b-lora --seconds 560 --out ...
+    python benchmarks/measure_throughput.py --device cpu --tiny --steps 2 --out tiny.json
+
+Needs trl, datasets and liger-kernel for trl's rows, bitsandbytes for QLoRA, unsloth for its own;
+`--path trl=FOLDER` names where unpacked wheels lie, for that kind of contestant alone. Each attempt
+is a fresh process with a time limit; what stops it is its result. Weights are drawn on the card and
+tokens at random. The file is written after each contestant; jobs not asked for stay in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from _provenance import provenance
+from _throughput_contestants import Contestant, Switches, list_contestants
+from _throughput_jobs import JOBS, NUM_WARM_UP, TINY_LEN, Job, make_rows, write_folder, write_text
+from _throughput_tightfit import read_run, train_command, write_recipe
+from _throughput_worker import list_versions
+from tightfit.core.files import write_atomic
+
+HERE = Path(__file__).resolve().parent
+COMMAND = "benchmarks/measure_throughput.py"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+LEAST_SECONDS = 30.0
+"""With less left of the whole time, no contestant is started."""
+
+
+class ContestantError(Exception):
+    """Why a process brought no result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is the same for all contestants of a call."""
+
+    device: str
+    num_steps: int
+    limit_seconds: float
+    end: float
+    """Of the whole call, on the monotonic clock."""
+    paths: dict[str, str]
+    work: Path
+
+    def remaining(self) -> float:
+        return min(self.limit_seconds, self.end - time.monotonic())
+
+
+def run_process(command: list[str], environment: dict[str, str], limit: float, log: Path) -> int:
+    """The exit code; the process and its children are ended at the limit."""
+    with log.open("w") as stream:
+        started = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=stream, start_new_session=True
+        )
+        try:
+            return started.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+            raise ContestantError(f"not done after {limit:.0f} s") from None
+
+
+def make_environment(setting: Setting, kind: str, *, expandable: bool) -> dict[str, str]:
+    environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for name in (ALLOCATOR, "PYTORCH_ALLOC_CONF"):
+        environment.pop(name, None)
+    if expandable:
+        environment[ALLOCATOR] = "expandable_segments:True"
+    if kind in setting.paths:
+        paths = [setting.paths[kind], environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment
+
+
+def run_attempt(
+    setting: Setting, job: Job, contestant: Contestant, switches: Switches, name: str
+) -> dict[str, Any]:
+    """One peer with one set of switches."""
+    asked, answered = setting.work / f"{name}.json", setting.work / f"{name}.answer.json"
+    request = {
+        "kind": contestant.kind,
+        "job": asdict(job),
+        "switches": asdict(switches),
+        "folder": str(setting.work / "model"),
+        "device": setting.device,
+        "num_steps": setting.num_steps,
+        "num_all_steps": NUM_WARM_UP + setting.num_steps,
+    }
+    asked.write_text(json.dumps(request))
+    worker = str(HERE / "_throughput_worker.py")
+    environment = make_environment(
+        setting, contestant.kind, expandable=switches.expandable_segments
+    )
+    log = setting.work / f"{name}.log"
+    command = [sys.executable, worker, str(asked), str(answered)]
+    code = run_process(command, environment, setting.remaining(), log)
+    if not answered.exists():
+        raise ContestantError(f"exit {code}: {log.read_text()[-600:]}")
+    answer: dict[str, Any] = json.loads(answered.read_text())
+    if "fault" in answer:
+        print(log.read_text()[-3000:], flush=True)
+        raise ContestantError(answer["fault"])
+    return answer | {"switches": asdict(switches)}
+
+
+def run_peer(setting: Setting, job: Job, contestant: Contestant) -> dict[str, Any]:
+    """The first set of switches that runs; what stopped the others stands beside it."""
+    tried: list[dict[str, Any]] = []
+    for number, switches in enumerate(contestant.attempts):
+        if tried and setting.remaining() < LEAST_SECONDS:
+            tried.append({"switches": asdict(switches), "fault": "not tried: no time was left"})
+            continue
+        try:
+            name = f"{contestant.name}-{number}"
+            return run_attempt(setting, job, contestant, switches, name) | {"tried": tried}
+        except ContestantError as fault:
+            tried.append({"switches": asdict(switches), "fault": str(fault)})
+    return {"fault": tried[-1]["fault"], "tried": tried}
+
+
+def run_tightfit(setting: Setting, job: Job) -> dict[str, Any]:
+    """`tightfit train` on a recipe; planning is not timed, as building is not for the others."""
+    run, log = setting.work / "run", setting.work / "tightfit.log"
+    recipe = write_recipe(
+        job,
+        folder=setting.work / "model",
+        data=setting.work / "rows.jsonl",
+        run=run,
+        device=setting.device,
+        num_steps=setting.num_steps,
+    )
+    environment = make_environment(setting, "tightfit", expandable=False)
+    try:
+        code = run_process(train_command(recipe), environment, setting.remaining(), log)
+        if code:
+            raise ContestantError(f"exit {code}: {log.read_text()[-1500:]}")
+    except ContestantError as fault:
+        worker_log = run / "log.txt"
+        if worker_log.exists():
+            print(worker_log.read_text()[-3000:], flush=True)
+        return {"fault": str(fault)}
+    return read_run(run, device=setting.device) | {
+        "recipe": {
+            name: value
+            for name, value in json.loads(recipe.read_text()).items()
+            if name not in ("model", "data", "output")
+        }
+    }
+
+
+def run_job(
+    setting: Setting, job: Job, names: list[str], *, tiny: bool, before: dict[str, Any], keep: Any
+) -> dict[str, Any]:
+    """Every contestant of one job; `keep` is called with all results so far after each.
+
+    `before`: earlier results, which stay unless their contestant runs again.
+    """
+    num_words = write_folder(job, setting.work / "model", tiny=tiny)
+    rows = make_rows(job, num_steps=NUM_WARM_UP + setting.num_steps, num_words=num_words)
+    write_text(rows, setting.work / "rows.jsonl")
+    found = dict(before)
+    for contestant in list_contestants(job, device=setting.device):
+        if names and contestant.name not in names:
+            continue
+        if setting.remaining() < LEAST_SECONDS:
+            found.setdefault(contestant.name, {"fault": "not started: no time was left"})
+            continue
+        start = time.monotonic()
+        is_ours = contestant.kind == "tightfit"
+        row = run_tightfit(setting, job) if is_ours else run_peer(setting, job, contestant)
+        found[contestant.name] = row | {
+            "process_seconds": round(time.monotonic() - start, 1),
+            "about": provenance(COMMAND) | list_versions() | row.get("about", {}),
+        }
+        print(describe(job, contestant.name, found[contestant.name]), flush=True)
+        keep(found)
+    return found
+
+
+def describe(job: Job, name: str, row: dict[str, Any]) -> str:
+    start = f"{job.name:15} {name:18} {row['process_seconds']:6.1f} s"
+    if "fault" in row:
+        return f"{start}  failed: {row['fault'][-300:]}"
+    peak = row.get("peak_allocated_bytes", 0) / 2**30
+    losses = " ".join(f"{loss:.3f}" for loss in row["first_losses"][:3])
+    speed = f"{row['tokens_per_second']:9.0f} tokens/s  {row['step_seconds']:.4f} s/step"
+    return f"{start}  {speed}  {peak:6.1f} GiB  losses {losses}"
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default=",".join(JOBS), help="jobs, separated by commas")
+    parser.add_argument("--contestants", default="", help="names; the default is all")
+    parser.add_argument("--steps", type=int, default=20, help="measured, after the warm-up")
+    parser.add_argument("--seconds", type=float, default=1e9, help="limit of the whole call")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one attempt")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="two small layers and short rows")
+    parser.add_argument("--path", action="append", default=[], metavar="KIND=FOLDER")
+    parser.add_argument("--logs", type=Path, help="folder for what the contestants said")
+    options = parser.parse_args()
+    unknown = [name for name in options.only.split(",") if name not in JOBS]
+    if unknown:
+        parser.error(f"no such job: {', '.join(unknown)}; there are {', '.join(JOBS)}")
+    return options
+
+
+def keep_logs(work: Path, folder: Path | None, job: str) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in sorted(work.glob("*.log")):
+            (folder / f"{job}.{log.name}").write_text(log.read_text()[-20_000:])
+
+
+def main() -> int:
+    options = read_options()
+    end = time.monotonic() + options.seconds
+    document: dict[str, Any] = {"jobs": {}}
+    if options.out.exists():
+        document = json.loads(options.out.read_text())
+    paths = dict(item.partition("=")[::2] for item in options.path)
+    names = [name for name in options.contestants.split(",") if name]
+    for name in options.only.split(","):
+        job = replace(JOBS[name], seq_len=TINY_LEN) if options.tiny else JOBS[name]
+        before = document["jobs"].get(name, {}).get("contestants", {}) if names else {}
+
+        def keep(found: dict[str, Any], *, job: Job = job) -> None:
+            document["jobs"][job.name] = {"job": asdict(job), "contestants": found}
+            write_atomic(options.out, json.dumps(document, indent=1) + "\n")
+
+        with tempfile.TemporaryDirectory() as folder:
+            setting = Setting(
+                device=options.device,
+                num_steps=options.steps,
+                limit_seconds=options.limit,
+                end=end,
+                paths={kind: str(Path(path).resolve()) for kind, path in paths.items()},
+                work=Path(folder),
+            )
+            keep(run_job(setting, job, names, tiny=options.tiny, before=before, keep=keep))
+            keep_logs(setting.work, options.logs, name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

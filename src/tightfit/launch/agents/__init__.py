@@ -1,0 +1,1 @@
+"""Agents: processes on nodes that are asked by lines of JSON over their pipes."""

@@ -1,0 +1,115 @@
+"""`python -m tightfit.runtime.build_rpc`: the RPC backend that the wheel lacks, for `--hosts`.
+
+Two files of the source package of the very release that is installed, made a library that the
+wheel can load. ggml itself is not built: its functions are the wheel's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from tightfit.core.errors import EnvironmentFaultError, UserError
+from tightfit.core.files import sync
+from tightfit.runtime.ggml import REMEDY, has_llama
+from tightfit.runtime.rpc_library import RpcFolder, installed_release, rpc_folder
+
+_LIBRARY_FLAGS = (
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread"),
+    *("-DGGML_BACKEND_DL", "-DGGML_BACKEND_SHARED", "-DGGML_BACKEND_BUILD", "-DGGML_SHARED"),
+)
+_SOURCES = ("ggml-rpc.cpp", "transport.cpp")
+
+
+def main() -> int:
+    """Build it, or find it built."""
+    try:
+        folder = build_rpc()
+    except UserError as fault:
+        print(f"error: {fault.problem}\n  try: {fault.remedy}", file=sys.stderr)
+        return fault.exit_code
+    print(f"llama.cpp's RPC backend is in {folder.path}")
+    return 0
+
+
+def build_rpc() -> RpcFolder:
+    """The library for the installed release; whole or not there."""
+    if not has_llama():
+        raise EnvironmentFaultError("llama.cpp is not installed.", remedy=REMEDY)
+    folder = rpc_folder()
+    if folder.path.is_dir():
+        return folder
+    if shutil.which("c++") is None:
+        raise EnvironmentFaultError(
+            "Building needs a C++ compiler, and there is no `c++` on PATH.",
+            remedy="apt install g++, or your system's package of that name",
+        )
+    try:
+        folder.path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.path.parent, prefix=".build-") as home:
+            made = RpcFolder(Path(home) / "made")
+            made.path.mkdir()
+            _compile(_fetch_source(Path(home)), made)
+            _put(made, folder)
+    except OSError as fault:
+        raise EnvironmentFaultError(
+            f"{folder.path} cannot be made: {fault.strerror or fault}.",
+            remedy="export TIGHTFIT_CACHE=/a/folder/with/space",
+        ) from fault
+    return folder
+
+
+def _fetch_source(home: Path) -> Path:
+    """ggml out of the wheel's source package, which pip finds where it found the wheel."""
+    release = installed_release()
+    print(f"fetching the source of xllamacpp {release} ...", flush=True)
+    only_source = ["--no-deps", "--no-binary", "xllamacpp", f"xllamacpp=={release}"]
+    _run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(home), *only_source],
+        remedy=f"python -m pip download {' '.join(only_source)}",
+    )
+    inside = f"xllamacpp-{release}/thirdparty/llama.cpp/ggml"
+    with tarfile.open(next(home.glob("xllamacpp-*.tar.gz"))) as archive:
+        wanted = [part for part in archive if part.name.startswith(f"{inside}/")]
+        archive.extractall(home, wanted, filter="data")
+    return home / inside
+
+
+def _compile(ggml: Path, made: RpcFolder) -> None:
+    print("compiling ...", flush=True)
+    includes = [f"-I{ggml / 'include'}", f"-I{ggml / 'src'}"]
+    sources = [str(ggml / "src" / "ggml-rpc" / name) for name in _SOURCES]
+    _run(
+        ["c++", *_LIBRARY_FLAGS, *includes, *sources, "-o", str(made.library)],
+        remedy="a newer compiler: apt install g++",
+    )
+    shutil.copy2(ggml / "include" / made.header.name, made.header)
+
+
+def _put(made: RpcFolder, folder: RpcFolder) -> None:
+    for part in made.path.iterdir():
+        sync(part)
+    with contextlib.suppress(OSError):  # another process was quicker, with the same
+        made.path.rename(folder.path)
+    sync(folder.path.parent)
+
+
+def _run(command: list[str], *, remedy: str) -> None:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0:
+        said = next((line for line in done.stdout.splitlines() if "error" in line.lower()), "")
+        name = "pip" if "pip" in command else command[0]
+        raise EnvironmentFaultError(
+            f"`{name}` failed with code {done.returncode}: {said.strip()[:300]}", remedy=remedy
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""`tightfit bench`: sweeps with a stand-in worker, the words of each plan, refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+
+from tightfit.cli.bench_words import list_words
+from tightfit.cli.choices import PLAN_METHODS
+from tightfit.cli.settings import read_settings
+from tightfit.core.recipe import Recipe, RecipeMethod
+from tightfit.core.strategy import Strategy
+from tightfit.hardware.resolve import resolve_hardware
+from tightfit.launch import trial
+from tightfit.ledger.run_folder import RunFolder, RunState
+from tightfit.ledger.store import read_outcomes
+from tightfit.models.resolve import resolve_model
+from tightfit.planning.request import JobRequest
+from tightfit.planning.search import search
+
+ROOT = Path(__file__).parents[1]
+SMALL = ("--seq-len", "64", "--effective-batch", "4", "--steps", "3", "--warm-up", "2")
+MODEL = ("EleutherAI/pythia-14m", "--random-weights", "--on", "cpu", *SMALL)
+
+
+@pytest.fixture(autouse=True)
+def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "ledger.sqlite"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.delenv("TIGHTFIT_MEMORY_LIMIT_BYTES", raising=False)
+    sys.path.insert(0, str(ROOT / "launch"))
+    yield
+    sys.path.remove(str(ROOT / "launch"))
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the stand-in worker does at each start; the last order holds for all further ones."""
+    given: list[dict[str, Any]] = [{}]
+
+    from launch_cases import stand_in_command
+
+    def run_job(run: RunFolder, **more: Any) -> RunState:
+        order = given.pop(0) if len(given) > 1 else given[0]
+        (run.path / "behaviour.json").write_text(json.dumps({"num_steps": 5, **order}))
+        from tightfit.launch import local
+
+        return local.run_job(run, command=stand_in_command(run), **more)
+
+    monkeypatch.setattr(trial, "run_job", run_job)
+    return given
+
+
+def list_left() -> list[str]:
+    return [path.name for path in Path(tempfile.gettempdir()).iterdir()]
+
+
+@pytest.mark.usefixtures("orders")
+class TestOnePlan:
+    def test_predicted_stands_beside_measured(self, run: Run) -> None:
+        answer = run("bench", *MODEL, columns=200)
+
+        assert answer.code == 0, answer.err
+        assert "3 steps after 2 to warm up; random tokens, rows of 64, random weights" in answer.out
+        time = next(line for line in answer.out.splitlines() if line.startswith("time per step"))
+        assert "0.50 s" in time  # as the stand-in says of every step
+        assert "0.50 s to 0.50 s" in time
+        assert "tightfit calibrate --device cpu" in answer.out
+        assert "step 5/5" in answer.err
+
+    def test_nothing_stays_but_the_outcome(self, run: Run, tmp_path: Path) -> None:
+        assert run("bench", *MODEL).code == 0
+        assert list_left() == []
+        assert {path.name for path in tmp_path.iterdir()} <= {
+            "tmp", "cache", "ledger.sqlite", "ledger.sqlite.lock"
+        }  # fmt: skip
+        kept = read_outcomes()
+        assert [row.status.value for row in kept] == ["finished"]
+        assert kept[0].measured_seconds_per_step == 0.5
+
+    def test_json_has_every_figure(self, run: Run) -> None:
+        found = run("bench", *MODEL, "--json").json
+        only = found["trials"][0]
+
+        assert (found["num_plans"], found["is_calibrated"], only["rank"]) == (1, False, 1)
+        assert only["measured"]["num_steps"] == 3
+        assert only["measured"]["tokens_per_second"] == 2000.0
+        assert only["measured"]["trained_tokens_per_second"] == 800.0
+        named = {item["name"]: item for item in only["compared"]}
+        assert set(named) == {
+            "process memory", "time per step", "tokens per second", "trained tokens per second",
+            "MFU",
+        }  # fmt: skip
+        error = 100 * (only["predicted_seconds_per_step"] - 0.5) / 0.5
+        assert named["time per step"]["error_percent"] == pytest.approx(error)
+
+
+class TestSweep:
+    LEVERS = (*MODEL, "--method", "lora", "--all-levers", "--top", "3")
+
+    def test_what_runs_out_of_memory_is_a_row(
+        self, run: Run, orders: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        orders[:] = [{"at": {"2": "oom"}}, {}]
+        out, chart = tmp_path / "plans.json", tmp_path / "plans.png"
+        answer = run("bench", *self.LEVERS, "--out", str(out), "--chart", str(chart))
+
+        assert answer.code == 0, answer.err
+        assert "out of memory" in answer.out
+        written = json.loads(out.read_text())
+        assert [row["rank"] for row in written["trials"]] == [2, 3, 1]
+        assert written["trials"][2]["status"] == "out-of-memory"
+        assert written["first_over_fastest"] is None
+        assert len({json.dumps(row["strategy"]) for row in written["trials"]}) == 3
+        assert chart.read_bytes().startswith(b"\x89PNG")
+        statuses = [row.status.value for row in read_outcomes()]
+        assert statuses == ["out-of-memory", "finished", "finished"]
+        assert list_left() == []
+
+    def test_a_worker_that_dies_is_a_row_with_its_last_words(
+        self, run: Run, orders: list[dict[str, Any]]
+    ) -> None:
+        orders[:] = [{}, {"at": {"3": "die"}}, {"at": {"3": "bug"}}]
+        answer = run("bench", *self.LEVERS, "--json")
+
+        assert answer.code == 0
+        rows = {row["rank"]: row for row in answer.json["trials"]}
+        assert [rows[rank]["status"] for rank in (1, 2, 3)] == ["measured", "failed", "failed"]
+        assert "SIGKILL" in rows[2]["problem"]
+        assert any("the stand-in is broken" in line for line in rows[3]["log"])
+        assert tempfile.gettempdir() not in json.dumps([rows[2]["remedy"], rows[3]["problem"]])
+        assert answer.json["first_over_fastest"] == 1.0
+        assert list_left() == []
+
+    def test_nothing_measured_is_one_error(self, run: Run, orders: list[dict[str, Any]]) -> None:
+        orders[:] = [{"at": {"1": "oom"}}]
+        answer = run("bench", *MODEL)
+        assert answer.code == 5
+        assert answer.err.rstrip().endswith("--top 5    (tries others too)")
+        assert answer.out.count("error") == 0
+
+        orders[:] = [{"at": {"1": "nan"}}]
+        answer = run("bench", *MODEL, "--json")
+        assert (answer.code, answer.json["exit_code"]) == (4, 4)
+        assert (answer.json["error"], answer.json["remedy"]) == ("loss is nan", "lower it")
+
+    def test_a_limit_teaches_nothing_of_the_card(
+        self, run: Run, orders: list[dict[str, Any]]
+    ) -> None:
+        orders[:] = [{"at": {"1": "oom"}}]
+        assert run("bench", *MODEL, "--memory-limit", "4GiB").code == 5
+        assert read_outcomes() == ()
+
+    def test_no_plan_starts_when_the_minutes_are_over(
+        self, run: Run, orders: list[dict[str, Any]]
+    ) -> None:
+        orders[:] = [{}]
+        answer = run("bench", *self.LEVERS, "--minutes", "0.0001", "--json")
+        assert answer.code == 0
+        assert len(answer.json["trials"]) == 1
+        assert any("--minutes" in note for note in answer.json["notes"])
+
+
+class TestWords:
+    @pytest.mark.parametrize("on", ["4xV100-32GB", "RTX-4090", "cpu"])
+    @pytest.mark.parametrize("is_exhaustive", [False, True])
+    def test_the_planner_comes_to_the_same_plan(self, on: str, is_exhaustive: bool) -> None:
+        cluster, spec = resolve_hardware(on), resolve_model("Llama-3.2-1B")
+        request = JobRequest(spec=spec, seq_len=512)
+        plans = search(request, cluster, num_plans=6, is_exhaustive=is_exhaustive).plans
+        assert len(plans) >= 2
+        for plan in plans:
+            again = search(_read_back(list_words(plan.strategy), spec), cluster).plans
+            assert [found.strategy for found in again[:1]] == [plan.strategy]
+
+    def test_every_field_is_said_or_known_not_to_be_turned(self) -> None:
+        from tightfit.cli.bench_words import NOT_TURNED
+
+        said = {word.partition("=")[0] for word in list_words(Strategy())[3::2]}
+        silent = {"quirks", "recomputed_layers"}
+        assert said | set(NOT_TURNED) | silent == set(Strategy.model_fields)
+
+
+def _read_back(words: tuple[str, ...], spec: Any) -> JobRequest:
+    """As `train` reads `--method` and `--set`."""
+    assert words[0] == "--method"
+    assert words[1] in PLAN_METHODS
+    assert set(words[2::2]) == {"--set"}
+    recipe = Recipe(model="m", method=RecipeMethod(words[1]))
+    fixed = recipe.fixed_strategy() | read_settings(words[3::2])
+    return JobRequest(spec=spec, method=words[1], seq_len=512, fixed=fixed)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("words", "code", "remedy"),
+        [
+            (("EleutherAI/pythia-14m", "--on", "cpu"), 3, "--random-weights"),
+            (("7B-params", "--random-weights", "--on", "cpu"), 3, "tightfit models"),
+            ((*MODEL, "--chart", "plans.html"), 2, "--chart plans.png"),
+            ((*MODEL, "--out", "nowhere/plans.json"), 6, "mkdir -p nowhere"),
+            (("gpt2", "--on", "slurm:gpu"), 2, "--on here"),
+            ((*MODEL, "--steps", "0"), 2, "--steps 20"),
+            ((*MODEL, "--data", "gone.jsonl"), 3, "gone.jsonl"),
+        ],
+    )
+    def test_one_message_and_one_remedy(
+        self, run: Run, words: tuple[str, ...], code: int, remedy: str
+    ) -> None:
+        answer = run("bench", *words)
+        assert (answer.code, answer.out) == (code, "")
+        assert answer.err.count("error: ") == 1
+        assert remedy in answer.err
+        assert list_left() == []

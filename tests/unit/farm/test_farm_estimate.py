@@ -1,0 +1,246 @@
+"""What is said before a farm starts, held against what a real model then does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from small_models import make_llama
+from tightfit.cli.watch_farm import revise
+from tightfit.data.formats import Message
+from tightfit.engines.open import EngineRequest, open_engine, open_prompter
+from tightfit.engines.protocol import Sampling
+from tightfit.farm.bounds import Bounds
+from tightfit.farm.estimate import Amount, FarmEstimate, TypeEstimate, estimate_farm, remember_alone
+from tightfit.farm.measured import Basis, record, record_farm
+from tightfit.farm.places import NodeType, Place, PlaceKind, local_place
+from tightfit.farm.progress import Progress
+from tightfit.farm.statistics import FarmStatistics, NodeStatistics
+from tightfit.hardware.machine import read_machine
+from tightfit.ledger.answer_rates import MOST_KEPT, read_rates
+from tightfit.runtime.artefacts import find_artefact
+from tightfit.serve.generate.job import GenerateJob
+from tightfit.serve.generate.journal import open_journal
+from tightfit.serve.generate.plan import Prediction, measure_prompts, predict
+from tightfit.serve.generate.prompts import Prompt
+from tightfit.serve.generate.run import run_engine
+from tightfit.serve.generate.settings import describe_settings
+
+HERE = local_place(num_gpus=0, num_workers=1, gpu=None)
+SLURM = Place(
+    name="cpu",
+    kind=PlaceKind.SLURM,
+    num_workers=1,
+    types=(NodeType(name="CPU", gpu=None, num_workers=1, num_cores=1),),
+)
+AMOUNT = Amount(num_answers=1000, num_new_tokens=16_000)
+JOB = GenerateJob(
+    prompts=[
+        Prompt(index=n, place=f"line {n}", messages=(Message("user", "how many singers"),))
+        for n in range(64)
+    ],
+    sampling=Sampling(max_new_tokens=32, temperature=0.8, seed=5),
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "home" / "ledger.sqlite"))
+
+
+@pytest.fixture(scope="module")
+def request_here(tmp_path_factory: pytest.TempPathFactory) -> EngineRequest:
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(folder)
+    return EngineRequest(artefact=find_artefact(str(folder)), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def prediction(request_here: EngineRequest) -> Prediction:
+    lengths = measure_prompts(JOB.prompts, open_prompter(request_here), is_raw=False)
+    found = predict(request_here, lengths, JOB.sampling)
+    assert found is not None
+    return found
+
+
+def only(estimate: FarmEstimate) -> TypeEstimate:
+    (kind,) = estimate.types
+    return kind
+
+
+def rate_of(estimate: FarmEstimate) -> Bounds:
+    assert estimate.new_tokens_per_second is not None
+    return estimate.new_tokens_per_second
+
+
+def test_a_tiny_model_is_as_slow_as_its_host(
+    request_here: EngineRequest, prediction: Prediction, tmp_path: Path
+) -> None:
+    """By CPU time, which other work on the machine does not stretch as it does the clock's."""
+    out = tmp_path / "answers.jsonl"
+    with open_journal(out, describe_settings(request_here, JOB), seed=5) as journal:
+        began = time.process_time()
+        load = open_engine(request_here)
+        load.close()
+        loading = time.process_time() - began
+        began = time.process_time()
+        run = run_engine(request_here, JOB, journal)
+        took = time.process_time() - began - min(loading, run.measured.load_seconds)
+        journal.finish(is_complete=True)
+    num_new = sum(timing.num_new_tokens for timing in run.outcome.timings)
+    reached = num_new / took
+
+    amount = Amount(num_answers=64, num_new_tokens=num_new)
+    told = rate_of(estimate_farm([HERE], prediction, amount))
+
+    assert prediction.estimate.new_tokens_per_second > 10 * reached, "data sheets know no host"
+    assert told.low / 2 <= reached <= 2 * told.high
+
+
+def test_starting_is_counted_and_every_figure_is_a_range(prediction: Prediction) -> None:
+    told = estimate_farm([HERE], prediction, AMOUNT)
+
+    assert told.basis is Basis.PREDICTED
+    assert told.start_seconds is not None
+    assert told.seconds is not None
+    answering = rate_of(told).seconds_for(AMOUNT.num_new_tokens)
+    assert told.seconds.low == pytest.approx(told.start_seconds.low + answering.low)
+    assert told.seconds.high == pytest.approx(told.start_seconds.high + answering.high)
+    assert 0 < told.seconds.low < told.seconds.high
+
+
+def test_workers_share_the_cores_of_this_machine(prediction: Prediction) -> None:
+    def rate(count: int) -> float:
+        place = local_place(num_gpus=0, num_workers=count, gpu=None)
+        return rate_of(estimate_farm([place], prediction, AMOUNT)).high
+
+    cores = read_machine().num_usable_cores
+
+    assert rate(64 * cores) <= 1.01 * cores * rate(1)
+
+
+def test_few_answers_do_not_fill_the_slots(prediction: Prediction) -> None:
+    few = replace(AMOUNT, num_answers=1)
+
+    assert rate_of(estimate_farm([HERE], prediction, few)).high < (
+        0.5 * rate_of(estimate_farm([HERE], prediction, AMOUNT)).high
+    )
+
+
+def test_earlier_runs_are_believed_where_they_were(prediction: Prediction) -> None:
+    guess = only(estimate_farm([HERE], prediction, AMOUNT))
+    assert guess.predicted_tokens_per_second is not None
+    slow = guess.predicted_tokens_per_second / 10
+    remember_alone(prediction, replace(AMOUNT, num_new_tokens=100_000), rate=slow)
+
+    told = estimate_farm([HERE], prediction, AMOUNT)
+
+    assert told.basis is Basis.MEASURED
+    assert rate_of(told).low < slow < rate_of(told).high < 2 * slow
+    elsewhere = estimate_farm([SLURM], prediction, AMOUNT)
+    assert elsewhere.basis is Basis.PREDICTED, "another CPU is another device"
+    both = estimate_farm([HERE, SLURM], prediction, AMOUNT)
+    assert both.basis is Basis.MIXED
+
+
+def test_a_start_that_was_measured_is_expected_again(prediction: Prediction) -> None:
+    guess = only(estimate_farm([HERE], prediction, AMOUNT))
+    record(guess, num_new=5000, rate=100.0, start_seconds=100.0)
+
+    told = only(estimate_farm([HERE], prediction, AMOUNT))
+
+    assert told.start_seconds is not None
+    assert told.start_seconds.low < 100 < told.start_seconds.high
+
+
+def test_short_runs_are_not_kept_and_long_memories_are_cut(prediction: Prediction) -> None:
+    guess = only(estimate_farm([HERE], prediction, AMOUNT))
+    assert guess.work is not None
+    record(guess, num_new=10, rate=1.0)
+    record(guess, num_new=10_000, rate=100_000.0)
+    assert read_rates(guess.work) == ()
+    for _ in range(MOST_KEPT + 3):
+        record(guess, num_new=5000, rate=100.0)
+    assert len(read_rates(guess.work)) == MOST_KEPT
+
+
+def made_statistics(*, num_workers: int, num_lost: int) -> FarmStatistics:
+    node = NodeStatistics(
+        partition="local",
+        node="here",
+        device="cpu",
+        num_workers=num_workers,
+        num_chunks=10,
+        num_answers=100,
+        share=1.0,
+        num_prompt_tokens=1000,
+        num_new_tokens=3000,
+        new_tokens_per_second=300.0,
+        answers_per_second=10.0,
+        load_seconds=8.0,
+        busy_seconds=10.0,
+        idle_seconds=0.0,
+        taken_over={},
+        num_discarded=0,
+        num_lost_workers=num_lost,
+    )
+    return FarmStatistics(
+        model="m",
+        num_prompts=100,
+        num_answers=100,
+        num_failed=0,
+        num_prompt_tokens=1000,
+        num_new_tokens=3000,
+        seconds=10.0,
+        new_tokens_per_second=300.0,
+        total_tokens_per_second=400.0,
+        answers_per_second=10.0,
+        num_chunks=10,
+        prompts_per_chunk=10,
+        num_workers=num_workers,
+        released={},
+        num_discarded=0,
+        nodes=(node,),
+    )
+
+
+def test_a_farm_whose_workers_all_lived_is_remembered(prediction: Prediction) -> None:
+    estimate = estimate_farm([HERE], prediction, AMOUNT)
+    work = only(estimate).work
+    assert work is not None
+    record_farm(estimate, made_statistics(num_workers=1, num_lost=1))
+    record_farm(estimate, made_statistics(num_workers=2, num_lost=0))
+    assert read_rates(work) == (), "what died, or was started again, says nothing of the next"
+
+    record_farm(estimate, made_statistics(num_workers=1, num_lost=0))
+
+    (kept,) = read_rates(work)
+    assert kept.new_tokens_per_second == 300.0
+    assert kept.start_seconds is not None
+    assert kept.start_seconds > 8.0
+
+
+def test_the_first_chunks_revise_time_and_cost(prediction: Prediction) -> None:
+    estimate = estimate_farm([HERE], prediction, AMOUNT)
+    kind = replace(only(estimate), usd_per_hour=36.0)
+    estimate = replace(estimate, types=(kind,), seconds=Bounds(10.0, 20.0))
+    progress = Progress(
+        num_chunks=100,
+        num_done=10,
+        nodes=(),
+        new_tokens_per_second=50.0,
+        seconds=100.0,
+        seconds_left=Bounds(800.0, 1100.0),
+        is_finished=False,
+    )
+
+    said = revise(progress, estimate, num_chunks=10)
+
+    assert said is not None
+    assert "measured by the first 10 chunks: 15 min to 20 min in all" in said
+    assert "instead of 10 s to 20 s" in said
+    assert "$9.00 to $12.00" in said
+    assert revise(replace(progress, seconds_left=None), estimate, num_chunks=0) is None

@@ -1,0 +1,111 @@
+"""Trials: one plan, once, in a folder that is gone afterwards, whoever was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launch_cases import Notes, make_run, stand_in_command
+
+from tightfit.launch import local, trial
+from tightfit.launch.command import RUN_VARIABLE
+from tightfit.launch.lock import lock_path
+from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def try_it(run: RunFolder, notes: Notes | None = None) -> RunState:
+    command = stand_in_command(run)
+    return local.run_job(run, watch=notes or Notes(), command=command, is_trial=True)
+
+
+def test_out_of_memory_is_the_answer_and_no_smaller_plan_is_tried(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", at={"2": "oom"})
+    before = run.read_plan()
+    state = try_it(run)
+
+    assert (state.status, state.exit_code) == (RunStatus.OUT_OF_MEMORY, 76)
+    assert run.read_plan() == before
+    assert (run.path / "starts").read_text() == "1"
+
+
+def test_a_wish_to_stop_ends_a_worker_that_would_not_hear_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=3000, hears=False)
+    notes = Notes()
+
+    def interrupt() -> None:
+        while len(notes.steps) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    state = try_it(run, notes)
+
+    assert (state.status, state.exit_code) == (RunStatus.STOPPED, 130)
+    assert not psutil.pid_exists(json.loads(run.state_path.read_text()).get("pid") or 2**31 - 1)
+
+
+def fail_at_home(seen: list[Path]) -> None:
+    with trial.open_home() as home:
+        seen.append(home)
+        (home / "run").mkdir()
+        raise ValueError("ours")
+
+
+def be_terminated_at_home(seen: list[Path]) -> None:
+    with trial.open_home() as home:
+        seen.append(home)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+
+def test_the_home_is_gone_after_a_fault() -> None:
+    seen: list[Path] = []
+    with pytest.raises(ValueError, match="ours"):
+        fail_at_home(seen)
+    assert [home.exists() for home in seen] == [False]
+
+
+def test_sigterm_removes_the_home_too() -> None:
+    seen: list[Path] = []
+    with pytest.raises(SystemExit) as leaving:
+        be_terminated_at_home(seen)
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert [home.exists() for home in seen] == [False]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_what_a_killed_launcher_left_is_cleared_with_its_worker(tmp_path: Path) -> None:
+    left = tmp_path / f"{trial.PREFIX}left"
+    (left / "run").mkdir(parents=True)
+    mark = str(lock_path(RunFolder(path=left / "run"), None))
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(100)"],
+        env={**os.environ, RUN_VARIABLE: mark},
+    )
+    try:
+        with trial.open_home():
+            assert left.exists()  # it is young: somebody may be making it
+        os.utime(left, (0, 0))
+        with trial.open_home() as held:
+            os.utime(held, (0, 0))
+            assert not left.exists()
+            assert worker.wait(timeout=10) == -signal.SIGKILL
+            with trial.open_home():
+                assert held.exists()  # old, but its holder lives
+    finally:
+        worker.kill()
+        worker.wait()
