@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from _kernels import Meter
-from _trace_build import shrink_job, write_config
+from _trace_build import keep_gathered, shrink_job, write_config
 from _trace_job import Run
 from _trace_jobs import Job
 
@@ -40,6 +40,8 @@ def measure_steps(job: Job, device: torch.device) -> dict[str, list[dict[str, An
     with tempfile.TemporaryDirectory() as name:
         write_config(job, Path(name), is_tiny=is_tiny)
         run = Run(job, device, Path(name))
+        if job.strategy.sharding.is_fsdp:
+            keep_gathered(run.engine.module)
         for number in range(NUM_WARM):
             run.step(number)
         with Meter(device, every_seconds=SAMPLE_SECONDS) as meter:

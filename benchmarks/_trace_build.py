@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from _trace_jobs import Job, list_micro_batches
 from tightfit.core.dtypes import Dtype
@@ -118,6 +121,41 @@ def _repeat_own(output: Tensor, given: Tensor) -> None:
 
 def _take_own(output: Tensor, given: Tensor) -> None:
     output.detach().view(-1).copy_(given.detach().view(-1)[: output.numel()])
+
+
+class KeptGather(AllGather):
+    """Hands out buffers in which the other ranks' values stand already.
+
+    Gathering then takes no time, as on a network without limits: what a step takes is the rank's
+    own. Costs memory that a real group does not, so peaks are read before.
+    """
+
+    NUM_IN_FLIGHT = 4
+    """Buffers of one size that FSDP2 may hold at a time: it fetches one layer ahead."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[tuple[int, ...], torch.dtype], Iterator[Tensor]] = {}
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        key = (tuple(int(each) for each in size), dtype)
+        if key not in self._kept:
+            drawn = [
+                torch.randn(key[0], device=device, dtype=dtype).mul_(DRAWN_SPREAD)
+                for _ in range(self.NUM_IN_FLIGHT)
+            ]
+            self._kept[key] = cycle(drawn)
+        return next(self._kept[key])
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
+        """The rank's own values were copied in before."""
+
+
+def keep_gathered(module: nn.Module) -> None:
+    """Let all of a sharded module's layers gather from buffers that are filled already."""
+    gather = KeptGather()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_custom_all_gather(gather)
 
 
 def make_place(job: Job, device: torch.device) -> Place:

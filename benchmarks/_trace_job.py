@@ -23,6 +23,7 @@ from _gauge import Gauge
 from _trace_build import (
     build,
     give_optimizer,
+    keep_gathered,
     make_batches,
     make_place,
     make_training,
@@ -42,7 +43,7 @@ MEASURE, EVENTS, CAP, SURVIVING = "measure", "events", "cap", "surviving"
 MODES = (MEASURE, EVENTS, CAP, SURVIVING)
 NUM_RECORDED = 2
 """Steps whose events are kept: the one in which the optimizer's state appears, and a steady one."""
-NUM_TIMED = 3
+NUM_TIMED = 5
 NUM_CAPPED = 3
 """Steps that must pass under a limit."""
 TOLERANCE_FRACTION = 0.003
@@ -184,6 +185,9 @@ def _run_free(job: Job, device: torch.device, folder: Path, request: Request) ->
         stages[f"step {number}"] = gauge.end()
         if number == NUM_RECORDED:
             recorder.stop()
+    if job.strategy.sharding.is_fsdp and SURVIVING not in request.modes:
+        keep_gathered(run.engine.module)
+        steps = [run.step(number) for number in range(NUM_RECORDED + NUM_TIMED)]
     report = _describe_steps(run, stages, steps)
     report |= {"context_bytes": context_bytes, "outside_torch_bytes": gauge.outside()}
     done: dict[str, Any] = {MEASURE: report | gauge.describe()}

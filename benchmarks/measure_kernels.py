@@ -8,8 +8,9 @@
 `traffic`: memory-bound kernels by kind. `host`: a tiny decoder layer, checkpointed or not.
 `steps`: jobs of `_trace_jobs.py` for a few steps, and one step's device time by operation.
 
-Needs torch, transformers and nvidia-ml-py, and what the jobs name. Every part and every job has an
-interpreter of its own: what one job patches, such as Liger's kernels, must not reach the next.
+Needs torch, transformers and nvidia-ml-py, and what the jobs name. Every part and every job has a
+process of its own, forked from one that has the libraries loaded: what one job patches, such as
+Liger's kernels, must not reach the next.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _trace_jobs import DEV, Job
-from measure_trace import ALLOCATOR, describe_run, run_in_process, set_environment
+from _trace_jobs import SETS, Job
+from measure_trace import (
+    ALLOCATOR,
+    describe_run,
+    load_libraries,
+    run_in_process,
+    set_environment,
+)
 
 PARTS = ("products", "traffic", "host", "steps")
 SECTIONS = (*PARTS, "ops")
 """Lists of rows in the output; `steps` fills two."""
+JOBS = {job.name: job for jobs in SETS.values() for job in jobs}
 Given = tuple[str, Job | None, str]
 """A part, its job if it is `steps`, and the device."""
 
@@ -67,11 +75,12 @@ def _measure(part: str, job: Job | None, device: Any) -> dict[str, list[dict[str
     return {part: measure(device)}
 
 
-def start(given: Given, *, timeout_seconds: float) -> dict[str, Any]:
+def start(given: Given, *, can_fork: bool, timeout_seconds: float) -> dict[str, Any]:
     _, job, _ = given
     expands = job is None or job.expandable_segments
     os.environ[ALLOCATOR] = f"expandable_segments:{expands}"
-    return run_in_process("spawn", measure_part, given, timeout_seconds=timeout_seconds)
+    way = "fork" if can_fork else "spawn"
+    return run_in_process(way, measure_part, given, timeout_seconds=timeout_seconds)
 
 
 def write_document(path: Path, head: dict[str, Any], rows: dict[str, list[Any]]) -> None:
@@ -108,10 +117,10 @@ def summarize(section: str, row: dict[str, Any]) -> str | None:
 
 
 def list_work(arguments: argparse.Namespace) -> list[Given]:
-    names = arguments.jobs.split(",") if arguments.jobs else [job.name for job in DEV]
+    names = arguments.jobs.split(",") if arguments.jobs else list(JOBS)
     work: list[Given] = []
     for part in arguments.parts.split(","):
-        jobs = [job for job in DEV if job.name in names] if part == "steps" else [None]
+        jobs = [JOBS[name] for name in names] if part == "steps" else [None]
         work += [(part, job, arguments.device) for job in jobs]
     return work
 
@@ -119,7 +128,7 @@ def list_work(arguments: argparse.Namespace) -> list[Given]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--jobs", default="", help="names from the dev set; all unless given")
+    parser.add_argument("--jobs", default="", help="names; all unless given")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start none after")
     parser.add_argument("--job-seconds", type=float, default=120.0, help="end a part or job after")
@@ -127,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if unknown := set(arguments.parts.split(",")) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
-    if unknown := set(filter(None, arguments.jobs.split(","))) - {job.name for job in DEV}:
+    if unknown := set(filter(None, arguments.jobs.split(","))) - set(JOBS):
         parser.error(f"unknown jobs: {', '.join(sorted(unknown))}")
     return arguments
 
@@ -137,6 +146,7 @@ def main() -> int:
     set_environment()
     begin = time.perf_counter()
     head = describe_run()
+    can_fork = load_libraries(arguments.device)
     words = [word.rpartition("/")[2] for word in sys.argv[1:]]
     head["commands"] = [" ".join(["python benchmarks/measure_kernels.py", *words])]
     rows: dict[str, list[Any]] = {}
@@ -145,7 +155,7 @@ def main() -> int:
         if time.perf_counter() - begin > arguments.seconds:
             num_left += 1
             continue
-        answer = start(given, timeout_seconds=arguments.job_seconds)
+        answer = start(given, can_fork=can_fork, timeout_seconds=arguments.job_seconds)
         if answer["status"] != "ok":
             num_bad += 1
             print(given[0], given[1] and given[1].name, answer["status"], answer.get("fault", ""))

@@ -11,7 +11,7 @@ from math import sqrt
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Strategy
 from tightfit.estimate.measured import attention_rates, bandwidth_at, find_table, stream_rate
-from tightfit.hardware.measured_rates import MeasuredRates
+from tightfit.hardware.measured_rates import AttentionRow, MeasuredRates
 from tightfit.hardware.types import Gpu
 
 Capability = tuple[int, int]
@@ -138,21 +138,19 @@ def find_rates(
     head_dim: int,
     seq_len: float | None = None,
     tensor_bytes: float | None = None,
+    is_masked: bool = False,
 ) -> Rates:
     """Sustained rates for the strategy's arithmetic.
 
     fp32 runs without tensor cores: torch leaves TF32 off unless asked. `seq_len` and
-    `tensor_bytes` say at which length and size measured rates are read.
+    `tensor_bytes` say at which length and size measured rates are read, `is_masked` that
+    attention is given its mask as a matrix.
     """
     compute, measured = strategy.compute, gpu.measured
     # Adapters in fp32 beside a 16-bit model that no autocast covers multiply in fp32.
     narrow = compute if strategy.is_autocast else strategy.adapter_dtype
     matmul = sustained_flops(gpu, compute)
     length = float(strategy.seq_len) if seq_len is None else seq_len
-    # Another width, or another kernel, is another rate.
-    is_sdpa = strategy.attention is Attention.SDPA and (
-        measured is not None and compute.value_bytes == measured.attention_value_bytes
-    )
     elementwise = ELEMENTWISE_FRACTION * gpu.memory_bytes_per_second
     loss = elementwise
     if measured is not None and measured.elementwise:
@@ -170,12 +168,27 @@ def find_rates(
         stream_bytes_per_second=stream_bytes_per_second(gpu),
         elementwise_bytes_per_second=elementwise,
         loss_bytes_per_second=loss,
-        measured_attention=attention_rates(measured, head_dim=head_dim, seq_len=length)
-        if is_sdpa
-        else None,
+        measured_attention=attention_rates(
+            _attention_rows(measured, strategy, is_masked=is_masked),
+            head_dim=head_dim,
+            seq_len=length,
+        ),
         measured=measured,
         **_host_seconds(gpu),
     )
+
+
+def _attention_rows(
+    measured: MeasuredRates | None, strategy: Strategy, *, is_masked: bool
+) -> tuple[AttentionRow, ...]:
+    """Another width of values, or another kernel, is another rate."""
+    if measured is None or strategy.attention is not Attention.SDPA:
+        return ()
+    if strategy.compute.value_bytes != measured.attention_value_bytes:
+        return ()
+    if strategy.packing:
+        return measured.document_attention
+    return measured.masked_attention or measured.attention if is_masked else measured.attention
 
 
 def _host_seconds(gpu: Gpu) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import exp, log, log2
 
 from tightfit.core.dtypes import Dtype
-from tightfit.hardware.measured_rates import BandwidthRow, MatmulRow, MeasuredRates
+from tightfit.hardware.measured_rates import AttentionRow, BandwidthRow, MatmulRow, MeasuredRates
 
 NUM_NEIGHBOURS = 4
 """Measured products that one between them is told by."""
@@ -93,30 +93,21 @@ def bandwidth_at(rows: Sequence[BandwidthRow], tensor_bytes: float) -> float:
 
 
 def attention_rates(
-    measured: MeasuredRates | None, *, head_dim: int, seq_len: float
+    rows: Sequence[AttentionRow], *, head_dim: int, seq_len: float
 ) -> tuple[float, float] | None:
-    """Causal FLOP/s forward and backward; between head widths as between lengths."""
-    if measured is None or not measured.attention:
+    """Causal FLOP/s forward and backward.
+
+    Kernels are made for a few head widths: another one takes as long as the next wider.
+    """
+    if not rows:
         return None
-    widths = sorted({row[0] for row in measured.attention})
-    rates = []
-    for direction in (2, 3):
-        points = [
-            (
-                float(width),
-                _between(
-                    sorted(
-                        (float(row[1]), row[direction])
-                        for row in measured.attention
-                        if row[0] == width
-                    ),
-                    seq_len,
-                ),
-            )
-            for width in widths
-        ]
-        rates.append(_between(points, float(head_dim)))
-    return rates[0], rates[1]
+    widths = sorted({row[0] for row in rows})
+    width = next((each for each in widths if each >= head_dim), widths[-1])
+    used = min(1.0, head_dim / width)
+    points = sorted(row[1:] for row in rows if row[0] == width)
+    forward = _between([(float(length), rate) for length, rate, _ in points], seq_len)
+    backward = _between([(float(length), rate) for length, _, rate in points], seq_len)
+    return used * forward, used * backward
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:

@@ -48,8 +48,9 @@ class MatmulTime(_Frozen):
 class AttentionTime(_Frozen):
     """Attention over whole sequences."""
 
-    kind: Literal["sdpa", "math", "eager"] = "sdpa"
-    """As SDPA chooses, by SDPA's kernel that writes the scores out, or as transformers' eager."""
+    kind: Literal["sdpa", "masked", "math", "eager", "varlen"] = "sdpa"
+    """As SDPA chooses, the same with a mask as a matrix, by SDPA's kernel that writes the scores
+    out, as transformers' eager, or over documents of one length laid end to end."""
     dtype: str
     batch: PositiveInt
     heads: PositiveInt
@@ -154,6 +155,9 @@ class Calibration(_Frozen):
     """What measuring took."""
     context_bytes: PositiveInt | None = None
     matmuls: tuple[MatmulTime, ...] = ()
+    """Each after a rest."""
+    sustained: MatmulTime | None = None
+    """One of them once more, after nothing but products."""
     attention: tuple[AttentionTime, ...] = ()
     traffic: tuple[TrafficTime, ...] = ()
     optimizers: tuple[OptimizerTime, ...] = ()
@@ -175,7 +179,10 @@ class Calibration(_Frozen):
         return MeasuredRates(
             date=self.date[:10],
             matmuls=self._matmul_rows(),
-            attention=self._attention_rows(),
+            sustained_fraction=self._sustained_fraction(),
+            attention=self._attention_rows("sdpa"),
+            masked_attention=self._attention_rows("masked"),
+            document_attention=self._attention_rows("varlen"),
             attention_value_bytes=4 if self.is_cpu else 2,
             score_seconds=self._score_seconds(),
             copies=self._bandwidth_rows("copy"),
@@ -213,7 +220,16 @@ class Calibration(_Frozen):
         }
         return {dtype: found for dtype, found in rows.items() if found}
 
-    def _attention_rows(self) -> tuple[AttentionRow, ...]:
+    def _sustained_fraction(self) -> float | None:
+        """Of the rate after a rest."""
+        hot = self.sustained
+        if hot is None:
+            return None
+        like = (hot.dtype, hot.m, hot.n, hot.k)
+        rested = [one for one in self.matmuls if (one.dtype, one.m, one.n, one.k) == like]
+        return _short(min(1.0, rested[0].seconds / hot.seconds)) if rested else None
+
+    def _attention_rows(self, kind: str) -> tuple[AttentionRow, ...]:
         return tuple(
             (
                 one.head_dim,
@@ -222,7 +238,7 @@ class Calibration(_Frozen):
                 _short(BACKWARD_FLOPS * one.forward_flops / one.backward_seconds),
             )
             for one in self.attention
-            if one.is_causal and one.kind == "sdpa"
+            if one.kind == kind and (one.is_causal or kind != "sdpa")
         )
 
     def _score_seconds(self) -> dict[str, tuple[float, float]]:
@@ -234,7 +250,7 @@ class Calibration(_Frozen):
                 _short(one.backward_seconds / one.num_scores),
             )
             for one in longest
-            if one.kind != "sdpa"
+            if one.kind in ("math", "eager")
         }
 
     def _bandwidth_rows(self, kind: str) -> tuple[BandwidthRow, ...]:

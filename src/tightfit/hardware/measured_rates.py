@@ -23,9 +23,15 @@ class MeasuredRates(BaseModel):
     date: str
     """UTC, the day alone."""
     matmuls: dict[str, tuple[MatmulRow, ...]] = {}
-    """By dtype; fp32 is true fp32."""
+    """By dtype; fp32 is true fp32. After a rest."""
+    sustained_fraction: PositiveFloat | None = None
+    """Of those rates, what is left when a card does nothing but products: its power limit."""
     attention: tuple[AttentionRow, ...] = ()
     """SDPA, in values as wide as the device trains in."""
+    masked_attention: tuple[AttentionRow, ...] = ()
+    """Likewise with a mask as a matrix, over all pairs."""
+    document_attention: tuple[AttentionRow, ...] = ()
+    """Likewise over documents laid end to end, by their length."""
     attention_value_bytes: PositiveInt = 2
     score_seconds: dict[str, tuple[PositiveFloat, PositiveFloat]] = {}
     """Seconds per query, key and head, forward and backward, where scores are written out:

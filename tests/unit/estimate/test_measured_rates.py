@@ -276,5 +276,7 @@ def test_rates_between_and_beyond_the_measured_ones() -> None:
     assert bandwidth_at(rows, 1) == 1e12
     assert bandwidth_at(rows, 2**40) == 4e12
     found = make_calibration().rates()
-    assert attention_rates(found, head_dim=96, seq_len=100) == pytest.approx((200e12, 200e12))
-    assert attention_rates(None, head_dim=96, seq_len=100) is None
+    assert attention_rates(found.attention, head_dim=96, seq_len=100) == pytest.approx(
+        (200e12, 200e12)
+    )
+    assert attention_rates((), head_dim=96, seq_len=100) is None

@@ -75,6 +75,32 @@ def _describe_moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     return Work(MEMORY_BOUND, shape=widest, num_bytes=read + written, num_indexed=indexed)
 
 
+def _soften(args: Arguments, result: Any) -> Work:
+    """SDPA's softmax for rows that may be hidden whole: it looks for them first, then writes zeros
+    into them (Attention.cpp, `_safe_softmax_impl`): softmax, isneginf, all, where."""
+    read, written = sum_bytes(list_tensors(args["self"])), sum_bytes((result,))
+    flags = float(result.numel())
+    return Work(
+        MEMORY_BOUND,
+        shape=tuple(result.shape),
+        num_bytes=2 * read + 4 * written + 2 * flags,
+        num_kernels=4.0,
+        num_calls=4.0,
+    )
+
+
+def _soften_backward(args: Arguments, result: Any) -> Work:
+    """The product of gradient and result is written out first (SoftMax.cu)."""
+    read = sum_bytes(list_tensors((args["grad_output"], args["output"])))
+    written = sum_bytes(list_tensors(result))
+    return Work(
+        MEMORY_BOUND,
+        shape=tuple(args["output"].shape),
+        num_bytes=2 * read + 2 * written,
+        num_kernels=2.0,
+    )
+
+
 _BY_ROWS = tuple(
     f"aten::{name}"
     for name in (
@@ -192,6 +218,8 @@ def _read_value(args: Arguments, _result: Any) -> Work:
 
 _SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTING | {
     "fsdp::all_gather_copy_in": _copy_shards,
+    "aten::_safe_softmax": _soften,
+    "aten::_softmax_backward_data": _soften_backward,
     "aten::copy_": _copy,
     "aten::cat": _join,
     "aten::zero_": _write(lambda args, _: args["self"]),

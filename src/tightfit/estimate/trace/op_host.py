@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tightfit.estimate import efficiency as eff
 from tightfit.estimate.trace.operations import (
     ADAPTER,
     AGAIN,
     BACKWARD,
+    FORWARD,
     HOST,
     SHARD,
     TRITON,
     Operation,
+    OperationLog,
 )
 
 VIEW_WEIGHT = 0.25
@@ -24,14 +26,16 @@ TENSOR_WEIGHT = 0.1
 """Each tensor of a list beside an operation of one."""
 LIBRARY_WEIGHT = 3.0
 """Added to an operation whose kernel is registered in Python: checks, a device guard, ctypes."""
-SHARD_WEIGHT = 35.0
-"""FSDP2's Python around one collective: flattening, setting parameters, events. From three FSDP
+SHARD_WEIGHT = 70.0
+"""FSDP2's Python around one collective: flattening, setting parameters, events. From five FSDP
 jobs on one H200 whose collectives did nothing."""
 LAYER_FORWARD_WEIGHT = 47.5
 LAYER_BACKWARD_WEIGHT = 88.5
 """Operations of the decoder layer that calibration times, in these weights."""
 ADAPTER_FORWARD_WEIGHT = 5.5
 """Operations of a LoRA module in the model's own dtype, likewise."""
+ADAPTER_BACKWARD_WEIGHT = 6.5
+"""The same backward, less the gradient that a frozen weight has not."""
 LAYER_KERNELS = 35.0
 """What `launches.count_forward_kernels` counts in that layer."""
 
@@ -50,6 +54,8 @@ class HostPace:
     """From kernel to kernel on the device, with a full queue."""
     around: Mapping[str, float] = field(default_factory=dict)
     """Python that comes with some operations."""
+    adapter_backward: float = 0.0
+    """Of autograd's engine for one LoRA module, beyond its operations."""
 
     def seconds(self, one: Operation) -> float:
         """Of one call."""
@@ -64,18 +70,41 @@ class HostPace:
         each = self.backward if is_engine else self.forward
         return weight * each + self.around.get(one.around, 0.0)
 
+    def with_adapters(self, log: OperationLog) -> HostPace:
+        """The engine's time for LoRA modules is spread over all that it calls.
+
+        Folded ones go back in one call of their own, which bears it already.
+        """
+        pairs = list(zip(log.operations, log.count_calls(), strict=True))
+        adapters = [(one.stage, count) for one, count in pairs if one.around == ADAPTER]
+        num_adapters = sum(count for stage, count in adapters if stage == FORWARD)
+        if any(stage == BACKWARD for stage, _ in adapters):
+            return self
+        engine = sum(
+            count * one.count * self.seconds(one) for one, count in pairs if one.stage == BACKWARD
+        )
+        if not num_adapters or not engine:
+            return self
+        slower = 1.0 + num_adapters * self.adapter_backward / engine
+        return replace(self, backward=slower * self.backward)
+
 
 def find_host_pace(rates: eff.Rates) -> HostPace:
     """From seconds per kernel as the closed form counts them, measured or assumed."""
     forward = rates.host_forward_seconds * LAYER_KERNELS / LAYER_FORWARD_WEIGHT
-    adapter = eff.HOST_ADAPTER_KERNELS * rates.host_forward_seconds
+    backward = 2 * rates.host_backward_seconds * LAYER_KERNELS / LAYER_BACKWARD_WEIGHT
+    adapter, adapter_backward = eff.HOST_ADAPTER_KERNELS * rates.host_forward_seconds, 0.0
     told = rates.measured
     if told is not None and told.host_adapter_forward_seconds is not None:
         beyond = told.host_adapter_forward_seconds - ADAPTER_FORWARD_WEIGHT * forward
         adapter = max(0.0, beyond)
+    if told is not None and told.host_adapter_backward_seconds is not None:
+        beyond = told.host_adapter_backward_seconds - ADAPTER_BACKWARD_WEIGHT * backward
+        adapter_backward = max(0.0, beyond)
     return HostPace(
         forward=forward,
-        backward=2 * rates.host_backward_seconds * LAYER_KERNELS / LAYER_BACKWARD_WEIGHT,
+        backward=backward,
+        adapter_backward=adapter_backward,
         gap=rates.kernel_gap_seconds,
         around={
             ADAPTER: adapter,

@@ -13,6 +13,7 @@ from tightfit.estimate.trace.operations import (
     LOSS,
     MATMUL,
     MEMORY_BOUND,
+    OPTIMIZER,
     RECOMPUTE,
     UPDATE,
     Operation,
@@ -76,7 +77,8 @@ class OperationNotes:
             kind = LOSS if work.shape[-1] == self._vocab_size and stage != UPDATE else work.kind
             work = work._replace(kind=kind, shape=())
         if stage == UPDATE:
-            if work.waits and any(one.waits for one in self._update):
+            is_reading = work.waits and work.kind != OPTIMIZER
+            if is_reading and any(one.waits for one in self._update):
                 work = NOTHING  # steps, which foreach optimizers count in host memory
             self._update.append(_make(name, stage, work))
             return

@@ -54,7 +54,19 @@ def _product(left: Any, right: Any, result: Any) -> Work:
         shape=(m, n, k, times),
         flops=2.0 * m * n * k * times,
         num_bytes=sum_bytes((left, right)) + sum_bytes(list_tensors(result)),
+        num_indexed=sum(x.numel() for x in (left, right, *list_tensors(result)) if _is_crooked(x)),
     )
+
+
+ROW_BYTES = 16
+"""Rows must begin at multiples of it for tensor cores to be fed at full speed. Source: cuBLAS
+documentation, "Tensor Core Usage"."""
+
+
+def _is_crooked(matrix: Any) -> bool:
+    """Whether rows begin where they cannot be read several values at once."""
+    widest = max(matrix.stride()[-2:])
+    return bool(matrix.element_size() < 4 and widest * matrix.element_size() % ROW_BYTES)
 
 
 _INT8_PRODUCT_CALLS = 8
@@ -111,7 +123,12 @@ def _multiply_4bit(args: Arguments, result: Any) -> Work:
         flops=2.0 * m * n * k,
         num_bytes=sum_bytes(list_tensors(tuple(args.values()))) + sum_bytes(list_tensors(result)),
         num_kernels=3,
+        num_calls=_GEMM_4BIT_CALLS,
     )
+
+
+_GEMM_4BIT_CALLS = 12
+"""bitsandbytes' Python around one packed product likewise: 0.3 to 0.5 ms on one H200's host."""
 
 
 # Attention
@@ -136,7 +153,11 @@ def _attend(args: Arguments, result: Any) -> Work:
 
 
 def _attend_documents(args: Arguments, result: Any) -> Work:
-    """Documents of unequal length in one row; only their ends tell how many pairs there are."""
+    """Documents of unequal length in one row; only their ends tell how many pairs there are.
+
+    The kernel is as fast as with documents of their mean length: the longest keep few of its
+    blocks busy.
+    """
     query = args["query"]
     num_tokens, heads, width = query.shape
     ends = shadow_of(args["cu_seq_q"])
@@ -152,7 +173,7 @@ def _attend_documents(args: Arguments, result: Any) -> Work:
     return Work(
         ATTENTION,
         dtype=name_dtype(query.dtype),
-        shape=(width, max(1, round(squares / total)), _is_causal(args), int(is_back)),
+        shape=(width, max(1, round(total / len(lengths))), _is_causal(args), int(is_back)),
         flops=(10.0 if is_back else 4.0) * pairs * width,
         num_bytes=sum_bytes(list_tensors(tuple(args.values()))) + sum_bytes(list_tensors(result)),
         num_kernels=3 if is_back else 1,
@@ -185,13 +206,27 @@ def _update_fused(args: Arguments, _result: Any) -> Work:
 
 def _update_8bit(args: Arguments, _result: Any) -> Work:
     kept = [args[name] for name in ("g", "p", "state1", "state2") if args.get(name) is not None]
-    return Work(OPTIMIZER, dtype="int8", shape=(args["p"].numel(),), num_bytes=2 * sum_bytes(kept))
+    return Work(
+        OPTIMIZER,
+        dtype="int8",
+        shape=(args["p"].numel(),),
+        num_bytes=2 * sum_bytes(kept),
+        num_calls=_8BIT_UPDATE_CALLS,
+        waits=True,
+    )
+
+
+_8BIT_UPDATE_CALLS = 7
+"""What bitsandbytes' Python does for each tensor beside the kernel, in operations' worth: 0.2 ms a
+tensor on one H200's host. It waits for every tensor's kernel (optim/optimizer.py, `sync_gpu`)."""
 
 
 COMPUTING: dict[str, Callable[[Arguments, Any], Work]] = {
     "aten::mm": _multiply,
     "aten::addmm": _multiply,
     "aten::_addmm_activation": _multiply,
+    "aten::addmm.out": _multiply,
+    "aten::mm.out": _multiply,
     ADDED_PRODUCT: _add_product,
     "aten::bmm": _multiply_batch,
     "aten::baddbmm": _multiply_batch,

@@ -49,7 +49,8 @@ class Operation(_Frozen):
     num_bytes: NonNegativeFloat = 0.0
     """Read and written."""
     num_indexed: NonNegativeFloat = 0.0
-    """Values whose addresses are computed one by one."""
+    """Values whose addresses are computed one by one. Products: those of operands whose rows begin
+    at odd places."""
     num_kernels: NonNegativeFloat = 0.0
     num_tensors: NonNegativeFloat = 1.0
     """Of a list that is worked on at once."""
@@ -97,6 +98,14 @@ class OperationLog(_Frozen):
             else:
                 found.append(one.model_copy(update={"layer": None}))
         return OperationLog(operations=self.operations, stretches=tuple(found))
+
+    def count_calls(self) -> list[int]:
+        """How often each row of the table stands in the step."""
+        counts = [0] * len(self.operations)
+        for stretch in self.stretches:
+            for place in stretch.operations:
+                counts[place] += stretch.count
+        return counts
 
     def sum_flops(self) -> float:
         return sum(one.count * one.flops for one in self.walk())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -11,36 +11,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tightfit.hardware.calibration import AttentionTime
 from tightfit.runtime.calibrate.bench import Bench, Work
+from tightfit.runtime.varlen import Bounds, VarlenCall, attend, find_kernel, require_kernel
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (128, 64)
 LENGTHS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (256, 512, 1024, 2048)}
 TOKENS = {"cuda": 8192, "cpu": 1024}
 """Of one call at least, in as many rows as that makes: short sequences come in batches."""
 WIDTH = {"cuda": 4096, "cpu": 512}
 """Of all heads."""
-FULL_LENGTH = 1024
-"""Measured without a causal mask too, to be shown beside it."""
+MASKED_LENGTHS = {"cuda": (1024, 2048), "cpu": (512,)}
+"""For masks that are given as a matrix, as padded rows and windows have them."""
 CALLS = {"cuda": 6, "cpu": 3}
 """Runs that one measurement of a long call takes."""
 
 
 WRITTEN_LENGTHS = {"cuda": (1024, 2048), "cpu": (512,)}
 """For attention that writes its scores out, whose time grows with their number alone."""
-Shape = tuple[int, int, int, int]
+DOCUMENT_LENGTHS = {128: (64, 128, 256, 512, 1024, 4096), 64: (128, 256, 512, 1024)}
+"""By head width, for documents laid end to end, which are short as a rule."""
+Shape = tuple[int, ...]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def measure_attention(bench: Bench) -> list[AttentionTime]:
     kind = bench.device.type
-    wanted = [
-        ("sdpa", length, head_dim, is_causal)
-        for length in LENGTHS[kind]
-        for head_dim in HEAD_DIMS
-        for is_causal in ((True, False) if length == FULL_LENGTH else (True,))
-    ]
-    wanted[4:4] = [
-        (name, length, 128, False) for length in WRITTEN_LENGTHS[kind] for name in ("eager", "math")
-    ]
+    wanted = list(_list_wanted(kind))
     rows: list[AttentionTime] = []
     for name, length, head_dim, is_causal in wanted:
         row = _measure(bench, name, length, head_dim, is_causal=is_causal)
@@ -51,22 +46,41 @@ def measure_attention(bench: Bench) -> list[AttentionTime]:
     return rows
 
 
+def _list_wanted(kind: str) -> Iterator[tuple[str, int, int, bool]]:
+    """Kind, length, head width and mask; what most jobs need comes first."""
+    yield from (("sdpa", length, 128, True) for length in LENGTHS[kind])
+    yield from (
+        (name, length, 128, False) for length in WRITTEN_LENGTHS[kind] for name in ("eager", "math")
+    )
+    yield from (("masked", length, 128, False) for length in MASKED_LENGTHS[kind])
+    yield from (("sdpa", length, 64, True) for length in LENGTHS[kind])
+    yield from (("masked", length, 64, False) for length in MASKED_LENGTHS[kind])
+    if kind == "cuda" and find_kernel() is not None:
+        yield from (
+            ("varlen", length, width, True)
+            for width, lengths in DOCUMENT_LENGTHS.items()
+            for length in lengths
+        )
+    yield from (("sdpa", MASKED_LENGTHS[kind][0], head_dim, False) for head_dim in HEAD_DIMS)
+
+
 def _measure(
     bench: Bench, name: str, length: int, head_dim: int, *, is_causal: bool
 ) -> AttentionTime | None:
     kind = bench.device.type
     batch, heads = max(1, TOKENS[kind] // length), WIDTH[kind] // head_dim
     shape = (batch, heads, length, head_dim)
-    scores = 0 if name == "sdpa" else 12 * batch * heads * length * length
+    scores = 12 * batch * heads * length * length if name in ("eager", "math") else 0
     room = 20.0 * batch * heads * length * head_dim * bench.dtype.itemsize + 2.0 * scores
     if bench.seconds_left <= 0 or not bench.has_room(room):
         return None
-    attend = _choose(name, length, bench, is_causal=is_causal)
-    forward = bench.try_seconds(partial(_prepare_forward, bench, shape, attend))
+    given = (batch * length, heads, head_dim) if name == "varlen" else shape
+    way = _choose(name, length, bench, is_causal=is_causal)
+    forward = bench.try_seconds(partial(_prepare_forward, bench, given, way))
     # Both directions take about 3.5 times as long, a few times over.
     if forward is None or bench.seconds_left < 3.5 * CALLS[kind] * forward:
         return None
-    both = bench.try_seconds(partial(_prepare_both, bench, shape, attend))
+    both = bench.try_seconds(partial(_prepare_both, bench, given, way))
     if both is None:
         return None
     return AttentionTime.model_validate(
@@ -84,10 +98,25 @@ def _measure(
 def _choose(name: str, length: int, bench: Bench, *, is_causal: bool) -> Attend:
     if name == "sdpa":
         return partial(functional.scaled_dot_product_attention, is_causal=is_causal)
+    if name == "varlen":
+        return _attend_documents(length, bench)
+    if name == "masked":
+        seen = torch.ones(length, length, dtype=torch.bool, device=bench.device).tril()
+        mask = seen.expand(max(1, TOKENS[bench.device.type] // length), 1, -1, -1).contiguous()
+        return partial(functional.scaled_dot_product_attention, attn_mask=mask)
     hidden = torch.ones(length, length, dtype=torch.bool, device=bench.device).triu(1)
     mask = torch.zeros(length, length, dtype=bench.dtype, device=bench.device)
     mask = mask.masked_fill(hidden, torch.finfo(bench.dtype).min)[None, None]
     return partial(attend_eagerly if name == "eager" else _attend_by_math, mask=mask)
+
+
+def _attend_documents(length: int, bench: Bench) -> Attend:
+    """As packed batches are, all documents of one length."""
+    num_tokens = max(length, TOKENS[bench.device.type])
+    ends = torch.arange(0, num_tokens + 1, length, dtype=torch.int32, device=bench.device)
+    bounds = Bounds(offsets=ends, longest=length)
+    call = VarlenCall(bounds=bounds, scale=None, window=None, softcap=None, dropout=0.0)
+    return partial(attend, require_kernel(), call=call)
 
 
 def attend_eagerly(
@@ -106,16 +135,16 @@ def _attend_by_math(
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def _prepare_forward(bench: Bench, shape: Shape, attend: Attend) -> Work:
+def _prepare_forward(bench: Bench, shape: Shape, way: Attend) -> Work:
     q, k, v = (bench.randn(*shape).requires_grad_() for _ in range(3))
-    return partial(attend, q, k, v)
+    return partial(way, q, k, v)
 
 
-def _prepare_both(bench: Bench, shape: Shape, attend: Attend) -> Work:
+def _prepare_both(bench: Bench, shape: Shape, way: Attend) -> Work:
     q, k, v = (bench.randn(*shape).requires_grad_() for _ in range(3))
     gradient = bench.randn(*shape)
 
     def step() -> object:
-        return torch.autograd.grad(attend(q, k, v), (q, k, v), gradient)
+        return torch.autograd.grad(way(q, k, v), (q, k, v), gradient)
 
     return step

@@ -137,6 +137,16 @@ def _time_on_gpu(work: Work) -> list[float]:
     return times
 
 
+def time_after_work(work: Work, *, seconds: float) -> float:
+    """One call on a GPU that has done nothing else for so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(MOST_REPEATS):
+            work()
+        torch.cuda.synchronize()
+    return _time_round(work, 4 * MOST_REPEATS, wait=0.0)
+
+
 def _time_round(work: Work, repeats: int, *, wait: float) -> float:
     cuda: Any = torch.cuda  # half annotated
     begin, end = (cuda.Event(enable_timing=True) for _ in range(2))

@@ -21,8 +21,11 @@ from tightfit.runtime.calibrate.bench import Bench
 NUM_OPS = 200
 """In one go: fewer than the driver's queue holds."""
 NUM_ROUNDS = 7
-LAYERS = (2, 8)
-"""Two depths, so that what is not the layers' falls out of the difference."""
+NUM_STEPS = 15
+"""Of a whole model: hosts waver, and the median is to be of more than a moment."""
+LAYERS = (4, 32)
+"""Two depths, so that what is not the layers' falls out of the difference; as many as models have,
+whose Python no processor keeps in its cache."""
 LAYER_CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -154,7 +157,7 @@ def _time_steps(bench: Bench, model: Any) -> tuple[float, float]:
     """Median forward and backward time of the host, which no device keeps waiting."""
     ids = torch.zeros((1, 8), dtype=torch.long, device=bench.device)
     pairs: list[tuple[float, float]] = []
-    while len(pairs) < NUM_ROUNDS + 2 and (len(pairs) < 4 or bench.seconds_left > 0):
+    while len(pairs) < NUM_STEPS + 2 and (len(pairs) < 4 or bench.seconds_left > 0):
         _wait(bench)
         start = time.perf_counter()
         loss = model(input_ids=ids, use_cache=False).logits.float().sum()

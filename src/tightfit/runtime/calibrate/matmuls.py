@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from tightfit.hardware.calibration import MatmulTime
-from tightfit.runtime.calibrate.bench import Bench, Work
+from tightfit.runtime.calibrate.bench import Bench, Work, time_after_work
 
 Shape = tuple[int, int, int]
 """m, n, k: tokens, outputs, inputs in a forward pass."""
@@ -54,6 +54,23 @@ def measure_matmuls(bench: Bench) -> list[MatmulTime]:
         with bench.part(1 / (len(wanted) - number)):
             rows += _measure_dtype(bench, dtype, shapes)
     return rows
+
+
+SUSTAINED_SHAPE: Shape = (8192, 4096, 4096)
+SUSTAINED_SECONDS = 1.5
+"""Of nothing but products, until a card is down to the clock that its power limit allows."""
+
+
+def measure_sustained(bench: Bench) -> MatmulTime | None:
+    """A product of the table once more, without any rest; None on a CPU."""
+    m, n, k = SUSTAINED_SHAPE
+    if bench.is_cpu or bench.seconds_left < 2 * SUSTAINED_SECONDS:
+        return None
+    dtype = "bf16" if bench.supports_bf16 else "fp16"
+    work = _prepare(bench, dtype, SUSTAINED_SHAPE)
+    return MatmulTime(
+        dtype=dtype, m=m, n=n, k=k, seconds=time_after_work(work, seconds=SUSTAINED_SECONDS)
+    )
 
 
 def _plan(bench: Bench) -> list[tuple[str, tuple[Shape, ...]]]:

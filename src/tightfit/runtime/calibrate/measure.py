@@ -27,7 +27,7 @@ from tightfit.runtime.calibrate.context import measure_context
 from tightfit.runtime.calibrate.disturbance import Disturbance
 from tightfit.runtime.calibrate.host import measure_host
 from tightfit.runtime.calibrate.host_link import measure_host_link
-from tightfit.runtime.calibrate.matmuls import measure_matmuls
+from tightfit.runtime.calibrate.matmuls import measure_matmuls, measure_sustained
 from tightfit.runtime.calibrate.traffic import measure_nf4, measure_optimizers, measure_traffic
 from tightfit.runtime.quiet import silence_libraries
 
@@ -111,7 +111,7 @@ def _list_parts(bench: Bench, node: Node) -> list[Part]:
     parts: list[Part] = [
         ("the host's launches", 5.0, lambda: {"host_times": measure_host(bench)}),
         ("matrix products", 40.0, lambda: _measure_products(bench)),
-        ("attention", 20.0, lambda: {"attention": tuple(measure_attention(bench))}),
+        ("attention", 26.0, lambda: {"attention": tuple(measure_attention(bench))}),
         ("memory", 15.0, lambda: {"traffic": tuple(measure_traffic(bench))}),
         ("AdamW", 5.0, lambda: {"optimizers": tuple(measure_optimizers(bench))}),
         ("nf4", 3.0, lambda: {"nf4_weights_per_second": measure_nf4(bench)}),
@@ -128,7 +128,8 @@ def _list_parts(bench: Bench, node: Node) -> list[Part]:
 
 def _measure_products(bench: Bench) -> dict[str, Any]:
     warm_up(bench, seconds=WARM_UP_FRACTION * max(bench.seconds_left, 0.0))
-    return {"matmuls": tuple(measure_matmuls(bench))}
+    sustained = measure_sustained(bench)
+    return {"matmuls": tuple(measure_matmuls(bench)), "sustained": sustained}
 
 
 def _measure_context(bench: Bench) -> dict[str, Any]:

@@ -33,6 +33,7 @@ ROOM_TIMES = {
 LOGITS = {"cuda": (2048, 32000), "cpu": (128, 32000)}
 ADAM_TENSORS = {"cuda": (16, 2**22), "cpu": (8, 2**20)}
 HEAD_DIM = 128
+NUM_SEQUENCES = 4
 ROTATED_VALUES = 4.5
 """Per value of a head: two products, half of them negated, all joined, all added."""
 NF4_SHAPE = {"cuda": (11008, 4096), "cpu": (2048, 2048)}
@@ -42,7 +43,7 @@ def measure_traffic(bench: Bench) -> list[TrafficTime]:
     wanted = [*_list_rows(bench), *_list_chains(bench)]
     rows: list[TrafficTime] = []
     for kind, size, moved, make in wanted:
-        needed = CHAIN_BYTES + ROOM_TIMES[kind] * size
+        needed = 1.5 * CHAIN_BYTES + ROOM_TIMES[kind] * size
         fits = bench.seconds_left > 0 and bench.has_room(needed)
         seconds = bench.try_seconds(make) if fits else None
         if seconds is not None:
@@ -89,8 +90,9 @@ def _prepare_chain(bench: Bench, kind: str, size: int) -> Work:
     count = min(max(CHAIN_BYTES // size, 2), 64)
     shape = size // bench.dtype.itemsize
     buffers = [torch.ones(shape, device=bench.device, dtype=bench.dtype) for _ in range(count)]
-    other = torch.zeros(shape, device=bench.device, dtype=bench.dtype)
+    others = [torch.zeros_like(buffer) for buffer in buffers[: count // 2]]
     turns = cycle(zip(buffers, [*buffers[1:], buffers[0]], strict=True))
+    added = cycle(others)
 
     def copy() -> object:
         source, target = next(turns)
@@ -98,7 +100,7 @@ def _prepare_chain(bench: Bench, kind: str, size: int) -> Work:
 
     def add() -> object:
         source, target = next(turns)
-        return torch.add(source, other, out=target)
+        return torch.add(source, next(added), out=target)
 
     return copy if kind == "copy" else add
 
@@ -113,8 +115,9 @@ def _prepare_sum(bench: Bench, num_rows: int, vocab: int) -> Work:
 
 def _prepare_indexed(bench: Bench, num_rows: int, vocab: int) -> Work:
     """Heads rotated as transformers does it, between linear layers that keep tokens together."""
-    heads = bench.randn(num_rows, vocab // HEAD_DIM, HEAD_DIM).transpose(0, 1)
-    turn = bench.randn(num_rows, HEAD_DIM)
+    shape = (NUM_SEQUENCES, num_rows // NUM_SEQUENCES, vocab // HEAD_DIM, HEAD_DIM)
+    heads = bench.randn(*shape).transpose(1, 2)
+    turn = bench.randn(1, 1, shape[1], HEAD_DIM)
 
     def rotate() -> object:
         left, right = heads.chunk(2, dim=-1)
