@@ -301,7 +301,7 @@ TIMED: tuple[Job, ...] = (
     make("qwen3-4b-lora-keep", QWEN3_4B, (4, 2048), loss="chunked", **_LORA, **_KEEP),
     make("qwen3-1b-full-packed", QWEN3_1B, (4, 4096), batch=PACKED, loss="fused", **_FULL),
     make("bloom3b-lora-keep", BLOOM_3B, (4, 1024), **_LORA, **_EAGER, **_KEEP),
-    make("bloom2b-full-ckpt", BLOOM_2B, (8, 512), loss="chunked", **_FULL),
+    make("bloom2b-full-ckpt", BLOOM_2B, (8, 512), loss="chunked", **_FULL, **_EAGER),
     make("falcon7b-full-ckpt", FALCON_7B, (2, 2048), loss="chunked", **_FULL),
     make("falcon7b-qlora-ckpt", FALCON_7B, (4, 1024), **_QLORA),
     make("mistral7b-lora-some", MISTRAL, (4, 4096), recomputed_layers=16, **_LORA, **_LIGER),

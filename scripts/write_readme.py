@@ -106,7 +106,11 @@ def make_traced_figures(total: dict[str, float]) -> str:
         f"{total['mean_allocated_error']:.2%} in the mean and {total['worst_allocated_error']:.1%} "
         "at worst; the smallest memory in which they survive on the card by "
         f"{total['mean_capacity_error']:.2%}, and never more than "
-        f"{total['worst_capacity_error_low']:.1%} too low (`benchmarks/results/h200_trace.json`)."
+        f"{total['worst_capacity_error_low']:.1%} too low. On a calibrated card the time per step "
+        f"of {total['timed_jobs']:.0f} others is within 10% for "
+        f"{1 - total['far_seconds_error_fraction']:.0%} of them, "
+        f"{total['median_seconds_error']:.1%} in the median and "
+        f"{total['worst_seconds_error']:.0%} at worst (`benchmarks/results/h200_trace.json`)."
     )
 
 

@@ -23,7 +23,7 @@ def run_in_guard(words: list[str]) -> int | None:
 def _named_hosts(words: list[str]) -> str | None:
     """As the option parser will read it: the last one counts."""
     found = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, sign, value = word.partition("=")
         if name == OPTION:
             found = value if sign else following

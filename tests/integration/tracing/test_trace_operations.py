@@ -198,6 +198,18 @@ def test_bytes_of_plain_operations() -> None:
     assert describe(aten.t.default, (some,), {}, some.t()).num_kernels == 0
 
 
+def test_products_whose_rows_begin_at_odd_places_are_marked() -> None:
+    def crooked(rows: int, inner: int, columns: int) -> float:
+        left = torch.ones(rows, inner, dtype=torch.bfloat16)
+        right = torch.ones(columns, inner, dtype=torch.bfloat16).t()
+        aten = torch.ops.aten.mm.default
+        return describe(aten, (left, right), {}, aten(left, right)).num_indexed
+
+    assert crooked(5, 16, 24) == 0  # a token more or less moves no row
+    assert crooked(4, 16, 23) == 4 * 23  # gpt2's vocabulary: the result's rows
+    assert crooked(4, 13, 24) == 4 * 13 + 24 * 13
+
+
 def test_the_layer_that_calibration_times_has_the_weight_it_is_given(trace: Any) -> None:
     config = {**LAYER_CONFIG, "num_hidden_layers": 4, "rms_norm_eps": 1e-6}
     fields = {"micro_batch": 1, "seq_len": 8, "weights": "bf16", "compute": "bf16"}
@@ -212,6 +224,8 @@ def test_the_layer_that_calibration_times_has_the_weight_it_is_given(trace: Any)
     assert backward == pytest.approx(op_host.LAYER_BACKWARD_WEIGHT, rel=0.03)
     adapter = (found["lora"][0] - found["full"][0]) / 2 / 7
     assert adapter == pytest.approx(op_host.ADAPTER_FORWARD_WEIGHT, rel=0.05)
+    adapter_backward = (found["lora"][1] - found["full"][1]) / 2 / 7
+    assert adapter_backward == pytest.approx(op_host.ADAPTER_BACKWARD_WEIGHT, rel=0.05)
     spec = read_config({**config, "num_hidden_layers": 1}, name="layer", source="here")
     kernels = count_forward_kernels(
         sum_workload(spec), NO_ADAPTERS, _strategy(**fields), is_rms_norm=True

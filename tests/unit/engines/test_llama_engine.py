@@ -339,7 +339,7 @@ def test_a_longer_context_than_the_models_is_refused(artefact: Artefact) -> None
 def test_other_hosts_need_another_build(artefact: Artefact) -> None:
     with pytest.raises(EnvironmentFaultError, match="RPC") as caught:
         open_engine(EngineRequest(artefact=artefact, context=64, hosts=("node1:50052",)))
-    assert "GGML_RPC" in caught.value.remedy
+    assert "tightfit.runtime.build_rpc" in caught.value.remedy
     assert "private network" in caught.value.remedy
 
 

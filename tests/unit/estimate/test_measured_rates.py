@@ -275,8 +275,7 @@ def test_rates_between_and_beyond_the_measured_ones() -> None:
     assert bandwidth_at(rows, 2**22) == pytest.approx(2e12)
     assert bandwidth_at(rows, 1) == 1e12
     assert bandwidth_at(rows, 2**40) == 4e12
-    found = make_calibration().rates()
-    assert attention_rates(found.attention, head_dim=96, seq_len=100) == pytest.approx(
-        (200e12, 200e12)
-    )
+    attention = ((64, 1024, 200e12, 100e12), (128, 1024, 400e12, 300e12))
+    assert attention_rates(attention, head_dim=96, seq_len=1024) == pytest.approx((300e12, 225e12))
+    assert attention_rates(attention, head_dim=256, seq_len=1024) == (400e12, 300e12)
     assert attention_rates((), head_dim=96, seq_len=100) is None

@@ -211,3 +211,61 @@ def test_launches_that_do_nothing_are_heard() -> None:
     finally:
         no_kernels.LISTENERS.remove(hear)
     assert heard == [("a", "b")]
+
+
+def _hot(**update: object) -> MeasuredRates:
+    return _measured().model_copy(update=update)
+
+
+def _seconds(log: OperationLog, rates: MeasuredRates) -> float:
+    gpu = GPU.model_copy(update={"measured": rates})
+    return estimate_traced_time(log, gpu, STRATEGY).device_seconds
+
+
+def test_products_fall_to_the_power_limit_by_their_share_of_the_step() -> None:
+    """Alone by all of it, beside memory traffic by less."""
+    gaps = 1e3 * PRODUCT.num_kernels * find_host_pace(DeviceSeconds(GPU, STRATEGY).rates).gap
+    alone = _log(PRODUCT, count=1000)
+    rested, limited = _seconds(alone, _hot()) - gaps, _seconds(alone, _hot(sustained_fraction=0.8))
+    assert limited - gaps == pytest.approx(rested / 0.8, rel=0.01)
+
+    gpu = GPU.model_copy(update={"measured": _hot()})
+    product, move = (DeviceSeconds(gpu, STRATEGY).of(one) for one in (PRODUCT, MOVE))
+    mixed = _log(PRODUCT, MOVE, count=1000)
+    slower = _seconds(mixed, _hot(sustained_fraction=0.8)) - _seconds(mixed, _hot())
+    share = product / (product + move)
+    assert slower == pytest.approx(1000 * product * share * 0.25, rel=0.01)
+
+
+def test_rows_that_begin_at_odd_places_slow_a_product_down() -> None:
+    gpu = GPU.model_copy(update={"measured": _measured()})
+    crooked = PRODUCT.model_copy(update={"num_indexed": 1.0})
+    assert DeviceSeconds(gpu, STRATEGY).of(crooked) > 4 * DeviceSeconds(gpu, STRATEGY).of(PRODUCT)
+
+
+def test_masks_and_documents_have_rates_of_their_own() -> None:
+    rates = _hot(masked_attention=((64, 1024, 1e14, 5e13),))
+    gpu = GPU.model_copy(update={"measured": rates})
+    masked = SCORES.model_copy(update={"shape": (64, 1024, 0, 1)})
+    causal, whole = (DeviceSeconds(gpu, STRATEGY).of(one) for one in (SCORES, masked))
+    assert whole == pytest.approx(4 * causal)  # twice the pairs at half the rate
+
+    packed = STRATEGY.model_copy(update={"packing": True})
+    short = gpu.model_copy(
+        update={"measured": _hot(document_attention=((64, 1024, 2e14, 2.5e13),))}
+    )
+    assert DeviceSeconds(short, packed).of(SCORES) == pytest.approx(4 * causal)
+
+
+def test_an_optimizer_that_waits_for_every_tensor_hides_nothing() -> None:
+    each = ADAM.model_copy(update={"count": 50, "shape": (10**6,), "num_bytes": 1.4e7})
+    pace = HostPace(forward=1e-3, backward=1e-3, gap=0.0)
+    flows, stops = (
+        estimate_traced_time(
+            _log(each.model_copy(update={"waits": waits}), count=1), GPU, STRATEGY, pace=pace
+        )
+        for waits in (False, True)
+    )
+    assert flows.seconds_per_step < 1.05 * flows.host_seconds
+    both = stops.host_seconds + stops.device_seconds
+    assert stops.seconds_per_step == pytest.approx(both, rel=0.01)

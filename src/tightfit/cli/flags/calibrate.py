@@ -39,7 +39,7 @@ class CalibrateFlags:
         float | None,
         number_option(
             "--seconds",
-            "About how long to measure; less of it leaves out the largest shapes. [default: 90]",
+            "About how long to measure; less of it leaves out the largest shapes. [default: 100]",
             most=MAX_SECONDS,
             example=30,
         ),

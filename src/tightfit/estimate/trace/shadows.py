@@ -14,6 +14,10 @@ _MAX_BYTES = 64 * 2**20
 """Larger masks are not computed; nothing asks for their values."""
 _DATA_DEPENDENT = (_aten.nonzero.default, _aten.masked_select.default, _aten.unique_dim.default)
 
+_WIDENING_PRODUCT = getattr(_aten.addmm, "dtype_out", None)
+"""A 16-bit product that is added to fp32, as Liger's loss does: torch 2.11 takes the dtype for the
+factor where it has no kernel. Older ones do not know it."""
+
 
 class Shadows:
     """Runs operations on fake tensors, and on their real shadows where they have any.
@@ -30,6 +34,8 @@ class Shadows:
             return self._index(args[0], args[1])
         if func in _DATA_DEPENDENT:
             return self._imagine(func, args, kwargs)
+        if func is _WIDENING_PRODUCT:
+            return kwargs["out"]
         result = func(*args, **kwargs)
         if func is _aten.rand.default and not result.dim():
             give_shadow(result, _highest(result.dtype))

@@ -31,7 +31,7 @@ from tightfit.runtime.calibrate.matmuls import measure_matmuls, measure_sustaine
 from tightfit.runtime.calibrate.traffic import measure_nf4, measure_optimizers, measure_traffic
 from tightfit.runtime.quiet import silence_libraries
 
-DEFAULT_SECONDS = 90.0
+DEFAULT_SECONDS = 100.0
 """Of measuring; starting torch and the processes around it comes on top."""
 WARM_UP_FRACTION = 0.02
 PACKAGES = ("torch", "transformers", "bitsandbytes", "triton")
@@ -109,9 +109,9 @@ Part = tuple[str, float, Callable[[], dict[str, Any]]]
 
 def _list_parts(bench: Bench, node: Node) -> list[Part]:
     parts: list[Part] = [
-        ("the host's launches", 5.0, lambda: {"host_times": measure_host(bench)}),
+        ("the host's launches", 10.0, lambda: {"host_times": measure_host(bench)}),
         ("matrix products", 40.0, lambda: _measure_products(bench)),
-        ("attention", 26.0, lambda: {"attention": tuple(measure_attention(bench))}),
+        ("attention", 40.0, lambda: {"attention": tuple(measure_attention(bench))}),
         ("memory", 15.0, lambda: {"traffic": tuple(measure_traffic(bench))}),
         ("AdamW", 5.0, lambda: {"optimizers": tuple(measure_optimizers(bench))}),
         ("nf4", 3.0, lambda: {"nf4_weights_per_second": measure_nf4(bench)}),
