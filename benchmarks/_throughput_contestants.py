@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from _throughput_jobs import Job
@@ -23,9 +23,6 @@ class Switches:
     attention: str = "sdpa"
     micro_batch: int
     expandable_segments: bool = False
-
-    def describe(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

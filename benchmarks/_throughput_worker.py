@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _throughput_contestants import Switches
-from _throughput_jobs import Job, make_rows
+from _throughput_jobs import NUM_WARM_UP, Job, make_rows
 
 PACKAGES = (
     *("torch", "triton", "transformers", "peft", "accelerate", "trl", "datasets"),
@@ -27,7 +27,7 @@ def run_request(request: dict[str, Any]) -> dict[str, Any]:
     folder = Path(request["folder"])
     num_words = json.loads((folder / "config.json").read_text())["vocab_size"]
     num_steps = request["num_steps"]
-    rows = make_rows(job, num_steps=request["num_all_steps"], num_words=num_words)
+    rows = make_rows(job, num_steps=NUM_WARM_UP + num_steps, num_words=num_words)
     named = {"rows": rows, "folder": folder, "device": request["device"], "num_steps": num_steps}
     if request["kind"] == "trl":
         from _throughput_trl import run_trl

@@ -99,6 +99,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the recorded ratios")
     arguments = parser.parse_args()
+    if not MEASURED.exists():
+        parser.error(f"nothing was measured yet: benchmarks/measure_throughput.py --out {MEASURED}")
     jobs = json.loads(MEASURED.read_text())["jobs"]
     ratios = {name: compare(job["contestants"]) for name, job in jobs.items()}
     strange = []

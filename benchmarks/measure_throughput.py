@@ -4,10 +4,11 @@
     python benchmarks/measure_throughput.py --only 7b-lora,8b-lora --seconds 560 --out ...
     python benchmarks/measure_throughput.py --device cpu --tiny --steps 2 --out tiny.json
 
-Needs trl, datasets and liger-kernel for trl's rows, bitsandbytes for QLoRA, unsloth for its own;
-`--path trl=FOLDER` names where unpacked wheels lie, for that kind of contestant alone. Each attempt
-is a fresh process with a time limit; what stops it is its result. Weights are drawn on the card and
-tokens at random. The file is written after each contestant; jobs not asked for stay in it.
+Needs trl, datasets and liger-kernel for trl's rows, bitsandbytes for QLoRA, torchtune and unsloth
+for their own; `--path trl=FOLDER` names where unpacked wheels lie, for that kind of contestant
+alone. Each attempt is a fresh process with a time limit; what stops it is its result. Weights are
+drawn on the card and tokens at random. The file is written after each contestant; jobs not asked
+for stay in it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from _throughput_jobs import JOBS, NUM_WARM_UP, TINY_LEN, Job, make_rows, write_
 from _throughput_tightfit import read_run, train_command, write_recipe
 from _throughput_worker import list_versions
 from tightfit.core.files import write_atomic
+from tightfit.core.units import GIB
 
 HERE = Path(__file__).resolve().parent
 COMMAND = "benchmarks/measure_throughput.py"
@@ -96,7 +98,6 @@ def run_attempt(
         "folder": str(setting.work / "model"),
         "device": setting.device,
         "num_steps": setting.num_steps,
-        "num_all_steps": NUM_WARM_UP + setting.num_steps,
     }
     asked.write_text(json.dumps(request))
     worker = str(HERE / "_throughput_worker.py")
@@ -193,23 +194,32 @@ def describe(job: Job, name: str, row: dict[str, Any]) -> str:
     start = f"{job.name:15} {name:18} {row['process_seconds']:6.1f} s"
     if "fault" in row:
         return f"{start}  failed: {row['fault'][-300:]}"
-    peak = row.get("peak_allocated_bytes", 0) / 2**30
+    peak = row.get("peak_allocated_bytes")
+    memory = "" if peak is None else f"  {peak / GIB:6.1f} GiB"
     losses = " ".join(f"{loss:.3f}" for loss in row["first_losses"][:3])
     speed = f"{row['tokens_per_second']:9.0f} tokens/s  {row['step_seconds']:.4f} s/step"
-    return f"{start}  {speed}  {peak:6.1f} GiB  losses {losses}"
+    return f"{start}  {speed}{memory}  losses {losses}"
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default=",".join(JOBS), help="jobs, separated by commas")
-    parser.add_argument("--contestants", default="", help="names; the default is all")
+    parser.add_argument("--out", type=Path, required=True, help="file; other jobs in it stay")
+    parser.add_argument(
+        "--only", default=",".join(JOBS), help="jobs, with commas; the default is all"
+    )
+    parser.add_argument("--contestants", default="", help="names, with commas; the default is all")
     parser.add_argument("--steps", type=int, default=20, help="measured, after the warm-up")
     parser.add_argument("--seconds", type=float, default=1e9, help="limit of the whole call")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one attempt")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="two small layers and short rows")
-    parser.add_argument("--path", action="append", default=[], metavar="KIND=FOLDER")
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        metavar="KIND=FOLDER",
+        help="where its unpacked wheels lie",
+    )
     parser.add_argument("--logs", type=Path, help="folder for what the contestants said")
     options = parser.parse_args()
     unknown = [name for name in options.only.split(",") if name not in JOBS]

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import typer
 
 from tightfit.cli.bench_job import BenchJob, as_train_flags, read_bench_job
+from tightfit.cli.bench_saved import unfold_saved
 from tightfit.cli.bench_words import list_words, repeat_job
 from tightfit.cli.describe import count_of, describe_how, describe_levers
 from tightfit.cli.exit_codes import EXIT_BUG, EXIT_INTERRUPTED, EXIT_REQUEUE
@@ -24,7 +26,7 @@ from tightfit.cli.require import require_packages
 from tightfit.cli.train_display import open_display
 from tightfit.cli.train_hardware import limiting, read_limit
 from tightfit.cli.train_progress import Progress
-from tightfit.core.errors import DoesNotFitError, UserError
+from tightfit.core.errors import DoesNotFitError, EnvironmentFaultError, UserError
 from tightfit.core.files import check_writable, write_atomic
 from tightfit.launch.signals import StopWish, hear_wishes
 from tightfit.launch.trial import TrialEnd, open_home, run_trial
@@ -83,6 +85,7 @@ class Board:
 
 def bench(flags: BenchFlags) -> None:
     """Plan, try the plans one after another, and tell."""
+    flags = unfold_saved(flags)
     _check_files(flags)
     limit = read_limit(as_train_flags(flags), os.environ)
     require_packages("Measuring", "torch", "transformers", "peft")
@@ -154,12 +157,14 @@ def _try_one(board: Board, home: Path, rank: int, plan: Plan) -> None:
         board.exit_code = ended.state.exit_code or EXIT_INTERRUPTED
         if trial.measured is None:
             return
+        board.note(f"plan {rank}: {trial.measured.num_steps:,} of {flags.steps:,} steps were taken")
     board.trials.append(trial)
     if not flags.as_json:
         write_err(f"  {_describe_end(trial)}\n")
     _remember(board, plan, ended)
     if flags.out is not None:
-        write_atomic(flags.out, board.make_bench().model_dump_json(indent=2) + "\n")
+        with suppress(EnvironmentFaultError):  # told at the end, when the figures have been shown
+            write_atomic(flags.out, board.make_bench().model_dump_json(indent=2) + "\n")
 
 
 def _announce_plan(board: Board, rank: int, plan: Plan) -> None:
@@ -202,17 +207,17 @@ def _judge(board: Board, rank: int, plan: Plan, ended: TrialEnd) -> Trial:
         return row.model_copy(update={"problem": "It ran out of memory."})
     fault = {
         "problem": ended.state.problem or "The worker failed.",
-        "remedy": _choose_remedy(board.flags, ended),
+        "remedy": _choose_remedy(ended),
         "exit_code": ended.state.exit_code,
         "log": ended.log,
     }
     return row.model_copy(update=fault)
 
 
-def _choose_remedy(flags: BenchFlags, ended: TrialEnd) -> str:
+def _choose_remedy(ended: TrialEnd) -> str:
     """The worker's own, unless it speaks of checkpoints and files that a trial does not keep."""
     if ended.state.exit_code in (None, UserError.exit_code, EXIT_BUG) or not ended.state.remedy:
-        return f"{repeat_job(flags)} --json    (`log` has the worker's last lines)"
+        return "the same command with --json    (`log` has the worker's last lines)"
     return ended.state.remedy
 
 

@@ -37,6 +37,7 @@ def farm(flags: FarmFlags) -> None:
     """Read, find places, estimate, start, watch, collect, and say how it went."""
     from tightfit.cli.generate import choose_out, read_job
     from tightfit.core.files import check_writable
+    from tightfit.farm.collect import count_kept
     from tightfit.farm.submit import Submitter, open_farm
     from tightfit.runtime.artefacts import find_artefact
 
@@ -48,7 +49,8 @@ def farm(flags: FarmFlags) -> None:
     out = choose_out(asked)
     if flags.dry_run:
         prediction = _predict(places, request, job)
-        _show_estimate(flags, places, _estimate(flags, places, prediction, job), job, out)
+        estimate = _estimate(flags, places, prediction, job, num_answers=job.num_answers)
+        _show_estimate(flags, places, estimate, job, out)
         return
     if flags.stats is not None:
         check_writable(flags.stats)
@@ -60,11 +62,14 @@ def farm(flags: FarmFlags) -> None:
         prediction = _predict(places, request, job)
         _require_fit(flags, places, prediction, request)
         submitter = Submitter(folder, farm_file, places, make_starters(folder, places, request))
-        estimate = _estimate(flags, places, prediction, job)
+        # What comes of it is of all answers, those of earlier commands too.
+        whole = _estimate(flags, places, prediction, job, num_answers=job.num_answers)
+        num_left = job.num_answers - count_kept(folder, farm_file)
+        rest = _estimate(flags, places, prediction, job, num_answers=num_left)
         if not flags.as_json:
-            _show_estimate(flags, places, estimate, job, out)
-        end = _watch(submitter, flags, estimate)
-    _report(flags, end, out, estimate)
+            _show_estimate(flags, places, rest, job, out)
+        end = _watch(submitter, flags, rest)
+    _report(flags, end, out, whole)
 
 
 def as_generate(flags: FarmFlags) -> GenerateFlags:
@@ -213,11 +218,13 @@ def _estimate(
     places: tuple[Place, ...],
     prediction: Prediction | None,
     job: GenerateJob,
+    *,
+    num_answers: int,
 ) -> FarmEstimate:
     from tightfit.farm.estimate import Amount, estimate_farm
 
-    most = job.num_answers * job.sampling.max_new_tokens
-    amount = Amount(num_answers=job.num_answers, num_new_tokens=most, threads=flags.threads)
+    most = num_answers * job.sampling.max_new_tokens
+    amount = Amount(num_answers=num_answers, num_new_tokens=most, threads=flags.threads)
     return estimate_farm(places, prediction, amount)
 
 

@@ -130,7 +130,7 @@ def _render_spread(trial: Trial) -> str:
 
 def _render_verdict(found: Bench) -> Iterator[RenderableType]:
     fastest, ratio = found.trials[0], found.first_over_fastest
-    if ratio is None or fastest.measured is None:
+    if ratio is None or sum(trial.measured is not None for trial in found.trials) < 2:
         return
     yield ""
     if fastest.rank == 1:

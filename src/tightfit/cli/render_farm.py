@@ -28,6 +28,7 @@ def describe_estimate(
     return {
         "num_prompts": len(job.prompts),
         "num_answers": job.num_answers,
+        "num_left": estimate.num_answers,
         "num_workers": sum(place.num_workers for place in places),
         "types": [
             {
@@ -74,6 +75,8 @@ def show_estimate(told: Mapping[str, Any]) -> None:
 
 def _render_estimate(told: Mapping[str, Any]) -> Iterator[RenderableType]:
     answers = count_of(told["num_answers"], "answer")
+    if told["num_left"] != told["num_answers"]:
+        answers = f"The other {told['num_left']:,} of {answers}"
     yield heading(f"{answers} by {count_of(told['num_workers'], 'worker')}")
     rows: list[list[Cell]] = [
         [

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tightfit.cli.harmless import shorten
+from tightfit.cli.harmless import harmless, shorten
 from tightfit.core.errors import UsageError
 from tightfit.core.faults import describe_faults
 from tightfit.core.strategy import Strategy
@@ -49,18 +49,18 @@ def refuse_twice(settings: Mapping[str, Any], given: Mapping[str, object]) -> No
         else:
             said = f"{option} {shorten(value)}"
         raise UsageError(
-            f"`{said}` and `--set {name}={show_value(settings[name])}` both fix {name}.",
+            f"`{said}` and `--set {name}={shorten(show_value(settings[name]))}` both fix {name}.",
             remedy=f"keep one: {said}",
         )
 
 
 def show_value(value: Any) -> str:
-    """A field's value as `--set` takes it."""
+    """A field's value as `--set` takes it, whole: it is read back."""
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, bool):
         return str(value).lower()
-    return shorten(",".join(value) if isinstance(value, tuple) else value)
+    return harmless(",".join(value) if isinstance(value, tuple) else str(value))
 
 
 def _split(text: str) -> tuple[str, str]:

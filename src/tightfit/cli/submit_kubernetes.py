@@ -16,8 +16,16 @@ from tightfit.cli.submit_follow import tell_finished
 from tightfit.cli.submit_kubernetes_carried import draft_carried
 from tightfit.cli.submit_kubernetes_follow import follow_pods
 from tightfit.cli.submit_kubernetes_hardware import find_nodes, find_place_label
-from tightfit.cli.submit_prepare import Prepared, find_submitted, prepare_run, settle_run
+from tightfit.cli.submit_prepare import (
+    Prepared,
+    find_base,
+    find_read,
+    find_submitted,
+    prepare_run,
+    settle_run,
+)
 from tightfit.cli.train_place import Place, Stage
+from tightfit.cli.train_recipe import Wish
 from tightfit.core.errors import UsageError
 from tightfit.core.files import write_atomic
 from tightfit.hardware.time_limit import parse_time_limit
@@ -78,7 +86,7 @@ def submit_kubernetes(flags: SubmitFlags) -> None:
     if cluster is not None and leader is not None and not flags.dry_run:
         follow_pods(cluster, leader, run=place.run, as_json=flags.as_json)
         return
-    _check_paths(site, flags, place, model=wish.recipe.model)
+    _check_paths(site, wish, place)
     nodes = find_nodes(flags, wish.recipe.on, cluster)
     with prepare_run(flags, nodes, found=found, runs=site.runs) as prepared:
         job = _make_job(prepared, flags, seconds=seconds)
@@ -140,15 +148,11 @@ def _find_active(cluster: Cluster | None, place: Place) -> Document | None:
     return None
 
 
-def _check_paths(site: Site, flags: SubmitFlags, place: Place, *, model: str) -> None:
+def _check_paths(site: Site, wish: Wish, place: Place) -> None:
     """Before the data is encoded: what the pods will read and write lies on volumes."""
-    from tightfit.runtime.model_files import locate_model
-
-    home = place.folder or Path(site.runs or "runs").expanduser() / "run"
-    require_volume(site.kubernetes, str(home.absolute()), "The run folder")
-    require_volume(site.kubernetes, str(locate_model(model).absolute()), "The model")
-    if flags.template is not None and Path(flags.template).is_file():
-        require_volume(site.kubernetes, str(Path(flags.template).absolute()), "The template")
+    home = place.folder or find_base(site.runs) / "run"
+    for what, path in {"The run folder": home, **find_read(wish.recipe)}.items():
+        require_volume(site.kubernetes, str(path.absolute()), what)
 
 
 def _make_job(prepared: Prepared, flags: SubmitFlags, *, seconds: int | None) -> TrainingJob:

@@ -19,6 +19,7 @@ from tightfit.cli.train_place import Place, Stage, find_place, move_aside
 from tightfit.cli.train_plan import Ready, make_ready, reuse_plan
 from tightfit.cli.train_recipe import Wish
 from tightfit.core.errors import DoesNotFitError, UsageError, UserError
+from tightfit.core.recipe import Recipe
 from tightfit.core.strategy import Offload
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.launch.space import check_space
@@ -106,6 +107,16 @@ def settle_run(prepared: Prepared) -> None:
 def find_base(runs: str | None) -> Path:
     """Where runs go that were given no folder."""
     return DEFAULT_FOLDER if runs is None else Path(runs).expanduser()
+
+
+def find_read(recipe: Recipe) -> dict[str, Path]:
+    """What a job reads beside its own folder, by what it is."""
+    from tightfit.runtime.model_files import locate_model
+
+    found = {"The model": locate_model(recipe.model, needs_weights=not recipe.random_weights)}
+    if recipe.template is not None and Path(recipe.template).is_file():
+        found["The template"] = Path(recipe.template)
+    return found
 
 
 def _plan(

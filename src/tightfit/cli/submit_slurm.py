@@ -14,7 +14,14 @@ from tightfit.cli.harmless import shorten
 from tightfit.cli.json_output import show_json
 from tightfit.cli.network import state_network
 from tightfit.cli.submit_follow import follow_job, is_active, tell_finished
-from tightfit.cli.submit_prepare import Prepared, find_base, find_submitted, prepare_run, settle_run
+from tightfit.cli.submit_prepare import (
+    Prepared,
+    find_base,
+    find_read,
+    find_submitted,
+    prepare_run,
+    settle_run,
+)
 from tightfit.cli.train_place import Place, Stage
 from tightfit.cli.train_recipe import Wish
 from tightfit.core.errors import EnvironmentFaultError, UsageError
@@ -194,19 +201,10 @@ def _read_partition(flags: SubmitFlags, wish: Wish, site: Site) -> str | None:
 
 def _check_files(inventory: Inventory, site: Site, wish: Wish, place: Place) -> list[str]:
     """Before the data is encoded: the nodes will see what they read and write."""
-    from tightfit.runtime.model_files import locate_model
-
     if is_this_machine(node.name for node in inventory.nodes):
         return []
-    recipe = wish.recipe
-    places = {
-        "The run folder": place.folder or find_base(site.runs),
-        "The model": locate_model(recipe.model, needs_weights=not recipe.random_weights),
-    }
-    if recipe.template is not None and Path(recipe.template).is_file():
-        places["The template"] = Path(recipe.template)
-    found = {what: path.absolute() for what, path in places.items()}
-    return check_shared(found, site)
+    places = {"The run folder": place.folder or find_base(site.runs), **find_read(wish.recipe)}
+    return check_shared({what: path.absolute() for what, path in places.items()}, site)
 
 
 def _draft(

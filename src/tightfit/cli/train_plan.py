@@ -105,7 +105,7 @@ def make_request(
     batch = recipe.effective_batch or DEFAULT_EFFECTIVE_BATCH
     if begun is not None:
         fixed |= {name: getattr(begun.strategy, name) for name in SAME_TRAINING}
-        fixed["seq_len"] = _encoded_len(begun)
+        fixed["seq_len"] = encoded_len(begun)
         batch = begun.effective_batch
     if flags.nodes > 1:
         fixed["num_nodes"] = flags.nodes
@@ -126,7 +126,7 @@ def reuse_plan(saved: Plan, wish: Wish, *, cache: Path | None = None) -> Ready:
 
     folder = locate_model(wish.recipe.model, needs_weights=not wish.recipe.random_weights)
     training = make_training(wish.recipe, method=saved.strategy.method, model_path=folder)
-    encoded = encode_for(training, model_folder=folder, seq_len=_encoded_len(saved), cache=cache)
+    encoded = encode_for(training, model_folder=folder, seq_len=encoded_len(saved), cache=cache)
     profile = profile_from_store(encoded.train)
     update = {"training": training, "data": profile, "num_epochs": wish.recipe.num_epochs}
     return Ready(plan=_warn(saved.model_copy(update=update), encoded), encoded=encoded)
@@ -142,7 +142,7 @@ def _warn(plan: Plan, encoded: Encoded) -> Plan:
     return plan.model_copy(update={"warnings": (*plan.warnings, *told)})
 
 
-def _encoded_len(plan: Plan) -> int:
+def encoded_len(plan: Plan) -> int:
     """Where rows are cut; the strategy's own length ends at the longest row."""
     return plan.strategy.seq_len if plan.data is None else plan.data.seq_len
 

@@ -1,5 +1,6 @@
 """A process that ends with the one that started it, whatever that one dies of.
 
+`python -m tightfit.core.with_parent PID COMMAND...` becomes the command, bound in this way.
 Nothing but the standard library: the Python of another environment runs this file by its path.
 """
 
@@ -11,10 +12,24 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
 """Linux, sys/prctl.h: the signal that a process gets when the thread that started it ends."""
 LOOK_SECONDS = 1.0
+BOUND_VARIABLE = "TIGHTFIT_ENDS_WITH_PARENT"
+"""Set for a bound command, so that what it starts can bind itself to it in turn."""
+
+
+def bind_command(command: Sequence[str]) -> list[str]:
+    """A command that ends with this process, where the kernel can do it."""
+    return [sys.executable, "-m", "tightfit.core.with_parent", str(os.getpid()), *command]
+
+
+def follow_bound_parent() -> None:
+    """End with the parent if that is a bound command: the kernel binds no further than to it."""
+    if BOUND_VARIABLE in os.environ:
+        end_with_parent(os.getppid())
 
 
 def end_with_parent(parent_pid: int) -> None:
@@ -46,3 +61,9 @@ def _watch(parent_pid: int) -> None:
 
 def _end() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    os.environ[BOUND_VARIABLE] = "1"
+    os.execvp(sys.argv[2], sys.argv[2:])

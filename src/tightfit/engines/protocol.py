@@ -121,6 +121,8 @@ class EngineInfo:
     weight_bytes: int
     """As they lie in memory."""
     kv_bytes_per_token: int
+    num_hosts: int = 0
+    """Other machines that hold a part of the model."""
 
 
 class Engine(Protocol):

@@ -10,7 +10,13 @@ from math import sqrt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Strategy
-from tightfit.estimate.measured import attention_rates, bandwidth_at, find_table, stream_rate
+from tightfit.estimate.measured import (
+    FLASH_HALF_SPEED_LENGTH,
+    attention_rates,
+    bandwidth_at,
+    find_table,
+    stream_rate,
+)
 from tightfit.hardware.measured_rates import AttentionRow, MeasuredRates
 from tightfit.hardware.types import Gpu
 
@@ -81,11 +87,6 @@ CPU_FLASH_FRACTION = 0.65
 """Of the CPU's peak, likewise: a step of 1 x 1024 tokens took 4% longer than one of 4 x 256."""
 PRE_AMPERE_FLASH_FRACTION = 0.30
 """Volta and Turing run SDPA's memory-efficient kernel; FlashAttention-2 needs 8.0."""
-FLASH_HALF_SPEED_LENGTH = 320.0
-"""Sequence length at which attention kernels run at half their long-sequence rate.
-
-Source: fit to the causal rows 191, 260, 298, 319, 333, 335e12 at 512 to 16k, as above.
-"""
 FLASH_BACKWARD_FLOPS = 2.5
 """Backward over forward: the scores are computed again. Source: arXiv:2307.08691 section 4.1."""
 FLASH_BACKWARD_SLOWDOWN = 1.25
@@ -128,6 +129,8 @@ class Rates:
     host_checkpoint_seconds: float = HOST_CHECKPOINT_SECONDS
     measured_attention: tuple[float, float] | None = None
     """FLOP/s forward and backward at the job's own length, where they were measured."""
+    masked_attention: tuple[float, float] | None = None
+    """Likewise with a mask as a matrix."""
     measured: MeasuredRates | None = None
 
 
@@ -138,13 +141,12 @@ def find_rates(
     head_dim: int,
     seq_len: float | None = None,
     tensor_bytes: float | None = None,
-    is_masked: bool = False,
 ) -> Rates:
     """Sustained rates for the strategy's arithmetic.
 
     fp32 runs without tensor cores: torch leaves TF32 off unless asked. `seq_len` and
-    `tensor_bytes` say at which length and size measured rates are read, `is_masked` that
-    attention is given its mask as a matrix.
+    `tensor_bytes` say at which length and size measured rates are read; the length of packed
+    rows is that of their documents.
     """
     compute, measured = strategy.compute, gpu.measured
     # Adapters in fp32 beside a 16-bit model that no autocast covers multiply in fp32.
@@ -159,6 +161,7 @@ def find_rates(
         if not (strategy.fused_kernels or strategy.compile):
             elementwise = _mix_indexed(elementwise, measured)
         loss = measured.loss_bytes_per_second or bandwidth_at(measured.elementwise, largest)
+    plain, masked = _attention_rows(measured, strategy)
     return Rates(
         matmul_flops_per_second=matmul,
         adapter_flops_per_second=matmul if narrow is compute else sustained_flops(gpu, narrow),
@@ -168,27 +171,37 @@ def find_rates(
         stream_bytes_per_second=stream_bytes_per_second(gpu),
         elementwise_bytes_per_second=elementwise,
         loss_bytes_per_second=loss,
-        measured_attention=attention_rates(
-            _attention_rows(measured, strategy, is_masked=is_masked),
-            head_dim=head_dim,
-            seq_len=length,
-        ),
+        measured_attention=attention_rates(plain, head_dim=head_dim, seq_len=length),
+        masked_attention=attention_rates(masked, head_dim=head_dim, seq_len=length),
         measured=measured,
         **_host_seconds(gpu),
     )
 
 
 def _attention_rows(
-    measured: MeasuredRates | None, strategy: Strategy, *, is_masked: bool
-) -> tuple[AttentionRow, ...]:
-    """Another width of values, or another kernel, is another rate."""
-    if measured is None or strategy.attention is not Attention.SDPA:
-        return ()
-    if strategy.compute.value_bytes != measured.attention_value_bytes:
-        return ()
-    if strategy.packing:
-        return measured.document_attention
-    return measured.masked_attention or measured.attention if is_masked else measured.attention
+    measured: MeasuredRates | None, strategy: Strategy
+) -> tuple[tuple[AttentionRow, ...], tuple[AttentionRow, ...]]:
+    """Without a mask as a matrix, and with one.
+
+    Another width of values, or another kernel, is another rate.
+    """
+    if measured is None or strategy.compute.value_bytes != measured.attention_value_bytes:
+        return (), ()
+    is_sdpa = strategy.attention is Attention.SDPA
+    masked = measured.masked_attention if is_sdpa else ()
+    if strategy.packing and strategy.attention is not Attention.EAGER:
+        return measured.document_attention, masked
+    return measured.attention if is_sdpa else (), masked
+
+
+def keeps_documents_apart(gpu: Gpu, strategy: Strategy) -> bool:
+    """Whether attention over a packed row leaves out pairs of two documents.
+
+    Flash does; SDPA's place is taken by the same kernel where the card has it, which is known
+    once it was measured.
+    """
+    plain, _ = _attention_rows(gpu.measured, strategy)
+    return strategy.packing and (strategy.attention is Attention.FLASH or bool(plain))
 
 
 def _host_seconds(gpu: Gpu) -> dict[str, float]:
@@ -276,10 +289,26 @@ def matmul_seconds(rates: Rates, *, flops: float, num_bytes: float) -> float:
     return flops / rates.matmul_flops_per_second + num_bytes / rates.stream_bytes_per_second
 
 
-def attention_seconds(rates: Rates, *, flops: float, seq_len: float, backward: bool) -> float:
-    """A fused attention kernel; `flops` are the forward pass's."""
-    if rates.measured_attention is not None:
-        forward_rate, backward_rate = rates.measured_attention
+def product_slowdown(measured: MeasuredRates | None, *, share: float) -> float:
+    """How much longer products take at the clock that the card's power limit leaves.
+
+    A card that does nothing else falls to its sustained rate; what moves memory in between lets
+    it recover by as much of the step as it takes. `share` is that of the products.
+    """
+    left = None if measured is None else measured.sustained_fraction
+    return 1.0 if left is None else 1.0 + share * (1.0 / left - 1.0)
+
+
+def attention_seconds(
+    rates: Rates, *, flops: float, seq_len: float, backward: bool, is_masked: bool = False
+) -> float:
+    """A fused attention kernel; `flops` are the forward pass's.
+
+    `is_masked`: it is given its mask as a matrix.
+    """
+    told = (rates.masked_attention if is_masked else None) or rates.measured_attention
+    if told is not None:
+        forward_rate, backward_rate = told
         return FLASH_BACKWARD_FLOPS * flops / backward_rate if backward else flops / forward_rate
     ramp = 1.0 + FLASH_HALF_SPEED_LENGTH / seq_len
     work = flops * (FLASH_BACKWARD_FLOPS * FLASH_BACKWARD_SLOWDOWN if backward else 1.0)

@@ -295,9 +295,10 @@ def estimate_step_flops(
 def skips_masked_pairs(attention: Attention, *, window: int | None, seq_len: float) -> bool:
     """Whether the kernel leaves masked pairs out instead of computing and discarding them.
 
-    SDPA does for a plain causal mask; a window is passed to it as an explicit
-    mask, and then it computes the whole square.
+    SDPA does for a plain causal mask; a window that is no longer than the
+    sequence is passed to it as an explicit mask, and then it computes the whole
+    square. Source: `_ignore_causal_mask_sdpa` in transformers' masking_utils.py.
     """
     if attention is Attention.EAGER:
         return False
-    return attention is Attention.FLASH or window is None or seq_len <= window
+    return attention is Attention.FLASH or window is None or seq_len < window

@@ -9,6 +9,12 @@ from math import exp, log, log2
 from tightfit.core.dtypes import Dtype
 from tightfit.hardware.measured_rates import AttentionRow, BandwidthRow, MatmulRow, MeasuredRates
 
+FLASH_HALF_SPEED_LENGTH = 320.0
+"""Sequence length at which attention kernels run at half their long-sequence rate.
+
+Source: fit to the causal rows 191, 260, 298, 319, 333, 335e12 at 512 to 16k, of FlashAttention-2 on
+H100 (arXiv:2407.08608 figure 5).
+"""
 NUM_NEIGHBOURS = 4
 """Measured products that one between them is told by."""
 SAME_SHAPE_DISTANCE = 1e-3
@@ -97,7 +103,8 @@ def attention_rates(
 ) -> tuple[float, float] | None:
     """Causal FLOP/s forward and backward.
 
-    Kernels are made for a few head widths: another one takes as long as the next wider.
+    Kernels are made for a few head widths: another one takes as long as the next wider. Beyond
+    the measured lengths rates grow and fall as where nothing was measured.
     """
     if not rows:
         return None
@@ -105,8 +112,10 @@ def attention_rates(
     width = next((each for each in widths if each >= head_dim), widths[-1])
     used = min(1.0, head_dim / width)
     points = sorted(row[1:] for row in rows if row[0] == width)
-    forward = _between([(float(length), rate) for length, rate, _ in points], seq_len)
-    backward = _between([(float(length), rate) for length, _, rate in points], seq_len)
+    nearest = min(max(seq_len, points[0][0]), points[-1][0])
+    used *= (1.0 + FLASH_HALF_SPEED_LENGTH / nearest) / (1.0 + FLASH_HALF_SPEED_LENGTH / seq_len)
+    forward = _between([(float(length), rate) for length, rate, _ in points], nearest)
+    backward = _between([(float(length), rate) for length, _, rate in points], nearest)
     return used * forward, used * backward
 
 

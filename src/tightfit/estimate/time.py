@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, log
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Sharding, Strategy
@@ -24,6 +25,7 @@ from tightfit.estimate.flops import (
 from tightfit.estimate.launches import count_forward_kernels, host_launch_seconds
 from tightfit.estimate.products import Batch, Products, estimate_products
 from tightfit.estimate.result import StepTime
+from tightfit.estimate.row_lengths import RowLengths, find_row_lengths
 from tightfit.estimate.weights import as_loaded
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
@@ -57,16 +59,12 @@ class _Job:
     work: Workload
     adapters: Adapters
     rates: eff.Rates
-    seq_len: float
-    """Mean length of a row of the batch, padding included."""
-    context_len: float
-    """Mean length over which attention runs: less than a packed row."""
-
+    lengths: RowLengths
     is_cpu: bool = False
 
     @property
     def tokens(self) -> float:
-        return self.strategy.micro_batch * self.seq_len
+        return self.strategy.micro_batch * self.lengths.row
 
     @property
     def recomputed_fraction(self) -> float:
@@ -105,7 +103,7 @@ def estimate_step_time(
     ):
         parts[name] = _exposed(transfers, strategy, forward=forward, backward=backward)
     seconds = sum(parts.values())
-    flops = estimate_step_flops(spec, strategy, seq_len=job.seq_len).model
+    flops = estimate_step_flops(spec, strategy, seq_len=job.lengths.row).model
     peak = node.gpu.flops(strategy.compute) * strategy.world_size
     rows, steps = _rows_and_steps(strategy, profile)
     real_tokens = strategy.tokens_per_step if profile is None else rows * profile.num_tokens
@@ -134,19 +132,14 @@ def _rows_and_steps(strategy: Strategy, profile: DataProfile | None) -> tuple[fl
 def _describe_job(
     spec: ModelSpec, strategy: Strategy, node: Node, profile: DataProfile | None
 ) -> _Job:
-    seq_len = context = float(strategy.seq_len)
-    if profile is not None and strategy.packing:
-        if strategy.attention is Attention.FLASH:
-            context = min(context, _mean_context(profile))
-    elif profile is not None:
-        waste = padding_waste(profile, strategy.micro_batch)
-        seq_len = min(seq_len, max(profile.mean_tokens, 1.0) / (1.0 - waste))
-        context = seq_len
+    lengths = find_row_lengths(
+        strategy, profile, keeps_documents_apart=eff.keeps_documents_apart(node.gpu, strategy)
+    )
     stream = (
-        strategy.micro_batch * seq_len * spec.hidden_size * traffic.stream_value_bytes(strategy)
+        strategy.micro_batch * lengths.row * spec.hidden_size * traffic.stream_value_bytes(strategy)
     )
     rates = eff.find_rates(
-        node.gpu, strategy, head_dim=spec.head_dim, seq_len=context, tensor_bytes=stream
+        node.gpu, strategy, head_dim=spec.head_dim, seq_len=lengths.sequence, tensor_bytes=stream
     )
     return _Job(
         spec=spec,
@@ -154,33 +147,9 @@ def _describe_job(
         work=sum_workload(spec),
         adapters=sum_adapters(spec, strategy),
         rates=rates,
-        seq_len=seq_len,
-        context_len=context,
+        lengths=lengths,
         is_cpu=node.gpu.is_cpu,
     )
-
-
-def _mean_context(profile: DataProfile) -> float:
-    """Length of the document a packed token is in, on average: long ones hold more tokens."""
-    tokens = sum(length * rows for length, rows in profile.histogram)
-    squares = sum(length * length * rows for length, rows in profile.histogram)
-    return max(1.0, squares / tokens if tokens else profile.mean_tokens)
-
-
-def padding_waste(profile: DataProfile, micro_batch: int) -> float:
-    """Share of padding in batches of this size, between the sizes that were sampled.
-
-    Linear in the logarithm of the batch size; flat beyond the sampled sizes.
-    """
-    known = sorted((int(size), waste) for size, waste in profile.padding_waste_fraction.items())
-    if not known:
-        return 0.0
-    below = max((pair for pair in known if pair[0] <= micro_batch), default=known[0])
-    above = min((pair for pair in known if pair[0] >= micro_batch), default=known[-1])
-    if below[0] >= above[0]:
-        return min(below[1], 0.99)
-    share = log(micro_batch / below[0]) / log(above[0] / below[0])
-    return min(below[1] + share * (above[1] - below[1]), 0.99)
 
 
 def _compute_parts(job: _Job) -> dict[str, float]:
@@ -188,10 +157,11 @@ def _compute_parts(job: _Job) -> dict[str, float]:
     strategy = job.strategy
     products = estimate_products(_batch(job))
     blocks, head = _blocks_forward(job, products), _head_forward(job, products)
+    backward, again = _Pass(), 0.0
     if strategy.is_trained:
-        backward, repeated = _backward(job, products), job.recomputed_fraction * blocks.total
-    else:
-        backward, repeated = _Pass(), 0.0
+        backward, again = _backward(job, products), job.recomputed_fraction
+    blocks, head, backward = _slow_down(job, ((blocks, 1.0 + again), (head, 1.0), (backward, 1.0)))
+    repeated = again * blocks.total
     forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated
     launch = _launch_seconds(job, forward=forward_seconds, backward=backward_seconds)
     passes = (blocks, head, backward)
@@ -207,6 +177,24 @@ def _compute_parts(job: _Job) -> dict[str, float]:
         "forward": forward_seconds,
         "backward": backward_seconds,
     }
+
+
+def _slow_down(job: _Job, passes: Sequence[tuple[_Pass, float]]) -> list[_Pass]:
+    """Products at the clock that the power limit leaves; each pass is made so many times.
+
+    Attention that writes its scores out moves memory for most of its time: it stays as it is.
+    Leaves out the update, which lets the clock recover too.
+    """
+    is_fused = find_score_kernel(job.spec, job.strategy, is_cpu=job.is_cpu) is None
+    products = sum(n * (one.matmul + one.attention * is_fused) for one, n in passes)
+    share = products / max(sum(n * one.total for one, n in passes), 1e-12)
+    times = eff.product_slowdown(job.rates.measured, share=share)
+    return [
+        replace(
+            one, matmul=times * one.matmul, attention=(times if is_fused else 1.0) * one.attention
+        )
+        for one, _ in passes
+    ]
 
 
 def _batch(job: _Job) -> Batch:
@@ -261,26 +249,46 @@ def _weight_cast_bytes(job: _Job) -> float:
 
 def _attention(job: _Job, *, backward: bool) -> tuple[float, float]:
     """Seconds inside attention kernels, and bytes of scores that eager attention moves."""
-    strategy, work = job.strategy, job.work
-    length = job.context_len
-    pairs = 0.0
-    for group in work.attention:
-        skips = skips_masked_pairs(strategy.attention, window=group.window, seq_len=length)
-        pairs += group.num_layers * count_pairs(
-            length, causal=group.causal and skips, window=group.window
-        )
-    # Documents packed into one row attend among themselves.
-    pairs *= strategy.micro_batch * job.seq_len / length
     measured = _measured_scores(job, backward=backward)
     if measured is not None:
         return measured, 0.0
-    width = job.spec.num_heads * job.spec.head_dim
-    flops = 4.0 * pairs * width
-    if strategy.attention is not Attention.EAGER:
-        return eff.attention_seconds(job.rates, flops=flops, seq_len=length, backward=backward), 0.0
-    times = 2.0 if backward else 1.0
-    scores = times * traffic.EAGER_PAIR_BYTES * pairs * job.spec.num_heads
-    return times * flops / job.rates.matmul_flops_per_second, scores
+    pairs, masked_pairs = _count_pairs(job)
+    flops_per_pair = 4.0 * job.spec.num_heads * job.spec.head_dim
+    if job.strategy.attention is Attention.EAGER:
+        times = 2.0 if backward else 1.0
+        pairs = times * (pairs + masked_pairs)
+        scores = traffic.EAGER_PAIR_BYTES * pairs * job.spec.num_heads
+        return flops_per_pair * pairs / job.rates.matmul_flops_per_second, scores
+    seconds = sum(
+        eff.attention_seconds(
+            job.rates,
+            flops=flops_per_pair * count,
+            seq_len=job.lengths.context,
+            backward=backward,
+            is_masked=is_masked,
+        )
+        for count, is_masked in ((pairs, False), (masked_pairs, True))
+    )
+    return seconds, 0.0
+
+
+def _count_pairs(job: _Job) -> tuple[float, float]:
+    """Of queries and keys in all layers, and those of layers that are given a mask as a matrix.
+
+    Rows that differ in length are given one too; that counts where its kernel was measured.
+    """
+    length = job.lengths.context
+    found = [0.0, 0.0]
+    has_mask = job.lengths.is_padded and job.rates.masked_attention is not None
+    for group in job.work.attention:
+        skips = not has_mask and skips_masked_pairs(
+            job.strategy.attention, window=group.window, seq_len=length
+        )
+        pairs = count_pairs(length, causal=group.causal and skips, window=group.window)
+        found[not skips] += group.num_layers * pairs
+    # Documents packed into one row attend among themselves.
+    times = job.tokens / length
+    return times * found[0], times * found[1]
 
 
 def _measured_scores(job: _Job, *, backward: bool) -> float | None:
@@ -292,7 +300,7 @@ def _measured_scores(job: _Job, *, backward: bool) -> float | None:
     # Measured in 16 bit on a GPU, in fp32 on a CPU.
     wider = job.strategy.compute.value_bytes / (4 if job.is_cpu else 2)
     num_layers = sum(group.num_layers for group in job.work.attention)
-    scores = num_layers * job.spec.num_heads * job.tokens * job.context_len
+    scores = num_layers * job.spec.num_heads * job.tokens * job.lengths.context
     return told[kernel][backward] * max(1.0, wider) * scores
 
 

@@ -13,7 +13,7 @@ from tightfit.core.files import write_atomic
 from tightfit.farm.folder import FarmFile
 from tightfit.farm.leases import FINISHED
 from tightfit.farm.results import ChunkHead, read_chunk
-from tightfit.farm.shape import done_path, lease_folder, mark_path
+from tightfit.farm.shape import done_path, lease_folder, mark_path, numbers_in
 from tightfit.farm.snapshot import INDEX, PROMPTS, Snapshot
 from tightfit.serve.generate.job import Failure, write_failures
 from tightfit.serve.generate.journal import is_unchanged, write_output
@@ -50,7 +50,8 @@ def find_missing(folder: Path, farm: FarmFile) -> list[int]:
 
 def count_kept(folder: Path, farm: FarmFile) -> int:
     """Answers that are published so far, the failed ones included."""
-    return farm.num_answers - sum(farm.num_keys(chunk) for chunk in find_missing(folder, farm))
+    done = numbers_in([path.name for path in folder.glob("done/*/*")])  # lists, not a look at each
+    return sum(farm.num_keys(chunk) for chunk in done)
 
 
 def reopen(folder: Path, farm: FarmFile, chunks: Sequence[int]) -> None:

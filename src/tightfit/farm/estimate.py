@@ -59,6 +59,7 @@ class TypeEstimate:
 class FarmEstimate:
     """The whole, with every answer as long as it may be."""
 
+    num_answers: int
     types: tuple[TypeEstimate, ...]
     new_tokens_per_second: Bounds | None = None
     start_seconds: Bounds | None = None
@@ -98,11 +99,12 @@ def estimate_farm(
     rate = sum_bounds(kind.new_tokens_per_second for kind in known if kind.new_tokens_per_second)
     starts = [kind.start_seconds for kind in known if kind.start_seconds is not None]
     if not known or rate.low <= 0:
-        return FarmEstimate(types=types)
+        return FarmEstimate(num_answers=amount.num_answers, types=types)
     start = Bounds(min(one.low for one in starts), max(one.high for one in starts))
     seconds = start + rate.seconds_for(amount.num_new_tokens)
     bases = {kind.basis for kind in known}
     found = FarmEstimate(
+        num_answers=amount.num_answers,
         types=types,
         new_tokens_per_second=rate,
         start_seconds=start,

@@ -18,6 +18,8 @@ RunCommand = Callable[[Sequence[str], float], str]
 """Arguments and seconds in, standard output out. Tests put recorded outputs in its place."""
 
 _REFORMATTING = ("SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT", "SLURM_JSON", "SLURM_YAML")
+_WITHOUT = "without a cluster: tightfit plan MODEL --on 4xV100-32GB"
+"""Named with its verb: those that start something take no hardware in words."""
 
 
 def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
@@ -40,17 +42,17 @@ def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
     except FileNotFoundError as fault:
         raise CommandMissingError(
             f"The command `{command}` is not on this machine.",
-            remedy="run this where it is installed, or say the hardware in words: --on 4xV100-32GB",
+            remedy=f"run this where it is installed; {_WITHOUT}",
         ) from fault
     except subprocess.TimeoutExpired as fault:
         raise EnvironmentFaultError(
             f"`{command}` gave no answer in {timeout_seconds:.0f} s.",
-            remedy="see whether the cluster is up, or say the hardware in words: --on 4xV100-32GB",
+            remedy=f"see whether the cluster is up; {_WITHOUT}",
         ) from fault
     except OSError as fault:
         raise EnvironmentFaultError(
             f"`{command}` does not start: {fault.strerror or fault}.",
-            remedy="run it by hand to see why, or say the hardware in words: --on 4xV100-32GB",
+            remedy=f"run it by hand to see why; {_WITHOUT}",
         ) from fault
     if done.returncode != 0:
         raise EnvironmentFaultError(

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from tightfit.core.errors import UsageError, UserError
+from tightfit.core.with_parent import follow_bound_parent
 from tightfit.launch.exits import EXIT_REQUEUE
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 
@@ -21,6 +22,7 @@ MAX_USER_CODE = 7
 
 def main(worker: str, run: str) -> int:
     """Run the worker module's `main` in this process and translate how it ends."""
+    follow_bound_parent()
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if is_restart and _is_final(RunFolder(path=Path(run))):
         return 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tightfit.core.errors import DoesNotFitError, EnvironmentFaultError
+from tightfit.core.with_parent import bind_command
 from tightfit.launch.command import worker_command, worker_environment
 from tightfit.launch.elastic import is_final
 from tightfit.launch.exits import EXIT_INTERRUPTED, EXIT_REQUEUE
@@ -173,6 +174,8 @@ def _run_once(job: _Job, plan: Plan) -> int:
         num_cores=len(os.sched_getaffinity(0)),
         inherited=os.environ,
     )
+    if job.is_trial:  # nobody goes on with it
+        command = bind_command(command)
     process = start_worker(command, job.run, environment)
     job.wish.listen()
     try:

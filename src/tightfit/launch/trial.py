@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -31,6 +32,7 @@ HOLDER = "bench.lock"
 SETTLED_SECONDS = 60.0
 """A younger folder may be one that is being made."""
 LOG_LINES = 30
+NEEDS_SPACE = "export TMPDIR=/a/folder/with/space"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +55,19 @@ def open_home() -> Iterator[Path]:
     except OSError as fault:
         raise EnvironmentFaultError(
             f"Cannot make a temporary folder: {fault.strerror or fault}.",
-            remedy="export TMPDIR=/a/folder/with/space",
+            remedy=NEEDS_SPACE,
         ) from fault
     handle = os.open(home / HOLDER, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         _try_lock(handle)
         with _leaving_on_request():
             yield home
+    except OSError as fault:
+        if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise EnvironmentFaultError(
+            f"The temporary folder {home.parent} is full.", remedy=NEEDS_SPACE
+        ) from fault
     finally:
         shutil.rmtree(home, ignore_errors=True)
         os.close(handle)
@@ -117,13 +125,16 @@ def _without_path(state: RunState, run: RunFolder) -> RunState:
 
 
 def _clear_abandoned(parent: Path) -> None:
-    """Folders whose launcher was killed, with the workers that it could not end."""
+    """Folders whose launcher was killed, with the workers that it could not end.
+
+    Only where a launcher left its lock: another folder may bear such a name, or a link lead to it.
+    """
     for home in parent.glob(f"{PREFIX}*"):
         try:
-            age = time.time() - home.stat().st_mtime
-            if home.stat().st_uid != os.getuid() or age < SETTLED_SECONDS:
+            found = home.lstat()
+            if found.st_uid != os.getuid() or time.time() - found.st_mtime < SETTLED_SECONDS:
                 continue
-            handle = os.open(home / HOLDER, os.O_RDWR | os.O_CREAT, 0o600)
+            handle = os.open(home / HOLDER, os.O_RDWR)
         except OSError:
             continue
         try:

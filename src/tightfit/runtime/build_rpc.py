@@ -104,7 +104,8 @@ def _run(command: list[str], *, remedy: str) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if done.returncode != 0:
-        said = next((line for line in done.stdout.splitlines() if "error" in line.lower()), "")
+        lines = done.stdout.strip().splitlines() or [""]
+        said = next((line for line in lines if "error" in line.lower()), lines[-1])
         name = "pip" if "pip" in command else command[0]
         raise EnvironmentFaultError(
             f"`{name}` failed with code {done.returncode}: {said.strip()[:300]}", remedy=remedy

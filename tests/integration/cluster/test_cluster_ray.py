@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 pytest_plugins = ("ray_lab",)
 
 NUM_PROMPTS = 400
-ASKED = ("--max-new-tokens", "16", "--temperature", "0", "--device", "cpu")
+NUM_NEW = 16
+ASKED = ("--max-new-tokens", str(NUM_NEW), "--temperature", "0", "--device", "cpu")
 LEASE_SECONDS = 6.0
 PATIENCE_SECONDS = 180
 """On a machine that is busy with other work."""
@@ -86,9 +87,10 @@ def are_gone(pids: list[int]) -> bool:
 
 
 def check_answers(out: Path, folder: Path) -> None:
-    """Each once, in order, as one process gives it; two that were exchanged would be two faults.
+    """Each once, in order, as one process gives it.
 
-    One may differ: who shares a batch decides how sums are rounded.
+    One may have another text, as was seen once; rounding is likely, and not proven. It is then
+    whole, and no other prompt's: a cut or misplaced answer is not taken for it.
     """
     rows, whole = (
         [json.loads(line) for line in path.read_text("utf-8").splitlines()]
@@ -96,7 +98,11 @@ def check_answers(out: Path, folder: Path) -> None:
     )
     assert [row["prompt_index"] for row in rows] == list(range(NUM_PROMPTS))
     assert [row["messages"][0] for row in rows] == [row["messages"][0] for row in whole]
-    assert sum(row != other for row, other in zip(rows, whole, strict=True)) <= 1
+    differing = [row for row, other in zip(rows, whole, strict=True) if row != other]
+    assert len(differing) <= 1, differing
+    for row in differing:
+        assert row["finish"] == "stop" or row["num_new_tokens"] == NUM_NEW, row
+        assert row["messages"][1] not in [other["messages"][1] for other in whole], row
 
 
 def test_every_answer_once_though_an_actor_is_killed(
@@ -117,7 +123,7 @@ def test_every_answer_once_though_an_actor_is_killed(
     assert len(raylets) == 2, "one actor on each node"
     check_answers(out, folder)
     told = json.loads(said)
-    assert told["released"]["dead"] > 0, "it held chunks, which others did"
+    assert sum(told["released"].values()) > 0, "it held chunks, which others did: dead, or slow"
     assert told["num_answers"] == NUM_PROMPTS
 
 

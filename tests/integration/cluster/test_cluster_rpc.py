@@ -57,15 +57,14 @@ def lend(lab: Hosts, name: str) -> None:
     words = ["-m", "tightfit.engines.llama.rpc_server", "--address", lab[name].address]
     server = lab.start(name, [sys.executable, *words, "--port", str(PORT)])
     assert server.stdout is not None
-    for line in iter(server.stdout.readline, b""):
-        if b"transport" in line:
-            break
+    greeting = iter(server.stdout.readline, b"")
+    assert any(b"transport" in line for line in greeting), f"no rpc-server on {name}"
     probe = f"import socket; socket.create_connection(({lab[name].address!r}, {PORT}), 5)"
     for _ in range(50):
         if lab.on("ask", [sys.executable, "-c", probe]).returncode == 0:
             return
         time.sleep(0.1)
-    pytest.fail(f"no rpc-server on {name}")
+    pytest.fail(f"the rpc-server on {name} does not listen")
 
 
 def address(lab: Hosts, name: str) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,8 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def run_job(run: RunFolder, **more: Any) -> RunState:
         order = given.pop(0) if len(given) > 1 else given[0]
         (run.path / "behaviour.json").write_text(json.dumps({"num_steps": 5, **order}))
+        if "removes" in order:
+            Path(order["removes"]).rmdir()
         from tightfit.launch import local
 
         return local.run_job(run, command=stand_in_command(run), **more)
@@ -170,6 +176,78 @@ class TestSweep:
         assert answer.code == 0
         assert len(answer.json["trials"]) == 1
         assert any("--minutes" in note for note in answer.json["notes"])
+
+    def test_ctrl_c_shows_what_was_measured_so_far(
+        self, run: Run, orders: list[dict[str, Any]]
+    ) -> None:
+        orders[:] = [{"num_steps": 3000}]
+
+        def interrupt() -> None:
+            metrics = Path(tempfile.gettempdir())
+            while not any(
+                path.read_text().count('"step"') > 8 for path in metrics.glob("*/run/metrics.jsonl")
+            ):
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        answer = run("bench", *MODEL, "--steps", "2998", "--json")
+
+        assert answer.code == 130
+        (only,) = answer.json["trials"]
+        count = only["measured"]["num_steps"]
+        assert 0 < count < 2998
+        assert f"plan 1: {count:,} of 2,998 steps were taken" in answer.json["notes"]
+        assert list_left() == []
+
+    def test_one_plan_is_not_the_fastest_of_several(
+        self, run: Run, orders: list[dict[str, Any]]
+    ) -> None:
+        orders[:] = [{}]
+        assert "is the fastest" in run("bench", *self.LEVERS).out
+        assert "is the fastest" not in run("bench", *self.LEVERS, "--minutes", "0.0001").out
+
+    def test_a_file_that_cannot_be_written_costs_no_figures(
+        self, run: Run, orders: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "figures"
+        folder.mkdir()
+        orders[:] = [{"removes": str(folder)}, {}]
+        answer = run("bench", *self.LEVERS, "--out", str(folder / "plans.json"))
+
+        assert answer.code == 6
+        assert answer.out.count("0.50 s to") == 3
+        assert answer.err.count("error: ") == 1
+        assert str(folder) in answer.err
+
+
+@pytest.mark.usefixtures("orders")
+class TestSaved:
+    UNUSUAL = (
+        *("--set", "lora_rank=4", "--set", "lora_targets=query_key_value,dense"),
+        *("--set", "checkpointing=true", "--set", "micro_batch=1"),
+    )
+
+    @pytest.mark.parametrize("method", ["lora", "full"])
+    def test_a_saved_plan_is_the_one_that_runs(self, run: Run, tmp_path: Path, method: str) -> None:
+        unusual = self.UNUSUAL if method == "lora" else self.UNUSUAL[4:]
+        words = ("--on", "cpu", *SMALL[:4], "--method", method, *unusual)
+        assert run("plan", MODEL[0], *words, "--save", "plan.json").code == 0
+        saved = json.loads((tmp_path / "plan.json").read_text())
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "plan.json").write_text(json.dumps(saved))
+
+        for job in ("plan.json", "mine"):
+            found = run("bench", job, "--random-weights", "--on", "cpu", *SMALL[4:], "--json")
+            assert found.code == 0, found.err
+            assert [trial["strategy"] for trial in found.json["trials"]] == [saved["strategy"]]
+
+    def test_it_is_not_changed(self, run: Run) -> None:
+        run("plan", MODEL[0], "--on", "cpu", "--save", "plan.json")
+        for words in (("--set", "dora=true"), ("--top", "2"), ("--all-levers",)):
+            answer = run("bench", "plan.json", "--random-weights", *words)
+            assert (answer.code, answer.out) == (2, "")
+            assert f"which {words[0]} cannot change" in answer.err
 
 
 class TestWords:

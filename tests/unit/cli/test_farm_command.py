@@ -136,6 +136,26 @@ def test_ctrl_c_leaves_one_json_document(model: Path, prompts: Path) -> None:
     assert told["exit_code"] == 130
     assert 0 < told["num_kept_answers"] < told["num_answers"] == 3000
     assert {status.state for status in read_statuses(folder)} == {"stopped"}
+    check_that_the_rest_is_expected(words, told["num_answers"] - told["num_kept_answers"], prompts)
+
+
+def check_that_the_rest_is_expected(words: list[str], num_left: int, prompts: Path) -> None:
+    """The same command again, without --json; interrupted as soon as it has a worker."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tightfit", *words[:-1], "--out", "answers.jsonl"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=prompts.parent,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert any("started 1" in line for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130, err
+    assert f"The other {num_left:,} of 3,000 answers by 1 worker" in out
 
 
 def test_statistics_that_could_not_be_written_are_told_before_the_work(

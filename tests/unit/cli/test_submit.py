@@ -175,6 +175,7 @@ def test_without_slurm_it_says_so(
 
     assert answer.code == 6
     assert "`sinfo` is not on this machine" in answer.err
+    assert "tightfit plan MODEL --on" in answer.err, "submit itself takes no hardware in words"
 
 
 @pytest.fixture

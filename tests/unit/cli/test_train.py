@@ -73,6 +73,11 @@ class TestWish:
         assert [source.path for source in found.data] == [str(tmp_path / "rows.jsonl")]
         assert fixed_fields(wish) == {"method": Method.FULL, "micro_batch": 2}
 
+    def test_a_long_list_of_settings_is_kept_whole(self) -> None:
+        targets = tuple(f"experts.{number}.down_proj" for number in range(8))
+        wish = read_wish(flags("gpt2", settings=[f"lora_targets={','.join(targets)}"]))
+        assert fixed_fields(wish)["lora_targets"] == targets
+
     def test_a_model_folder_is_found_from_anywhere(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
         assert read_wish(flags("mine")).recipe.model == str(tmp_path / "mine")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,6 +60,16 @@ def test_a_guard_passes_exit_codes_on_and_explains_an_abort() -> None:
     with pytest.raises(EnvironmentFaultError, match=r"lost.*localhost:1") as caught:
         run_guarded([sys.executable, "-c", "import os; os.abort()"], ("localhost:1",))
     assert "--address localhost --port 1" in caught.value.remedy
+
+
+def test_a_guarded_process_that_is_killed_ends_its_guard_likewise() -> None:
+    """As by the kernel when memory is short: no handler can be set for that signal."""
+    guard = (
+        "import sys; from tightfit.engines.llama.rpc_guard import run_guarded; "
+        "run_guarded([sys.executable, '-c', 'import os; os.kill(os.getpid(), 9)'], ('a:1',))"
+    )
+    done = subprocess.run([sys.executable, "-c", guard], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, b"")
 
 
 def test_only_commands_with_hosts_are_guarded() -> None:

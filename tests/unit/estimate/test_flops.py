@@ -122,6 +122,7 @@ def test_loading_costs_one_forward_pass() -> None:
         (Attention.EAGER, None, False),
         (Attention.SDPA, None, True),
         (Attention.SDPA, 512, False),
+        (Attention.SDPA, 4096, False),
         (Attention.SDPA, 8192, True),
         (Attention.FLASH, 512, True),
     ],

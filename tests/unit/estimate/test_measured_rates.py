@@ -18,6 +18,7 @@ from made_calibrations import (
 )
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
+from tightfit.core.workload import DataProfile
 from tightfit.estimate.communication import find_links
 from tightfit.estimate.inference import InferenceJob, estimate_inference
 from tightfit.estimate.job import estimate_job
@@ -215,6 +216,81 @@ def test_the_estimate_says_that_its_rates_were_measured() -> None:
     assert not any("calibrate" in told for told in predict(None).assumptions)
 
 
+def _attention_times(kind: str, flops_per_second: float) -> tuple[AttentionTime, ...]:
+    plain = make_attention(flops_per_second)
+    return tuple(one.model_copy(update={"kind": kind}) for one in plain)
+
+
+def _profile(**changes: Any) -> DataProfile:
+    """Documents of 128 tokens, and half as many of 512."""
+    return DataProfile(
+        source="made up", format="chat", num_rows=3000, num_tokens=768_000,
+        num_trained_tokens=768_000, mean_tokens=256.0, max_tokens=512, percentiles={},
+        histogram=((128, 2000), (512, 1000)), num_truncated=0, seq_len=2048, tokenizer="none",
+        is_exact=True, padding_waste_fraction={"4": 0.5}, packing_waste_fraction=0.0,
+        num_packed_rows=375, **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash"])
+def test_packed_documents_take_the_rate_of_their_mean_length(attention: str) -> None:
+    """Pairs are those inside of documents: a token's own is 384 tokens long on average."""
+    (one, *_) = _attention_times("varlen", 100e12)
+    slow, fast = (
+        one.model_copy(update={"length": length, "forward_seconds": at, "backward_seconds": at})
+        for length, at in ((256, 1e-3), (384, 1e-9))
+    )
+    found = make_calibration(attention=(*make_attention(200e12), slow, fast))
+    options = {"checkpointing": False, "packing": True, "attention": attention}
+    node = Node(gpu=found.apply(GPU), num_gpus=1)
+    strategy = Strategy(**{"micro_batch": 4, "seq_len": 2048, **options})
+
+    told = estimate_job(spec=SPEC, strategy=strategy, node=node, profile=_profile())
+
+    pairs = SPEC.num_layers * 4 * 2048 * 385 / 2
+    flops = 4.0 * pairs * SPEC.num_heads * SPEC.head_dim
+    forward, backward = slow.forward_flops / 1e-3, 2.5 * slow.forward_flops / 1e-3
+    expected = flops / forward + 2.5 * flops / backward
+    assert told.time.components["attention"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_rows_of_different_length_take_the_masks_rate_over_all_pairs() -> None:
+    found = make_calibration(
+        attention=(*make_attention(200e12), *_attention_times("masked", 100e12))
+    )
+    node = Node(gpu=found.apply(GPU), num_gpus=1)
+    strategy = Strategy(micro_batch=4, seq_len=2048, checkpointing=False)
+
+    padded, equal = (
+        estimate_job(spec=SPEC, strategy=one, node=node, profile=profile).time.components
+        for one, profile in (
+            (strategy, _profile()),
+            (strategy.model_copy(update={"seq_len": 512}), None),
+        )
+    )
+
+    # Twice the pairs, but for the diagonal, at half the rate.
+    assert padded["attention"] == pytest.approx(4 * equal["attention"], rel=0.01)
+
+
+def test_products_take_longer_by_what_the_power_limit_leaves() -> None:
+    """Alone by all of it; what the traffic of the others takes is made up for."""
+    rested = make_matmuls(400e12)[1]
+    hot = rested.model_copy(update={"seconds": rested.seconds / 0.8})
+    options = {"method": "full", "checkpointing": False, "weights": "bf16"}
+    cool, limited = (
+        parts(make_calibration(sustained=sustained), **options) for sustained in (None, hot)
+    )
+
+    told = changed(cool, limited)
+
+    device = sum(cool[name] for name in ("matmul", "attention", "memory_bound"))
+    share = (cool["matmul"] + cool["attention"]) / device
+    assert told.pop("matmul") == pytest.approx(1 + share / 4)
+    assert told.pop("attention") == pytest.approx(1 + share / 4)
+    assert set(told) <= {"launch"}
+
+
 def test_what_was_not_measured_stays_as_it_was() -> None:
     """A calibration of nothing changes nothing."""
     nothing = make_calibration(
@@ -279,3 +355,14 @@ def test_rates_between_and_beyond_the_measured_ones() -> None:
     assert attention_rates(attention, head_dim=96, seq_len=1024) == pytest.approx((300e12, 225e12))
     assert attention_rates(attention, head_dim=256, seq_len=1024) == (400e12, 300e12)
     assert attention_rates((), head_dim=96, seq_len=100) is None
+
+
+def test_attention_beyond_the_measured_lengths_fills_up_as_kernels_do() -> None:
+    """Half speed at 320 tokens: a third of the best at 160, two thirds at 640, 0.8 at 1280."""
+    rows = ((128, 320, 100e12, 50e12), (128, 640, 140e12, 70e12))
+
+    assert attention_rates(rows, head_dim=128, seq_len=1280) == pytest.approx((168e12, 84e12))
+    assert attention_rates(rows, head_dim=128, seq_len=160) == pytest.approx(
+        (200e12 / 3, 100e12 / 3)
+    )
+    assert attention_rates(rows, head_dim=128, seq_len=640) == pytest.approx((140e12, 70e12))

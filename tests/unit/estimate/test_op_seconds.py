@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from tightfit.core.strategy import Strategy
+from tightfit.core.strategy import Attention, Strategy
 from tightfit.estimate.result import StepTime
 from tightfit.estimate.trace import no_kernels
 from tightfit.estimate.trace.op_host import HostPace, find_host_pace
 from tightfit.estimate.trace.op_seconds import DeviceSeconds, estimate_traced_time
 from tightfit.estimate.trace.operations import (
+    ADAPTER,
     ATTENTION,
     BACKWARD,
     DEQUANTIZE,
@@ -269,3 +270,36 @@ def test_an_optimizer_that_waits_for_every_tensor_hides_nothing() -> None:
     assert flows.seconds_per_step < 1.05 * flows.host_seconds
     both = stops.host_seconds + stops.device_seconds
     assert stops.seconds_per_step == pytest.approx(both, rel=0.01)
+
+
+def _lora_log(*, backward_around: str = "") -> OperationLog:
+    forward = PRODUCT.model_copy(update={"around": ADAPTER, "count": 2})
+    back = PRODUCT.model_copy(update={"stage": BACKWARD, "around": backward_around})
+    return _log(forward, MOVE, back, count=10)
+
+
+def test_the_engines_time_for_adapters_is_spread_over_its_calls() -> None:
+    """Two adapters in each of ten rounds: all of their time, over ten calls of the engine."""
+    pace = HostPace(forward=1e-5, backward=2e-5, gap=0.0, adapter_backward=3e-5)
+
+    slower = pace.with_adapters(_lora_log())
+
+    assert slower.backward == pytest.approx((10 * 2e-5 + 20 * 3e-5) / 10)
+    assert replace(slower, backward=pace.backward) == pace
+
+
+def test_folded_adapters_and_none_leave_the_engine_as_it_is() -> None:
+    pace = HostPace(forward=1e-5, backward=2e-5, gap=0.0, adapter_backward=3e-5)
+
+    assert pace.with_adapters(_lora_log(backward_around=ADAPTER)) == pace
+    assert pace.with_adapters(EVERYTHING) == pace
+
+
+def test_flash_over_packed_rows_is_the_kernel_for_documents() -> None:
+    gpu = GPU.model_copy(update={"measured": _hot(document_attention=((64, 1024, 2e14, 2.5e13),))})
+    packed = {"packing": True, "attention": Attention.FLASH}
+    sdpa, flash = (
+        DeviceSeconds(gpu, STRATEGY.model_copy(update=packed | more)).of(SCORES)
+        for more in ({"attention": Attention.SDPA}, {})
+    )
+    assert flash == sdpa

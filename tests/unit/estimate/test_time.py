@@ -11,7 +11,8 @@ import pytest
 from tightfit.core.strategy import Strategy
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.result import StepTime
-from tightfit.estimate.time import estimate_step_time, padding_waste
+from tightfit.estimate.row_lengths import padding_waste
+from tightfit.estimate.time import estimate_step_time
 from tightfit.estimate.weights import num_trainable
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node

@@ -38,6 +38,20 @@ def test_without_transformers_there_is_no_layer() -> None:
     assert found.kernel_gap_seconds == 1e-6
 
 
+def test_what_a_hot_card_keeps_of_the_rate_after_a_rest() -> None:
+    rested = MatmulTime(dtype="bf16", m=512, n=512, k=512, seconds=1e-5)
+    other = rested.model_copy(update={"dtype": "fp16", "seconds": 5e-6})
+
+    def keeps(seconds: float, **changes: object) -> float | None:
+        hot = rested.model_copy(update={"seconds": seconds} | changes)
+        return make_calibration(matmuls=(other, rested), sustained=hot).rates().sustained_fraction
+
+    assert keeps(1.25e-5) == pytest.approx(0.8)
+    assert keeps(0.9e-5) == 1.0, "noise makes no card faster"
+    assert keeps(1.25e-5, k=1024) is None, "nothing to compare with"
+    assert make_calibration().rates().sustained_fraction is None
+
+
 def test_tf32_and_fp8_are_kept_but_not_estimated_with() -> None:
     rows = tuple(
         MatmulTime(dtype=dtype, m=512, n=512, k=512, seconds=1e-5)

@@ -203,6 +203,18 @@ def test_a_model_that_pods_would_not_see(world: World, model: Path) -> None:
     assert "No pod would see the model" in err
 
 
+def test_a_template_of_the_recipe_that_pods_would_not_see(world: World, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    recipe = tmp_path / "recipe.yaml"
+    stated = {"model": str(world.model), "data": str(world.data), "template": str(template)}
+    recipe.write_text(yaml.safe_dump({**stated, "output": str(world.run)}))
+    code, _, err = world.plain("submit", str(recipe), "--on", "k8s", "--dry-run")
+
+    assert code == 3, err
+    assert f"No pod would see the template {template}" in err
+
+
 def test_options_of_slurm_are_refused(world: World) -> None:
     code, _, err = world.submit("--account", "me")
     assert code == 2

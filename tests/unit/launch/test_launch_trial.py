@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import signal
 import subprocess
@@ -10,16 +10,41 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from launch_cases import Notes, make_run, stand_in_command
+from launch_cases import Notes, make_plan, make_run, stand_in_command
 
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.strategy import Sharding
 from tightfit.launch import local, trial
 from tightfit.launch.command import RUN_VARIABLE
 from tightfit.launch.lock import lock_path
+from tightfit.launch.processes import find_leftovers
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+
+HERE = Path(__file__).parent
+PATIENT_WORKER = """
+import os, sys, time
+from pathlib import Path
+def main(argv):
+    (Path(argv[0]) / f"here-{os.getpid()}").touch()
+    time.sleep(600)
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from launch_cases import Notes
+from tightfit.launch.command import worker_command
+from tightfit.launch.local import run_job
+from tightfit.ledger.run_folder import RunFolder
+run = RunFolder(path=Path(sys.argv[1]))
+command = worker_command(run.read_plan(), run.path, worker="patient_worker")
+run_job(run, watch=Notes(), command=command, is_trial=True)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +80,7 @@ def test_a_wish_to_stop_ends_a_worker_that_would_not_hear_it(tmp_path: Path) -> 
     state = try_it(run, notes)
 
     assert (state.status, state.exit_code) == (RunStatus.STOPPED, 130)
-    assert not psutil.pid_exists(json.loads(run.state_path.read_text()).get("pid") or 2**31 - 1)
+    assert find_leftovers(str(lock_path(run, None))) == []
 
 
 def fail_at_home(seen: list[Path]) -> None:
@@ -88,9 +113,54 @@ def test_sigterm_removes_the_home_too() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def fill_the_disk_at_home(seen: list[Path]) -> None:
+    with trial.open_home() as home:
+        seen.append(home)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_temporary_folder_is_no_bug(tmp_path: Path) -> None:
+    seen: list[Path] = []
+    with pytest.raises(EnvironmentFaultError, match=f"{tmp_path} is full") as told:
+        fill_the_disk_at_home(seen)
+    assert "TMPDIR" in told.value.remedy
+    assert [home.exists() for home in seen] == [False]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_killed_launcher_takes_its_workers_with_it(tmp_path: Path, num_ranks: int) -> None:
+    run, plan = make_run(tmp_path / "run"), make_plan()
+    (tmp_path / "patient_worker.py").write_text(PATIENT_WORKER)
+    sharding = Sharding.DDP if num_ranks > 1 else Sharding.SINGLE
+    spread = {"gpus_per_node": num_ranks, "sharding": sharding}
+    run.write_plan(plan.model_copy(update={"strategy": plan.strategy.model_copy(update=spread)}))
+    mark = str(lock_path(run, None))
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(run.path)],
+        env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{tmp_path}"},
+    )
+    try:
+        wait_for(lambda: len(list(run.path.glob("here-*"))) == num_ranks)
+        launcher.kill()
+        wait_for(lambda: not find_leftovers(mark))
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for process in find_leftovers(mark):
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def test_what_a_killed_launcher_left_is_cleared_with_its_worker(tmp_path: Path) -> None:
     left = tmp_path / f"{trial.PREFIX}left"
     (left / "run").mkdir(parents=True)
+    (left / trial.HOLDER).touch()
     mark = str(lock_path(RunFolder(path=left / "run"), None))
     worker = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(100)"],
@@ -109,3 +179,14 @@ def test_what_a_killed_launcher_left_is_cleared_with_its_worker(tmp_path: Path) 
     finally:
         worker.kill()
         worker.wait()
+
+
+def test_what_only_bears_such_a_name_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / f"{trial.PREFIX}results"
+    mine.mkdir()
+    (mine / "figures.csv").write_text("1,2\n")
+    os.utime(mine, (0, 0))
+    with trial.open_home():
+        pass
+
+    assert [path.name for path in mine.iterdir()] == ["figures.csv"]

@@ -33,6 +33,11 @@ CALM = Signs(
         (replace(CALM, load_seconds=100.0, load_disk_bytes=0), Kind.LOADING, "tightfit serve"),
         (replace(CALM, starved_fraction=0.5), Kind.FEEDING, "prompts"),
         (replace(CALM, is_cpu=True, cores_fraction=0.3), Kind.OTHER_WORK, "OMP_NUM_THREADS"),
+        (
+            replace(CALM, is_cpu=True, cores_fraction=0.3, num_hosts=2),
+            Kind.HOSTS,
+            "only this machine was measured",
+        ),
         (replace(CALM, bandwidth_fraction=0.8), Kind.MEMORY_BANDWIDTH, "--parallel 16"),
         (
             replace(CALM, bandwidth_fraction=0.8, num_answers=4),

@@ -145,7 +145,7 @@ def test_a_pass_reads_what_its_tokens_need() -> None:
     assert many > 0.99 * (1 - mixtral.embedding_params / mixtral.num_params)
 
 
-def statistics_of(played: Played, **ceilings: float) -> Statistics:
+def statistics_of(played: Played, *, num_hosts: int = 0, **ceilings: float) -> Statistics:
     info = EngineInfo(
         engine="transformers",
         version="5",
@@ -158,6 +158,7 @@ def statistics_of(played: Played, **ceilings: float) -> Statistics:
         num_params=10**9,
         weight_bytes=int(WEIGHTS),
         kv_bytes_per_token=int(KV),
+        num_hosts=num_hosts,
     )
     return compute_statistics(
         RunFacts(
@@ -172,6 +173,14 @@ def statistics_of(played: Played, **ceilings: float) -> Statistics:
             ceilings=Ceilings(**ceilings),
         )
     )
+
+
+def test_with_other_hosts_nothing_here_is_blamed() -> None:
+    played = play([(100, 50)] * 400, num_slots=4)
+    assert statistics_of(played).bottleneck != "other hosts"
+    told = statistics_of(played, num_hosts=2)
+    assert told.bottleneck == "other hosts"
+    assert "2 other hosts, and only this machine was measured" in told.sentence
 
 
 def test_the_figures_of_a_run_follow_from_its_answers() -> None:

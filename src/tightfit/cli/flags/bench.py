@@ -33,6 +33,7 @@ Examples:
   tightfit bench ./SmolLM2-135M --data train.jsonl --method lora --on here
   tightfit bench recipe.yaml --top 5 --chart plans.png --out plans.json
   tightfit bench Llama-3.1-8B --random-weights --seq-len 4096 --steps 10
+  tightfit bench plan.json
   tightfit bench recipe.yaml --method lora --all-levers --minutes 30
 """
 DEFAULT_STEPS = 20
@@ -52,9 +53,9 @@ class BenchFlags:
     job: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE.YAML|MODEL",
+            metavar="RECIPE.YAML|MODEL|PLAN.JSON|RUN",
             help="A recipe; a folder with weights, cached hub id or GGUF file; with "
-            "--random-weights also a catalogue name.",
+            "--random-weights also a catalogue name; a saved plan or a run, for its plan alone.",
             autocompletion=complete_job,
             callback=refuse_empty("MODEL", "./my-model"),
             show_default=False,

@@ -64,6 +64,7 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
         num_params=file.num_params,
         weight_bytes=file.weight_bytes,
         kv_bytes_per_token=file.kv_bytes_per_token,
+        num_hosts=len(request.hosts),
     )
     server = start_server(settings, file.path)
     if request.hosts:

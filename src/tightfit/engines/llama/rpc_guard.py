@@ -41,7 +41,8 @@ def run_guarded(command: Sequence[str], hosts: tuple[str, ...]) -> int:
     if code == -signal.SIGABRT:
         raise describe_loss(hosts)
     if code < 0:  # as if there had been no process between
-        signal.signal(-code, signal.SIG_DFL)
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):  # which nobody can handle
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 

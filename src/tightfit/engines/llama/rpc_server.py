@@ -39,11 +39,23 @@ def serve_devices(endpoint: str, *, num_threads: int) -> None:
     kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, size, size, pointer)
     start = kind(find_rpc_function("ggml_backend_rpc_start_server"))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python hears nothing while it serves
+    _print_at_once()
     start(endpoint.encode(), None, num_threads, len(devices), devices)
     raise EnvironmentFaultError(
         f"The rpc-server cannot listen at {endpoint}.",
         remedy="an address of this machine and a port that nobody uses: --address A --port N",
     )
+
+
+def _print_at_once() -> None:
+    """llama.cpp says where it listens through C's stdout, which a pipe or a file would hold back."""
+    library = ctypes.CDLL(None)
+    stream = ctypes.c_void_p.in_dll(library, "stdout")
+    library.setvbuf(stream, None, _LINE_BUFFERED, 0)
+
+
+_LINE_BUFFERED = 1
+"""`_IOLBF` of glibc and musl."""
 
 
 def _find_devices(library: Any) -> Any:

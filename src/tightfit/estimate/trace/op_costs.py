@@ -76,14 +76,16 @@ def _describe_moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 def _soften(args: Arguments, result: Any) -> Work:
-    """SDPA's softmax for rows that may be hidden whole: it looks for them first, then writes zeros
-    into them (Attention.cpp, `_safe_softmax_impl`): softmax, isneginf, all, where."""
+    """SDPA's softmax for rows that may be hidden whole, which are looked for and filled with zeros.
+
+    softmax, isneginf, all, where. Source: torch's transformers/attention.cpp, `_safe_softmax`.
+    """
     read, written = sum_bytes(list_tensors(args["self"])), sum_bytes((result,))
-    flags = float(result.numel())
+    flags = float(result.numel())  # a byte each
     return Work(
         MEMORY_BOUND,
         shape=tuple(result.shape),
-        num_bytes=2 * read + 4 * written + 2 * flags,
+        num_bytes=2 * read + 3 * written + 2 * flags,
         num_kernels=4.0,
         num_calls=4.0,
     )

@@ -75,14 +75,13 @@ class HostPace:
 
         Folded ones go back in one call of their own, which bears it already.
         """
-        pairs = list(zip(log.operations, log.count_calls(), strict=True))
-        adapters = [(one.stage, count) for one, count in pairs if one.around == ADAPTER]
-        num_adapters = sum(count for stage, count in adapters if stage == FORWARD)
+        times = log.count_calls()
+        calls = [(one, one.count * count) for one, count in zip(log.operations, times, strict=True)]
+        adapters = [(one.stage, count) for one, count in calls if one.around == ADAPTER]
         if any(stage == BACKWARD for stage, _ in adapters):
             return self
-        engine = sum(
-            count * one.count * self.seconds(one) for one, count in pairs if one.stage == BACKWARD
-        )
+        num_adapters = sum(count for stage, count in adapters if stage == FORWARD)
+        engine = sum(count * self.seconds(one) for one, count in calls if one.stage == BACKWARD)
         if not num_adapters or not engine:
             return self
         slower = 1.0 + num_adapters * self.adapter_backward / engine

@@ -90,19 +90,12 @@ def estimate_traced_time(
 
 
 def _slow_down(log: OperationLog, costs: list[_Cost], gpu: Gpu) -> list[_Cost]:
-    """Products at the clock that the card's power limit leaves.
-
-    One that does nothing else falls to its sustained rate; what moves memory in between lets it
-    recover by as much of the step as it takes.
-    """
-    left = None if gpu.measured is None else gpu.measured.sustained_fraction
-    if left is None:
-        return costs
+    """Products at the clock that the card's power limit leaves."""
     times = log.count_calls()
     is_product = [one.kind in (MATMUL, ATTENTION) for one in log.operations]
     works = [count * cost.work for count, cost in zip(times, costs, strict=True)]
     share = sum(compress(works, is_product)) / max(sum(works), 1e-12)
-    slower = 1.0 + share * (1.0 / left - 1.0)
+    slower = eff.product_slowdown(gpu.measured, share=share)
     return [
         cost._replace(work=cost.work * slower) if hot else cost
         for cost, hot in zip(costs, is_product, strict=True)
@@ -210,7 +203,6 @@ class DeviceSeconds:
             self._strategy,
             head_dim=width,
             seq_len=float(length),
-            is_masked=not is_causal,
         )
         flops = one.flops / (eff.FLASH_BACKWARD_FLOPS if is_backward else 1.0)
         return eff.attention_seconds(
@@ -218,6 +210,7 @@ class DeviceSeconds:
             flops=flops * (CAUSAL_FRACTION if is_causal else 1.0),
             seq_len=float(length),
             backward=bool(is_backward),
+            is_masked=not is_causal,
         )
 
     def _move(self, one: Operation) -> float:

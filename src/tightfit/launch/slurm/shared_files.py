@@ -64,12 +64,14 @@ def _is_inside(path: Path, roots: Iterable[Path]) -> bool:
 
 
 def _refused(what: str, path: Path, kind: str | None) -> NotFoundError:
-    why = f"a {kind} of this machine" if kind in OWN_KINDS else "this machine's own"
+    why = "in a folder that every machine has of its own"
+    if kind in OWN_KINDS:
+        why = f"on a {kind} of this machine"
     if what == "The run folder":
         remedy = "--output FOLDER on a shared file system, or `runs:` in site.yaml"
     else:
         remedy = "move it to a shared file system"
     return NotFoundError(
-        f"No node would see {what.lower()} {path}: it lies on {why}.",
+        f"No node would see {what.lower()} {path}: it lies {why}.",
         remedy=f"{remedy}    (where every node does see it: `shared:` in site.yaml)",
     )

@@ -28,6 +28,7 @@ class Kind(str, Enum):
     COMPUTE = "compute"
     BATCH = "batch too small"
     OTHER_WORK = "other processes"
+    HOSTS = "other hosts"
     OVERHEAD = "overhead"
 
 
@@ -52,6 +53,8 @@ class Signs:
     num_answers: int
     cores_fraction: float | None = None
     """On a CPU: core time over wall time and threads."""
+    num_hosts: int = 0
+    """Other machines that hold a part of the model, of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,13 @@ def _surroundings(signs: Signs) -> Bottleneck | None:
             sentence=f"Waiting for prompts: for {signs.starved_fraction:.0%} of the time fewer "
             f"were ready than the {signs.num_slots} slots take; shorter prompts or a free core "
             "for preparing them would help.",
+        )
+    if signs.num_hosts:
+        hosts = "another host" if signs.num_hosts == 1 else f"{signs.num_hosts} other hosts"
+        return Bottleneck(
+            kind=Kind.HOSTS,
+            sentence=f"Not known: part of the model was computed on {hosts}, and only this machine "
+            "was measured; look at the load there and at the network between.",
         )
     is_hurt = not (signs.bandwidth_fraction or 0) > BUSY_FRACTION
     cores = signs.cores_fraction

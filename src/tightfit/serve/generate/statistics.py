@@ -329,6 +329,7 @@ def _signs(
         num_slots=facts.info.num_slots,
         num_answers=len(facts.timings),
         cores_fraction=measured.cores_fraction,
+        num_hosts=facts.info.num_hosts,
     )
 
 
