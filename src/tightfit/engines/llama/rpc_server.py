@@ -48,7 +48,7 @@ def serve_devices(endpoint: str, *, num_threads: int) -> None:
 
 
 def _print_at_once() -> None:
-    """llama.cpp says where it listens through C's stdout, which a pipe or a file would hold back."""
+    """llama.cpp says where it listens through C's stdout, which pipes and files hold back."""
     library = ctypes.CDLL(None)
     stream = ctypes.c_void_p.in_dll(library, "stdout")
     library.setvbuf(stream, None, _LINE_BUFFERED, 0)
