@@ -340,6 +340,7 @@ def test_other_hosts_need_another_build(artefact: Artefact) -> None:
     with pytest.raises(EnvironmentFaultError, match="RPC") as caught:
         open_engine(EngineRequest(artefact=artefact, context=64, hosts=("node1:50052",)))
     assert "tightfit.runtime.build_rpc" in caught.value.remedy
+    assert "private network" in caught.value.remedy
 
 
 def test_a_missing_llama_says_how_to_get_it(
