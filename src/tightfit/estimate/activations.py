@@ -13,6 +13,7 @@ from typing import Literal
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
 from tightfit.estimate.numerics import Numerics, find_numerics
+from tightfit.estimate.spare_columns import spare_token_bytes
 from tightfit.estimate.weights import is_dora, is_target
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
@@ -57,7 +58,7 @@ def estimate_layer_bytes(
     inputs = _context_bytes(spec, block, strategy, numerics)
     held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
     saved = norms + attention + mlp + held + _outlier_bytes(block, strategy)
-    saved += _dora_bytes(block, strategy, numerics)
+    saved += _dora_bytes(block, strategy, numerics) + spare_token_bytes(spec, block, strategy)
     mlp_peak = saved + _mlp_working(spec, block, numerics)
     attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
     return LayerBytes(

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.runtime.spare_columns import has_room, multiply_wide, read_spare
+
 
 def fold_adapters(model: nn.Module) -> int:
     """Give every LoRA layer that allows it the folded product; how many did.
@@ -82,11 +84,15 @@ class _FoldedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, layer: Any) -> Tensor:
         base = layer.base_layer
         (ctx.scaling,) = layer.scaling.values()
-        rows = x.reshape(-1, x.shape[-1])
-        y: Tensor = type(base).forward(base, rows)
-        h = rows @ a.t()
-        y.addmm_(h, b.t(), alpha=ctx.scaling)
+        if has_room(x, layer):
+            y, h = multiply_wide(x, a, b, layer, ctx.scaling), None
+        else:
+            rows = x.reshape(-1, x.shape[-1])
+            y = type(base).forward(base, rows)
+            h = rows @ a.t()
+            y.addmm_(h, b.t(), alpha=ctx.scaling)
         ctx.save_for_backward(x, weight, a, b, h)
+        ctx.layer = layer
         # GPT-2's layers have a matrix with its inputs first.
         ctx.is_transposed = not isinstance(base, nn.Linear)
         # Beside the weight, since a gathered one has none until its module has run.
@@ -96,6 +102,7 @@ class _FoldedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, h = ctx.saved_tensors
+        h = read_spare(x, ctx.layer) if h is None else h
         gradient = gradients[0]
         needs_x, _, needs_a, needs_b, _ = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1])

@@ -2,7 +2,8 @@
 
 Follows `runtime.load.load_base` and `train.finish.finish_model`: the base's tensors, packed on
 the way, then the cast of what stays unpacked, then adapters and their cast. Left out is what DoRA
-computes when it is attached: the norms of one matrix at a time.
+computes when it is attached, the norms of one matrix at a time, and that a matrix which gets spare
+columns is there twice for a moment.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tightfit.estimate.trace.recording import LOAD_RESERVE, TEMPORARY
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import LoadRequest
 from tightfit.runtime.packing_check import list_widths, pack_and_unpack
+from tightfit.runtime.spare_columns import has_spare_columns
 from tightfit.train.tracing.packed import is_packed, make_table, pack_on_card
 
 _ADAPTER = "lora_"
@@ -135,8 +137,13 @@ class _Loading:
                     self._put(name, nn.Parameter(values, wanted.requires_grad))
 
     def _put_empty(self, name: str, dtype: torch.dtype) -> None:
+        """With the spare columns it ends with, though it gets them once it is there."""
         wanted = self._wanted[name]
-        values = torch.empty_like(wanted, dtype=dtype, device=self._device)
+        if has_spare_columns(wanted):
+            wide = torch.empty(len(wanted), wanted.stride(0), dtype=dtype, device=self._device)
+            values = wide[:, : wanted.shape[1]]
+        else:
+            values = torch.empty_like(wanted, dtype=dtype, device=self._device)
         self._put(name, nn.Parameter(values, wanted.requires_grad))
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
