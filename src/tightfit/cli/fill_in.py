@@ -121,7 +121,7 @@ def _stated(flags: EstimateFlags) -> dict[str, Any]:
     )
     plain = (
         *("lora_rank", "micro_batch", "seq_len", "grad_accum", "checkpointing"),
-        *("fused_kernels", "folded_adapters", "double_quant", "train_embeddings"),
+        *("fused_kernels", "folded_adapters", "unpacked_base", "double_quant", "train_embeddings"),
         "optimizer_in_backward",
     )
     stated = {name: getattr(flags, name) for name in plain}

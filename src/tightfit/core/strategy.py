@@ -165,6 +165,9 @@ class Strategy(BaseModel):
     folded_adapters: bool = False
     """Scale and add LoRA's product as part of its matmuls, and not in passes of their own over each
     output and its gradient. Modules that do not allow it keep peft's forward."""
+    unpacked_base: bool = False
+    """Unpack nf4 matrices once, after loading, and keep them in the compute dtype: the values that
+    each step would unpack, in the memory and time of 16-bit LoRA."""
     compile: bool = False
     sharding: Sharding = Sharding.SINGLE
     offload: Offload = Offload.NONE

@@ -11,6 +11,8 @@ from tightfit.estimate.logits import estimate_loss_bytes
 from tightfit.estimate.memory import Moment
 from tightfit.estimate.state import StateBytes, estimate_state_bytes
 from tightfit.estimate.weights import (
+    NF4_BLOCK,
+    as_answering,
     estimate_weight_bytes,
     largest_layer,
     largest_matrix,
@@ -39,8 +41,15 @@ def _moment(name: str, **parts: int) -> Moment:
 
 
 def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
-    """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed."""
+    """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed.
+
+    An unpacked base comes packed too. The last matrix is unpacked beside its codes and scales,
+    which with double quantization are unpacked first.
+    """
     unpacked = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    if strategy.unpacked_base:
+        scales = largest_matrix(spec) // NF4_BLOCK
+        unpacked = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
     return _moment(
         "load",
@@ -111,6 +120,7 @@ def kv_cache_bytes(spec: ModelSpec, strategy: Strategy) -> int:
 
 def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
     """Generation on one GPU with the base weights as stored and a full KV cache."""
+    strategy = as_answering(strategy)
     weights = estimate_weight_bytes(spec, strategy)
     parts = inference_components(
         spec,

@@ -23,10 +23,11 @@ SPARE_READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def leaves_spare_columns(model_type: str, strategy: Strategy) -> bool:
     """Whether folded adapters find spare columns: kernels of ours write them behind the norms'
     outputs, and the frozen matrices are whole and plain."""
+    is_plain = strategy.weights is strategy.compute or strategy.unpacked_base
     return (
-        strategy.folded_adapters
+        is_plain
+        and strategy.folded_adapters
         and strategy.fused_kernels
-        and strategy.weights is strategy.compute
         and strategy.sharding in (Sharding.SINGLE, Sharding.DDP)
         and model_type in SPARE_FAMILIES
     )

@@ -149,6 +149,7 @@ def describe_strategy(strategy: Strategy) -> str:
             ("DoRA", s.dora),
             ("fused kernels", s.fused_kernels),
             ("folded adapters", s.folded_adapters),
+            ("unpacked base", s.unpacked_base),
             ("compiled", s.compile),
             ("packed", s.packing),
         )

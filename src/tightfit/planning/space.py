@@ -23,6 +23,7 @@ from tightfit.planning.case import Case
 from tightfit.planning.request import JobRequest
 from tightfit.planning.rules import find_violations
 from tightfit.planning.rules_adapters import FOLDED_RULES
+from tightfit.planning.rules_unpacked import UNPACKED_RULES
 
 _Fields = dict[str, Any]
 
@@ -125,9 +126,10 @@ def enumerate_strategies(
             strategy = Strategy(**(merged | {"optimizer": optimizer} | dict(request.fixed)))
             if "folded_adapters" not in request.fixed:
                 strategy = fold_where_legal(request.spec, strategy, layout.group.node)
-            if strategy not in seen:
-                seen.add(strategy)
-                yield strategy
+            for one in _list_bases(request, strategy, layout.group.node):
+                if one not in seen:
+                    seen.add(one)
+                    yield one
 
 
 def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strategy:
@@ -140,6 +142,21 @@ def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strateg
     folded = strategy.model_copy(update={"folded_adapters": True})
     case = Case(spec=spec, strategy=folded, node=node, num_nodes=strategy.num_nodes)
     return strategy if any(rule.violated(case) for rule in FOLDED_RULES) else folded
+
+
+def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Strategy]:
+    """Unpacked once where nothing stands against it, then packed: what there is room for.
+
+    Only where nf4 was asked for: of an open method, 16-bit LoRA is as large and as fast, and
+    loses nothing.
+    """
+    is_asked = request.method == "qlora" or request.fixed.get("weights") is Dtype.NF4
+    if not is_asked or "unpacked_base" in request.fixed:
+        return [strategy]
+    unpacked = strategy.model_copy(update={"unpacked_base": True})
+    case = Case(spec=request.spec, strategy=unpacked, node=node, num_nodes=strategy.num_nodes)
+    is_illegal = any(rule.violated(case) for rule in UNPACKED_RULES)
+    return [strategy] if is_illegal else [unpacked, strategy]
 
 
 def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[int, int]]:

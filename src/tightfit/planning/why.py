@@ -81,6 +81,11 @@ LEVERS: tuple[Lever, ...] = (
         turned_back={"folded_adapters": False},
     ),
     Lever(
+        name="unpacked base",
+        is_pulled=lambda s: s.unpacked_base,
+        turned_back={"unpacked_base": False},
+    ),
+    Lever(
         name="a loss that never holds all logits",
         is_pulled=lambda s: s.loss is not Loss.PLAIN,
         turned_back={"loss": Loss.PLAIN},

@@ -18,6 +18,7 @@ from tightfit.runtime.folded_adapters import fold_adapters
 from tightfit.runtime.kernels import apply_fused_kernels
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.spare_columns import leave_spare_columns
+from tightfit.runtime.unpacked import unpack_base
 
 
 def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
@@ -29,6 +30,8 @@ def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
         check_packable(model)
     if strategy.fused_kernels:
         apply_fused_kernels(model)
+    if strategy.unpacked_base:
+        unpack_base(model)
     if strategy.method is Method.LORA:
         torch.manual_seed(training.seed)
         model = add_adapters(model, strategy, training)
