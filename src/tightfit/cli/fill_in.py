@@ -38,7 +38,9 @@ def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) 
     given: dict[str, Any] = {
         **dtypes,
         "attention": attention,
-        "repeat_keys": must_repeat_keys(spec, group.node, attention=attention),
+        "repeat_keys": must_repeat_keys(
+            spec, group.node, attention=attention, compute=dtypes["compute"]
+        ),
         "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
         **_choose_layout(flags, group),
         **_stated(flags),

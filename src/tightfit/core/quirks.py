@@ -39,9 +39,9 @@ class Quirks(BaseModel):
     autocast says so, as much modelling code of 2023 does."""
     use_cache: bool = False
     """Fill a key-value cache while training too; it stays until the loss is there."""
-    equal_rows: bool = False
-    """All rows of a batch are equally long, so that attention gets no mask and, grouped, takes
-    its keys as they are."""
+    padding_mask: bool = False
+    """Padded rows come with a mask, though a causal decoder needs none: attention is given a matrix
+    and, grouped, gets its keys repeated."""
     outlier_columns: bool = False
     """Every column that enters an int8 MLP's last matrix has a value above the threshold and is
     kept in 16 bit: random weights of wide models do that, trained ones do not."""

@@ -156,7 +156,7 @@ def _list_attention(case: Case, peak: Peak) -> Iterator[_Wish]:
         return
     scores = sum(tensor.num_bytes for tensor in peak.tensors if _holds_scores(tensor))
     fields: _Fields = {"attention": Attention.SDPA}
-    if case.is_below(8) and case.spec.num_kv_heads < case.spec.num_heads:
+    if case.lacks_grouped_kernel:
         fields["repeat_keys"] = True  # else SDPA holds the scores itself
     yield "sdpa attention", fields, scores
 

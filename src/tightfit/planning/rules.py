@@ -286,14 +286,13 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="sdpa-grouped-heads",
-        reason="sdpa has no fused kernel for grouped heads on {c.gpu.name} ({c.capability}) and "
-        "would hold the score matrix: set repeat_keys",
+        reason="sdpa has no fused kernel for grouped heads in {s.compute.value} on {c.gpu.name} "
+        "({c.capability}) and would hold the score matrix: set repeat_keys",
         source="torch 2.11, sdp_utils.cpp: the memory-efficient kernel does not take enable_gqa; "
         "benchmarks/results/h200_steps.json, Llama-3.2-1B in fp32",
         violated=lambda c: (
             c.strategy.attention is Attention.SDPA
-            and c.is_below(8)
-            and c.spec.num_kv_heads < c.spec.num_heads
+            and c.lacks_grouped_kernel
             and not c.strategy.repeat_keys
         ),
         severity="warning",

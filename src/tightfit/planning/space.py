@@ -249,12 +249,11 @@ def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attentio
     return Attention.EAGER
 
 
-def must_repeat_keys(spec: ModelSpec, node: Node, *, attention: Attention) -> bool:
-    """Whether SDPA would fall back to its math kernel on this card: grouped heads before Ampere."""
-    capability = node.gpu.compute_capability
-    is_early = capability is not None and capability < (8, 0)
-    is_grouped = spec.num_kv_heads < spec.num_heads
-    return is_early and is_grouped and attention is Attention.SDPA
+def must_repeat_keys(spec: ModelSpec, node: Node, *, attention: Attention, compute: Dtype) -> bool:
+    """Whether SDPA would fall back to its math kernel, which holds the score matrix."""
+    trial = Strategy(method=Method.LOAD, weights=compute, compute=compute, attention=attention)
+    case = Case(spec=spec, strategy=trial, node=node, num_nodes=1)
+    return attention is Attention.SDPA and case.lacks_grouped_kernel
 
 
 def _list_shardings(layout: Layout, *, is_coarse: bool) -> list[_Fields]:
@@ -285,8 +284,10 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     Rows that are not packed are padded to the longest of their batch: the worst
     batch is as long as the longest row, and packed ones are as long as allowed.
     """
-    best = choose_attention(request.spec, node, compute=choose_half(request.spec, node.gpu))
-    repeated = must_repeat_keys(request.spec, node, attention=best)
+    asked = request.fixed.get("compute")
+    compute = asked if isinstance(asked, Dtype) else choose_half(request.spec, node.gpu)
+    best = choose_attention(request.spec, node, compute=compute)
+    repeated = must_repeat_keys(request.spec, node, attention=best, compute=compute)
     found: list[_Fields] = [
         {"attention": best, "packing": False, "seq_len": request.longest_batch_len}
     ]
