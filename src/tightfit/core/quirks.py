@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Quirks(BaseModel):
@@ -50,6 +52,14 @@ class Quirks(BaseModel):
     them, or the loss reads a shifted copy."""
     wide_adafactor: bool = False
     """transformers' Adafactor, which works in fp32, instead of torch's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_old_names(cls, given: Any) -> Any:
+        """Plans of runs before padding went without a mask say whether rows are equally long."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if name != "equal_rows"}
 
 
 NO_QUIRKS = Quirks()

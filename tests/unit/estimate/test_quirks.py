@@ -93,3 +93,11 @@ def test_compiling_keeps_two_thirds_of_a_trained_layer() -> None:
         for compiled in (False, True)
     )
     assert 0.62 < compiled / eager < 0.75
+
+
+def test_plans_from_before_a_quirk_was_renamed_are_read() -> None:
+    """Their strategy lists every quirk, off or not."""
+    old = Strategy().model_dump(mode="json")
+    old["quirks"] = {k: v for k, v in old["quirks"].items() if k != "padding_mask"}
+    old["quirks"]["equal_rows"] = False
+    assert Strategy.model_validate(old) == Strategy()
