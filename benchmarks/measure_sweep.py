@@ -3,7 +3,7 @@
     tightfit calibrate
     python benchmarks/measure_sweep.py --out sweep.json --seconds 250
     python benchmarks/measure_sweep.py --resume sweep.json --seconds 250    (what is missing)
-    python benchmarks/measure_sweep.py --device cpu ...    (tiny models, nothing that means anything)
+    python benchmarks/measure_sweep.py --device cpu ...    (tiny, nothing that means anything)
 
 Needs a GPU, and what the plans need; rates are those of the stored calibration. `_sweep_plans.py`
 lists the plans of all jobs at once. The first plan of each job is measured first and again at the
@@ -21,12 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from _sweep_order import Row, Turn, list_missing, must_stop, order_turns
 from _throughput_jobs import JOBS
 from _trace_jobs import Job
 from measure_trace import (
@@ -42,14 +41,10 @@ from tightfit.core.strategy import Optimizer, Strategy
 SOMEWHERE = "H200"
 """What is planned for where there is no GPU to plan for."""
 NAMES = ("7b-lora", "1b-full", "7b-full", "8b-lora", "7b-qlora")
-FIRST, SWEEP, AGAIN = "first", "sweep", "again"
 LEFT_OUT = (
     "offload, ZeRO and FSDP on one GPU: they are for what does not fit",
     "micro-batches other than the fastest predicted of each setting",
 )
-Row = dict[str, Any]
-Turn = tuple[str, Row]
-"""When in the sweep, and which plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,45 +55,6 @@ class Task:
     device: str
     num_warm_up: int
     num_steps: int
-
-
-def order_turns(plans: Iterable[Row], *, within: float) -> list[Turn]:
-    """First plans; then one of each job in turn, fastest predicted first; first plans again."""
-    by_job: dict[str, list[Row]] = {}
-    for plan in plans:
-        by_job.setdefault(plan["job"], []).append(plan)
-    firsts = [plan for rows in by_job.values() for plan in rows if plan["rank"] == 1]
-    rounds = zip_longest(*(choose_swept(rows, within=within) for rows in by_job.values()))
-    swept = [plan for plans in rounds for plan in plans if plan is not None]
-    return [
-        *((FIRST, plan) for plan in firsts),
-        *((SWEEP, plan) for plan in swept),
-        *((AGAIN, plan) for plan in firsts),
-    ]
-
-
-def choose_swept(plans: list[Row], *, within: float) -> list[Row]:
-    """All but the first plan of one job, up to `within` times its fastest by formula."""
-    limit = within * min(map(read_seconds, plans))
-    chosen = [plan for plan in plans if plan["rank"] > 1 and read_seconds(plan) <= limit]
-    return sorted(chosen, key=read_seconds)
-
-
-def read_seconds(plan: Row) -> float:
-    """By formula where it is known, so that a traced plan is compared with its like."""
-    return float(plan["closed_form_seconds"] or plan["predicted_seconds"])
-
-
-def list_missing(turns: Iterable[Turn], rows: Iterable[Row]) -> list[Turn]:
-    """Turns that have no row yet; a plan that failed has one."""
-    known = {(row["when"], row["job"], row["rank"]) for row in rows}
-    return [turn for turn in turns if (turn[0], turn[1]["job"], turn[1]["rank"]) not in known]
-
-
-def must_stop(when: str, rows: Iterable[Row], *, seconds_left: float) -> bool:
-    """Whether what is left is needed for the first plans, which are measured again in any case."""
-    reserved = sum(row["wall_seconds"] for row in rows if row["when"] == FIRST)
-    return when == SWEEP and seconds_left < reserved
 
 
 def start_planning(names: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -226,8 +182,10 @@ def open_document(arguments: argparse.Namespace) -> tuple[Row, bool]:
     started = {} if earlier else start_planning(arguments.jobs.split(","), arguments)
     can_fork = load_libraries(arguments.device)
     if earlier:
-        return earlier | {"commands": [*earlier["commands"], command]}, can_fork
+        commands = [*earlier["commands"], command]
+        return earlier | {"commands": commands, "within": arguments.within}, can_fork
     head = describe_run() | {"commands": [command], "within": arguments.within}
+    head["num_warm_up"] = arguments.warm_up
     head["left_out"] = list(LEFT_OUT[: 1 if arguments.every_micro_batch else 2])
     return head | gather_plans(started) | {"rows": []}, can_fork
 
@@ -239,7 +197,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     document, can_fork = open_document(arguments)
     rows: list[Row] = document["rows"]
     wanted = [plan for plan in document["plans"] if plan["job"] in arguments.jobs.split(",")]
-    turns = list_missing(order_turns(wanted, within=arguments.within), rows)
+    turns = order_turns(wanted, within=arguments.within, is_compiled_last=arguments.compiled_last)
+    turns = list_missing(turns, rows)
     write_document(arguments.out, document)
     took = time.perf_counter() - begin
     print(f"{took:.0f} s until planned and loaded, {len(turns)} to measure", flush=True)
@@ -275,6 +234,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--within", type=float, default=1.5, help="times the fastest predicted")
     parser.add_argument("--warm-up", type=int, default=3, help="steps that do not count")
     parser.add_argument("--steps", type=int, default=10, help="steps that do")
+    parser.add_argument("--compiled-last", action="store_true", help="compiling takes long")
     parser.add_argument("--every-micro-batch", action="store_true", help="not the fastest alone")
     parser.add_argument("--no-trace", action="store_true", help="plan by closed forms, sooner")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all together")
@@ -285,6 +245,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"unknown jobs: {', '.join(sorted(unknown))}")
     if arguments.steps < 1 or arguments.warm_up < 0:
         parser.error("--steps 1 or more, --warm-up 0 or more")
+    if arguments.resume and not arguments.resume.is_file():
+        parser.error(f"nothing to resume at {arguments.resume}")
     arguments.out = arguments.out or arguments.resume or Path("sweep.json")
     return arguments
 
