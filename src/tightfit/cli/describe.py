@@ -54,6 +54,8 @@ def describe_strategy(strategy: Strategy) -> str:
         words.append("fused kernels")
     if strategy.folded_adapters:
         words.append("folded adapters")
+    if strategy.fp8:
+        words.append("fp8 products")
     if strategy.packing:
         words.append("packed")
     return ", ".join(words)
@@ -77,6 +79,8 @@ def describe_levers(strategy: Strategy) -> str:
         words.append("fused kernels")
     if strategy.folded_adapters:
         words.append("folded adapters")
+    if strategy.fp8:
+        words.append("fp8 products")
     if strategy.loss is not Loss.PLAIN:
         words.append(f"{strategy.loss.value} loss")
     if strategy.attention is not Attention.SDPA:

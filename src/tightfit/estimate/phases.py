@@ -39,8 +39,13 @@ def _moment(name: str, **parts: int) -> Moment:
 
 
 def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
-    """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed."""
+    """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed.
+
+    fp8 comes last: all of them are there in bf16, and each becomes half as large in its turn.
+    """
     unpacked = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    if strategy.stores_fp8:
+        unpacked = spec.linear_params + largest_matrix(spec)
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
     return _moment(
         "load",
@@ -110,8 +115,11 @@ def kv_cache_bytes(spec: ModelSpec, strategy: Strategy) -> int:
 
 
 def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
-    """Generation on one GPU with the base weights as stored and a full KV cache."""
-    weights = estimate_weight_bytes(spec, strategy)
+    """Generation on one GPU with the base weights as stored and a full KV cache.
+
+    fp8 is for training alone: what answers is the base as it was read.
+    """
+    weights = estimate_weight_bytes(spec, strategy.model_copy(update={"fp8": False}))
     parts = inference_components(
         spec,
         weight_bytes=weights.packed + weights.plain,

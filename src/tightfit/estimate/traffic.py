@@ -135,6 +135,25 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
     return float(inputs * adapters.inputs_used + outputs * adapters.outputs_used)
 
 
+FP8_CAST_BYTES = 3.0
+"""Per value that is cast from bf16: read, and written in fp8. It is read twice, the second time
+while its row is still in a cache."""
+FP8_TURN_BYTES = 2.0
+"""Per frozen fp8 value in the backward pass: read by rows, written by columns."""
+
+
+def fp8_bytes(work: Workload, strategy: Strategy, *, tokens: float, backward: bool) -> float:
+    """Traffic of casts to fp8 in one pass: inputs forward, gradients backward, and a trained
+    weight each time it is used. Counted in `runtime/fp8_linear.py`."""
+    if not strategy.fp8:
+        return 0.0
+    values = tokens * (work.outputs_used if backward else work.inputs_used)
+    weights = work.packed_weights(Dtype.INT8)
+    if strategy.stores_fp8:
+        return FP8_CAST_BYTES * values + backward * FP8_TURN_BYTES * weights
+    return FP8_CAST_BYTES * (values + weights)
+
+
 ELEMENTWISE_BACKWARD = 2.0
 """Backward over forward traffic: the gradient comes in, the saved input is read, one goes out."""
 

@@ -14,6 +14,7 @@ from tightfit.core.training import Training
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.attention import check_packable
 from tightfit.runtime.folded_adapters import fold_adapters
+from tightfit.runtime.fp8_linear import use_fp8
 from tightfit.runtime.kernels import apply_fused_kernels
 from tightfit.runtime.layers import decoder_layers
 
@@ -30,8 +31,10 @@ def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
     if strategy.method is Method.LORA:
         torch.manual_seed(training.seed)
         model = add_adapters(model, strategy, training)
-        if strategy.folded_adapters:
-            fold_adapters(model)
+    if strategy.fp8:
+        use_fp8(model)
+    if strategy.folded_adapters:
+        fold_adapters(model)
     # bitsandbytes repacks weights in eval mode, which no gradient passes through.
     model.train()
     layers = decoder_layers(model)
