@@ -28,6 +28,7 @@ def write_recipe(
         "warmup_fraction": 0.0,
         "seed": SEED,
         "shuffle": False,
+        "keep_checkpoints": 0,
         "log_to": [],
         "random_weights": True,
         "output": str(run),
@@ -63,4 +64,5 @@ def read_run(run: Path, *, device: str) -> dict[str, Any]:
         "plan_changes": report["plan_changes"],
         "switches": plan["strategy"],
         "predicted_seconds": plan["estimate"]["time"]["seconds_per_step"],
+        "compared": report["compared"],
     }

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from tightfit.cli.harmless import harmless
 
@@ -33,9 +34,11 @@ def write_out(text: str) -> None:
 
 def write_err(text: str) -> None:
     """Text to stderr, where there is one that takes it: there is nobody left to tell."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    try:
         sys.stderr.write(text)
         sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        _silence(sys.stderr)
 
 
 def announce(path: Path) -> None:
@@ -49,9 +52,14 @@ def speaks_unicode() -> bool:
 
 
 def silence_stdout() -> None:
-    """Python flushes stdout once more while it ends, and would complain aloud."""
+    """What could not be written is not tried again."""
+    _silence(sys.stdout)
+
+
+def _silence(stream: TextIO | None) -> None:
+    """Python flushes its streams once more while it ends, and would end with a code of its own."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # type: ignore[union-attr]
 
 
 def _encodable(text: str) -> str:

@@ -12,7 +12,10 @@ from tightfit.core.cache import cache_folder
 from tightfit.core.errors import EnvironmentFaultError
 from tightfit.runtime.ggml import load_library, supports_rpc
 
-HOW_TO_BUILD = "python -m tightfit.runtime.build_rpc    (once, here and on each host; a minute)"
+HOW_TO_BUILD = (
+    "python -m tightfit.runtime.build_rpc    (once, here and on each host; a minute). Its server "
+    "asks for no password: private network only"
+)
 
 _PROTOCOL_NUMBER = re.compile(r"#define\s+RPC_PROTO_(MAJOR|MINOR)_VERSION\s+(\d+)")
 

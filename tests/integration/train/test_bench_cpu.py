@@ -13,9 +13,9 @@ import pytest
 
 from tightfit.cli.bench_job import read_bench_job
 from tightfit.cli.flags.bench import BenchFlags
+from tightfit.cli.train_display import SilentDisplay
 from tightfit.launch.local import run_job
 from tightfit.launch.trial import PREFIX
-from tightfit.ledger.metrics import Record
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus, TokenFolders
 
 CONFIG = {
@@ -99,20 +99,6 @@ def test_a_worker_without_memory_is_a_row_and_exit_code_5(model: Path, tmp_path:
     assert list((tmp_path / "tmp").glob(f"{PREFIX}*")) == []
 
 
-class _Silence:
-    def record(self, record: Record) -> None:
-        pass
-
-    def line(self, line: str) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
-
-
 def test_the_worker_writes_neither_checkpoint_nor_result(model: Path, tmp_path: Path) -> None:
     flags = BenchFlags(
         job=str(model), random_weights=True, method="lora", on="cpu", seq_len=32,
@@ -124,7 +110,7 @@ def test_the_worker_writes_neither_checkpoint_nor_result(model: Path, tmp_path: 
     run.write_tokens(TokenFolders(train=str(job.rows.store.folder)))
     run.write_state(RunState(status=RunStatus.PREPARED, updated_at="2026-01-01T00:00:00Z"))
     run.write_plan(job.plans[0])
-    state = run_job(run, watch=_Silence(), is_trial=True)
+    state = run_job(run, watch=SilentDisplay(), is_trial=True)
 
     assert (state.status, state.step) == (RunStatus.FINISHED, 2), run.log_path.read_text()
     assert {path.name for path in run.path.iterdir()} == {

@@ -23,9 +23,8 @@ from tightfit.cli.flags.options import (
     path_option,
     refuse_empty,
     switch_option,
-    text_option,
 )
-from tightfit.cli.flags.training_options import MAX_STEPS
+from tightfit.cli.flags.training_options import MAX_STEPS, MemoryLimit
 
 EXAMPLES = """\b
 Examples:
@@ -124,12 +123,7 @@ class BenchFlags:
             "--synthetic", "Random tokens in place of the data's, in rows as long as its own."
         ),
     ] = False
-    memory_limit: Annotated[
-        str | None,
-        text_option(
-            "--memory-limit", "SIZE", "Use no more than this per GPU, like 20GiB.", example="20GiB"
-        ),
-    ] = None
+    memory_limit: MemoryLimit = None
     out: Annotated[
         Path | None,
         path_option(

@@ -34,6 +34,7 @@ from tightfit.cli.flags.training_options import (
     LearningRate,
     LogTo,
     MaxSteps,
+    MemoryLimit,
     PlanNumber,
     TrainingSeed,
 )
@@ -89,12 +90,7 @@ class TrainFlags:
             "--output", "Folder of the run. [default: runs/MODEL-METHOD-N]", example="runs/mine"
         ),
     ] = None
-    memory_limit: Annotated[
-        str | None,
-        text_option(
-            "--memory-limit", "SIZE", "Use no more than this per GPU, like 20GiB.", example="20GiB"
-        ),
-    ] = None
+    memory_limit: MemoryLimit = None
     log_to: LogTo = None
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen; start nothing.")

@@ -40,6 +40,12 @@ PlanNumber = Annotated[
     int,
     count_option("--plan", "Take the Nth plan of the list. [default: 1]", most=MAX_TOP, example=2),
 ]
+MemoryLimit = Annotated[
+    str | None,
+    text_option(
+        "--memory-limit", "SIZE", "Use no more than this per GPU, like 20GiB.", example="20GiB"
+    ),
+]
 LogTo = Annotated[
     str | None,
     text_option(
