@@ -136,22 +136,23 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
 
 
 FP8_CAST_BYTES = 3.0
-"""Per value that is cast from bf16: read, and written in fp8. It is read twice, the second time
-while its row is still in a cache."""
+"""Per value that is cast from bf16 by rows: read, and written in fp8."""
+FP8_COLUMN_CAST_BYTES = 5.0
+"""By columns: read for the largest value of each, read again, and written."""
 FP8_TURN_BYTES = 2.0
 """Per frozen fp8 value in the backward pass: read by rows, written by columns."""
 
 
 def fp8_bytes(work: Workload, strategy: Strategy, *, tokens: float, backward: bool) -> float:
-    """Traffic of casts to fp8 in one pass: inputs forward, gradients backward, and a trained
-    weight each time it is used. Counted in `runtime/fp8_linear.py`."""
+    """Traffic of casts to fp8 in one pass: inputs forward, each once, gradients backward, and a
+    trained weight by rows forward, by columns backward. Counted in `runtime/fp8_kernels.py`."""
     if not strategy.fp8:
         return 0.0
-    values = tokens * (work.outputs_used if backward else work.inputs_used)
-    weights = work.packed_weights(Dtype.INT8)
+    values = tokens * (work.module_outputs_used if backward else work.module_inputs_used)
+    each = FP8_COLUMN_CAST_BYTES if backward else FP8_CAST_BYTES
     if strategy.stores_fp8:
-        return FP8_CAST_BYTES * values + backward * FP8_TURN_BYTES * weights
-    return FP8_CAST_BYTES * (values + weights)
+        each = FP8_TURN_BYTES if backward else 0.0
+    return FP8_CAST_BYTES * values + each * work.packed_weights(Dtype.INT8)
 
 
 ELEMENTWISE_BACKWARD = 2.0

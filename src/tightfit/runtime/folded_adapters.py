@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.runtime.fp8_casts import cast_input
 from tightfit.runtime.fp8_linear import Fp8Linear, multiply_back, multiply_forward
 
 
@@ -89,7 +90,8 @@ class _FoldedProduct(torch.autograd.Function):
         if scale is None:
             y: Tensor = type(base).forward(base, rows)
         else:
-            y = multiply_forward(rows, weight, scale, base.bias)
+            cast = cast_input(x, is_followed=base.is_followed)
+            y = multiply_forward(cast, weight, scale, base.bias)
         h = rows @ a.t()
         y.addmm_(h, b.t(), alpha=ctx.scaling)
         ctx.save_for_backward(x, weight, a, b, h, scale)

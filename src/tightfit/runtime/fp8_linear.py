@@ -9,29 +9,28 @@ Source: the recipe `rowwise_with_gw_hp` of torchao, which is its most accurate.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from math import inf
+from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tightfit.runtime.fp8_casts import (
+    Scaled,
+    cast_columns,
+    cast_input,
+    cast_rows,
+    scale_matrix,
+    turn,
+)
 from tightfit.runtime.layers import decoder_layers
 
-FP8 = torch.float8_e4m3fn
 ALIGNED = 16
 """Values that both widths of a matrix are multiples of. Source: torch `_scaled_mm`."""
-_TOP_EXPONENT = 7
-"""Of a row's largest value once it is scaled: 128 to 256, where e4m3 ends at 448."""
-_FP32_BIAS, _FP32_FRACTION_BITS = 127, 23
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Layers that choose experts: small, and a rounded score would choose another."""
-
-Scaled: TypeAlias = tuple[Tensor, Tensor]
-"""Rows in e4m3, and by what to multiply each to have it back."""
 
 
 def use_fp8(model: nn.Module) -> int:
@@ -46,13 +45,27 @@ def use_fp8(model: nn.Module) -> int:
         for name, module in layer.named_modules()
         if takes_fp8(name, module)
     ]
+    followed = _find_followed(found)
     for layer, name, module in found:
+        module.is_followed = module in followed
         if module.weight.requires_grad:
             # A bound method, which a copy of the model binds to the copy's own layer.
             module.forward = MethodType(_forward_trained, module)
         else:
             layer.set_submodule(name, Fp8Linear(module))
     return len(found)
+
+
+def _find_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> set[nn.Module]:
+    """Layers with a later one beside them that is as wide, and may be given the same input."""
+    last: dict[tuple[nn.Module, str, int], nn.Module] = {}
+    followed = set()
+    for layer, name, module in found:
+        beside = (layer, name.removesuffix(".base_layer").rpartition(".")[0], module.in_features)
+        if beside in last:
+            followed.add(last[beside])
+        last[beside] = module
+    return followed
 
 
 def takes_fp8(name: str, module: Any) -> bool:
@@ -68,49 +81,7 @@ def takes_fp8(name: str, module: Any) -> bool:
     return module.in_features % ALIGNED == 0 and module.out_features % ALIGNED == 0
 
 
-# Casts
-
-
-def cast_rows(x: Tensor) -> Scaled:
-    """Each row with a scale of its own; rows lie one after the other, however they lay."""
-    return _scale(x, torch.linalg.vector_norm(x, ord=inf, dim=-1, keepdim=True))
-
-
-def cast_matrix(x: Tensor) -> Scaled:
-    """All rows with one scale, so that columns can be read as rows."""
-    largest = torch.linalg.vector_norm(x, ord=inf)
-    return _scale(x, largest.expand(x.shape[0], 1).contiguous())
-
-
-def turn(x: Tensor) -> Tensor:
-    """Columns as rows."""
-    return x.t().contiguous()
-
-
-def _scale(x: Tensor, largest: Tensor) -> Scaled:
-    # Exponents are read and written as bits: what exp2 and log2 round could pass e4m3's end.
-    exponent = (largest.float().view(torch.int32) >> _FP32_FRACTION_BITS) - _FP32_BIAS
-    shift = (_TOP_EXPONENT - exponent).clamp(1 - _FP32_BIAS, _FP32_BIAS - 1)
-    values = (x * _power_of_two(shift).to(x.dtype)).to(FP8, memory_format=torch.contiguous_format)
-    return values, _power_of_two(-shift)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + _FP32_BIAS) << _FP32_FRACTION_BITS).view(torch.float32)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One kernel in place of several passes over memory, for any shape."""
-    return torch.compile(function, dynamic=True)
-
-
-def _fast(function: Callable[..., Any], x: Tensor) -> Any:
-    """Compiled on a GPU; inside a layer that is compiled as a whole, part of that."""
-    if not x.is_cuda or torch.compiler.is_compiling():
-        return function(x)
-    # A parameter would be compiled for its own shape alone, and torch stops after eight of those.
-    return _compiled(function)(x.detach())
+# Products
 
 
 def multiply_rows(
@@ -144,7 +115,7 @@ def _forward_trained(layer: nn.Linear, x: Tensor) -> Tensor:
     if not _is_plain(x) or layer.weight.dtype is not torch.bfloat16:
         return type(layer).forward(layer, x)
     product: Any = _TrainedProduct
-    y: Tensor = product.apply(x, layer.weight, layer.bias)
+    y: Tensor = product.apply(x, layer.weight, layer.bias, layer.is_followed)
     return y
 
 
@@ -152,24 +123,25 @@ class _TrainedProduct(torch.autograd.Function):
     """`x W^T + bias`, with gradients for all three; keeps what a plain layer keeps."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        y = multiply_rows(_fast(cast_rows, rows), _fast(cast_rows, weight), bias, is_fast=True)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_followed: bool
+    ) -> Tensor:
+        rows = cast_input(x, is_followed=is_followed)
+        y = multiply_rows(rows, cast_rows(weight), bias, is_fast=True)
         ctx.save_for_backward(x, weight)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         g = gradients[0].reshape(-1, gradients[0].shape[-1])
         of_x = of_weight = None
         if needs_x:
-            columns = _fast(cast_rows, weight.t())
-            of_x = multiply_rows(_fast(cast_rows, g), columns, is_fast=False).view_as(x)
+            of_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
         if needs_weight:
             of_weight = g.t() @ x.reshape(-1, x.shape[-1])
-        return of_x, of_weight, g.sum(0) if needs_bias else None
+        return of_x, of_weight, g.sum(0) if needs_bias else None, None
 
 
 # Frozen weights
@@ -186,32 +158,37 @@ class Fp8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype = linear.weight.dtype
         with torch.no_grad():
-            values, scale = cast_matrix(linear.weight)
+            values, scale = scale_matrix(linear.weight)
         self.weight = nn.Parameter(values, requires_grad=False)
         self.weight_scale: Tensor
-        self.register_buffer("weight_scale", scale[:1].clone(), persistent=False)
+        # Once for each row that a product can have, which is how it is read.
+        scales = scale[:1].repeat(max(linear.weight.shape), 1)
+        self.register_buffer("weight_scale", scales, persistent=False)
         self.bias = linear.bias
+        self.is_followed = bool(vars(linear).get("is_followed"))
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not _is_plain(x):
             return functional.linear(x, self.unpack(x.dtype), self.bias)
         product: Any = _FrozenProduct
-        y: Tensor = product.apply(x, self.weight, self.weight_scale, self.bias)
+        y: Tensor = product.apply(x, self.weight, self.weight_scale, self.bias, self.is_followed)
         return y
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """The matrix as the products see it."""
-        return self.weight.to(dtype) * self.weight_scale.to(dtype)
+        return self.weight.to(dtype) * self.weight_scale[:1].to(dtype)
 
 
 class _FrozenProduct(torch.autograd.Function):
     """`x W^T + bias`, with a gradient for x; keeps nothing of the batch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_followed: bool
+    ) -> Tensor:
         ctx.save_for_backward(weight, scale)
-        y = multiply_forward(x.reshape(-1, x.shape[-1]), weight, scale, bias)
+        y = multiply_forward(cast_input(x, is_followed=is_followed), weight, scale, bias)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -220,17 +197,15 @@ class _FrozenProduct(torch.autograd.Function):
         gradient = gradients[0]
         g = gradient.reshape(-1, gradient.shape[-1])
         of_x = multiply_back(g, weight, scale)
-        return of_x.view(*gradient.shape[:-1], of_x.shape[-1]), None, None, None
+        return of_x.view(*gradient.shape[:-1], of_x.shape[-1]), None, None, None, None
 
 
-def multiply_forward(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def multiply_forward(rows: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """`x W^T + bias` of a frozen matrix."""
-    right = (weight, scale.expand(weight.shape[0], 1).contiguous())
-    return multiply_rows(_fast(cast_rows, rows), right, bias, is_fast=True)
+    return multiply_rows(rows, (weight, scale[: weight.shape[0]]), bias, is_fast=True)
 
 
 def multiply_back(g: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`g W` of a frozen matrix. It is turned anew each time: keeping it both ways would take as
     much memory as bf16."""
-    right = (_fast(turn, weight), scale.expand(weight.shape[1], 1).contiguous())
-    return multiply_rows(_fast(cast_rows, g), right, is_fast=False)
+    return multiply_rows(cast_rows(g), (turn(weight), scale[: weight.shape[1]]), is_fast=False)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.training import Training
-from tightfit.runtime import fp8_linear
+from tightfit.runtime import fp8_casts, fp8_linear
 from tightfit.runtime.adapters import load_adapter, save_adapter
-from tightfit.runtime.fp8_linear import FP8, Fp8Linear, cast_matrix, cast_rows, takes_fp8, use_fp8
+from tightfit.runtime.fp8_linear import Fp8Linear, takes_fp8, use_fp8
 from tightfit.runtime.load import LoadRequest, load_base
 from tightfit.train.finish import finish_model
 
@@ -51,53 +51,6 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def inside(module: nn.Module, name: str = "0") -> Any:
     """As the only layer of a model that has blocks."""
     return nn.ModuleList([nn.ModuleDict({name: module})])
-
-
-# Casts
-
-
-def test_scaling_loses_nothing() -> None:
-    """Values that e4m3 has, at any power of two, come back as they were."""
-    exact = torch.tensor([1.0, -1.875, 0.0, 1.25]).repeat(40, 4).to(BF16)
-    rows = exact * (2.0 ** torch.arange(-20, 20))[:, None].to(BF16)
-    values, scale = cast_rows(rows)
-    assert values.dtype is FP8
-    assert torch.equal(values.float() * scale, rows.float())
-
-
-@pytest.mark.parametrize("largest", [0.0, 1e-38, 1e-30, 447.9, 3e38])
-def test_no_row_leaves_the_range(largest: float) -> None:
-    rows = torch.tensor([[largest, -largest, largest / 3] * 16]).to(BF16)
-    for values, scale in (cast_rows(rows), cast_matrix(rows)):
-        assert torch.isfinite(values.float()).all()
-        assert torch.isfinite(scale).all()
-        assert torch.allclose(values.float() * scale, rows.float(), rtol=2**-4)
-
-
-def test_what_is_not_finite_comes_back_so() -> None:
-    rows = torch.ones(2, 16, dtype=BF16)
-    rows[0, 3], rows[1, 5] = float("nan"), float("inf")
-    values, scale = cast_rows(rows)
-    back = values.float() * scale
-    assert back[0, 3].isnan()
-    assert not back[1, 5].isfinite()
-
-
-def test_a_turned_matrix_is_cast_by_its_columns() -> None:
-    matrix = torch.randn(32, 48).to(BF16)
-    values, scale = cast_rows(matrix.t())
-    assert values.is_contiguous()
-    assert scale.shape == (48, 1)
-    assert torch.equal(values, cast_rows(matrix.t().contiguous())[0])
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
-@pytest.mark.parametrize("cast", [cast_rows, cast_matrix])
-def test_casts_are_one_graph_for_any_shape(cast: Any) -> None:
-    compiled: Any = torch.compile(cast, dynamic=True, fullgraph=True, backend="aot_eager")
-    for shape in ((32, 64), (48, 16)):
-        x = torch.randn(shape).to(BF16)
-        assert all(map(torch.equal, compiled(x), cast(x)))
 
 
 # One layer
@@ -346,7 +299,73 @@ def train_b(model: Any) -> None:
             parameter.fill_(0.1)
 
 
-def test_a_cpu_compiles_nothing() -> None:
-    before = fp8_linear._compiled.cache_info().misses
-    gradients(finished(Method.FULL))
-    assert fp8_linear._compiled.cache_info().misses == before
+# Inputs that layers share
+
+
+CASTS_OF_INPUTS = 8
+"""Of two layers: queries, keys and values have the same input, gates and what they gate too."""
+
+
+@pytest.mark.parametrize("folded", [True, False], ids=["folded", "peft's"])
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "kept"])
+def test_an_input_is_cast_once(
+    monkeypatch: pytest.MonkeyPatch, folded: bool, checkpointing: bool
+) -> None:
+    model = finished(Method.LORA, folded_adapters=folded, checkpointing=checkpointing)
+    model.enable_input_require_grads()
+    calls = count_casts(monkeypatch)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    assert len(calls) == CASTS_OF_INPUTS
+    loss.backward()
+    assert len(calls) == (1 + checkpointing) * CASTS_OF_INPUTS + NUM_LINEARS
+
+
+def test_trained_weights_are_cast_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = finished(Method.FULL)
+    calls = count_casts(monkeypatch)
+    model(input_ids=IDS, labels=IDS)
+    assert len(calls) == CASTS_OF_INPUTS + NUM_LINEARS
+
+
+def count_casts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Shapes of rows that are cast from now on, columns aside."""
+    calls = []
+    cast = fp8_casts.cast_rows
+
+    def spy(x: Tensor) -> Any:
+        calls.append(x.shape)
+        return cast(x)
+
+    for module in (fp8_casts, fp8_linear):
+        monkeypatch.setattr(module, "cast_rows", spy)
+    return calls
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_shared_casts_change_nothing(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
+    """Over several batches, recomputed: a cast of another tensor would show."""
+    found = gradients_of_batches(method)
+    monkeypatch.setattr(fp8_casts._Kept, "keep", lambda *_: None)
+    wanted = gradients_of_batches(method)
+    assert len(found) > NUM_LINEARS
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def gradients_of_batches(method: Method) -> dict[str, Tensor]:
+    model = finished(method, checkpointing=True)
+    for step in range(3):
+        ids = IDS + step
+        model(input_ids=ids, labels=ids).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+def test_nothing_is_kept_when_the_layers_are_done(method: Method) -> None:
+    """The loss is computed where memory is scarcest."""
+    model = finished(method)
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(fp8_casts._kept._entry))
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert seen == [None]
+    assert fp8_casts._kept._entry is None

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from tightfit.hardware.calibration import MatmulTime
 from tightfit.runtime.calibrate.bench import Bench, Work, time_after_work
-from tightfit.runtime.fp8_linear import cast_rows, multiply_rows
+from tightfit.runtime.fp8_casts import scale_rows
+from tightfit.runtime.fp8_linear import multiply_rows
 
 Shape = tuple[int, int, int]
 """m, n, k: tokens, outputs, inputs in a forward pass."""
@@ -137,5 +138,5 @@ def _prepare(bench: Bench, dtype: str, shape: Shape) -> Work:
 def _prepare_fp8(bench: Bench, shape: Shape) -> Work:
     """As training multiplies forward; casts are not in it."""
     m, n, k = shape
-    left, right = (cast_rows(bench.randn(rows, k, dtype=torch.bfloat16)) for rows in (m, n))
+    left, right = (scale_rows(bench.randn(rows, k, dtype=torch.bfloat16)) for rows in (m, n))
     return partial(multiply_rows, left, right, is_fast=True)

@@ -1,31 +1,33 @@
-"""Casts to fp8 without kernels: on a card each is compiled into one, which a trace cannot run."""
+"""Casts to fp8 without kernels: in a trace they are launched, and do nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from tightfit.estimate.trace.no_kernels import LISTENERS
-from tightfit.runtime import fp8_linear
+from tightfit.estimate.trace.no_kernels import triton_without_kernels
+from tightfit.runtime import fp8_casts
+
+_KERNELS = "tightfit.runtime.fp8_kernels"
 
 
 @contextmanager
 def fp8_without_kernels() -> Iterator[None]:
-    """What a cast allocates is allocated, and whoever listens is told of one launch."""
-    with patch.object(fp8_linear, "_fast", _launch):
-        yield
+    """What a cast allocates is allocated, and whoever listens is told of each launch."""
+    is_there = _KERNELS in sys.modules
+    with triton_without_kernels(), patch.object(fp8_casts, "_runs_kernels", _would_run):
+        try:
+            yield
+        finally:
+            if not is_there:  # it may be made of kernels that do nothing
+                sys.modules.pop(_KERNELS, None)
 
 
-def _launch(function: Callable[..., Any], x: Tensor) -> Any:
-    is_turn = function is fp8_linear.turn
-    shape = x.shape[::-1] if is_turn else x.shape
-    values = torch.empty(shape, dtype=fp8_linear.FP8, device=x.device)
-    scale = None if is_turn else torch.empty(shape[0], 1, device=x.device)
-    for hear in LISTENERS:
-        hear((x, values, scale), {})
-    return values if is_turn else (values, scale)
+def _would_run(_x: Tensor) -> bool:
+    """Fake tensors say that they are on a CPU."""
+    return not torch.compiler.is_compiling()

@@ -18,7 +18,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.trace.recorder import Recorder
 from tightfit.estimate.trace.recording import LOAD_RESERVE, TEMPORARY
-from tightfit.runtime.fp8_linear import FP8
+from tightfit.runtime.fp8_casts import FP8
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import LoadRequest
 from tightfit.runtime.packing_check import list_widths, pack_and_unpack
