@@ -84,13 +84,14 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
 
 
 def _fp8_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """fp8 copies of the largest product's operands: a matrix, and rows of the batch."""
-    return max(
-        part.in_features * part.out_features
-        + strategy.tokens_per_micro_batch * max(part.in_features, part.out_features)
-        for block in spec.blocks
-        for part in block.linears
-    )
+    """fp8 copies of the largest product's operands: a matrix, and rows of the batch; for the
+    gradient of a trained matrix, rows on either side."""
+    tokens = strategy.tokens_per_micro_batch
+    widths = [(p.in_features, p.out_features) for block in spec.blocks for p in block.linears]
+    sizes = [n * k + tokens * max(n, k) for n, k in widths]
+    if not strategy.stores_fp8:
+        sizes += [tokens * (n + k) for n, k in widths]
+    return max(sizes)
 
 
 def _weight_norm_bytes(spec: ModelSpec, strategy: Strategy) -> int:

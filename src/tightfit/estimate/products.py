@@ -59,7 +59,7 @@ def estimate_products(batch: Batch) -> Products:
 
     Where the device's own times are known, each matrix is looked up by its shape; else sums of
     FLOPs and bytes go by the sustained rates, the same in every direction. In fp8 are the blocks'
-    results and the gradients of their inputs; those of weights are not.
+    results and gradients.
     """
     table = find_table(batch.rates.measured, batch.strategy.compute)
     if table is not None:
@@ -69,7 +69,7 @@ def estimate_products(batch: Batch) -> Products:
     return Products(
         blocks=_in_fp8(batch, blocks),
         blocks_inputs=_in_fp8(batch, blocks),
-        blocks_weights=blocks,
+        blocks_weights=_in_fp8(batch, blocks),
         adapters=adapters,
         adapters_backward=2.0 * adapters,
         head=head,
@@ -133,14 +133,14 @@ def _by_shape(batch: Batch, table: MatmulTable) -> Products:
             narrow = table if fp8 is None or not part.is_module else fp8
             forward += count * narrow.seconds(m, n, k)
             inputs += count * narrow.seconds(m, k, n)
-            weights += count * table.seconds(n, k, m)
+            weights += count * narrow.seconds(n, k, m)
     slices = batch.head_slices
     m, n, k = batch.tokens / slices, batch.work.vocab_size, batch.work.hidden_size
     adapters, adapters_backward = _adapters_by_shape(batch)
     return Products(
         blocks=forward if fp8 is not None else _in_fp8(batch, forward),
         blocks_inputs=inputs if fp8 is not None else _in_fp8(batch, inputs),
-        blocks_weights=weights,
+        blocks_weights=weights if fp8 is not None else _in_fp8(batch, weights),
         adapters=adapters,
         adapters_backward=adapters_backward,
         head=slices * table.seconds(m, n, k),

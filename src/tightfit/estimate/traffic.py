@@ -144,15 +144,22 @@ FP8_TURN_BYTES = 2.0
 
 
 def fp8_bytes(work: Workload, strategy: Strategy, *, tokens: float, backward: bool) -> float:
-    """Traffic of casts to fp8 in one pass: inputs forward, each once, gradients backward, and a
-    trained weight by rows forward, by columns backward. Counted in `runtime/fp8_kernels.py`."""
+    """Traffic of casts to fp8 in one pass. Counted in `runtime/fp8_linear.py`.
+
+    Forward: inputs, each once, and trained weights. Backward: gradients; by columns what a trained
+    weight's gradient is made of, and the weight; frozen weights are turned.
+    """
     if not strategy.fp8:
         return 0.0
-    values = tokens * (work.module_outputs_used if backward else work.module_inputs_used)
-    each = FP8_COLUMN_CAST_BYTES if backward else FP8_CAST_BYTES
+    weights = work.packed_weights(Dtype.INT8)
+    if not backward:
+        values = tokens * work.module_inputs_used
+        return FP8_CAST_BYTES * (values + (0 if strategy.stores_fp8 else weights))
+    moved = FP8_CAST_BYTES * tokens * work.module_outputs_used
     if strategy.stores_fp8:
-        each = FP8_TURN_BYTES if backward else 0.0
-    return FP8_CAST_BYTES * values + each * work.packed_weights(Dtype.INT8)
+        return moved + FP8_TURN_BYTES * weights
+    columns = tokens * (work.inputs_used + work.outputs_used) + weights
+    return moved + FP8_COLUMN_CAST_BYTES * columns
 
 
 ELEMENTWISE_BACKWARD = 2.0

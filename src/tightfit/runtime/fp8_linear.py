@@ -2,9 +2,8 @@
 
 Every operand is e4m3 with a scale per row, gradients too: rows of one scale need no wider range
 than e4m3 has, and e5m2 would round twice as coarsely. Scales are powers of two, so that scaling
-loses nothing. A trained weight's own gradient stays a bf16 product: it is summed over tokens, both
-its operands would have to be cast and turned once more, and it is what the optimizer adds up.
-Source: the recipe `rowwise_with_gw_hp` of torchao, which is its most accurate.
+loses nothing. A trained weight's own gradient is a sum over tokens: there each column has a scale.
+Source: the recipe `rowwise` of torchao.
 """
 
 from __future__ import annotations
@@ -101,6 +100,13 @@ def multiply_rows(
     )
 
 
+def multiply_columns(g: Tensor, x: Tensor) -> Tensor:
+    """`g^T x`, summed over tokens; in bf16 where fp8 kernels cannot read as many."""
+    if len(g) % ALIGNED:
+        return g.t() @ x
+    return multiply_rows(cast_columns(g), cast_columns(x), is_fast=False)
+
+
 def _is_plain(x: Tensor) -> bool:
     """Whether a call is one that fp8 is for. The same at every call, since recomputing must take
     the path that was taken first."""
@@ -140,7 +146,7 @@ class _TrainedProduct(torch.autograd.Function):
         if needs_x:
             of_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
         if needs_weight:
-            of_weight = g.t() @ x.reshape(-1, x.shape[-1])
+            of_weight = multiply_columns(g, x.reshape(-1, x.shape[-1]))
         return of_x, of_weight, g.sum(0) if needs_bias else None, None
 
 

@@ -31,14 +31,15 @@ UNASKED = 3
     ("fields", "products_back", "casts", "casts_back"),
     [
         (LORA, LINEARS - UNASKED, INPUTS, 2 * (LINEARS - UNASKED)),
-        (FULL, LINEARS, INPUTS + LINEARS, 3 * LINEARS),
+        (FULL, 2 * LINEARS, INPUTS + LINEARS, 7 * LINEARS),
     ],
     ids=["lora", "full"],
 )
 def test_products_and_casts_of_a_step(
     tmp_path: Path, fields: dict[str, Any], products_back: int, casts: int, casts_back: int
 ) -> None:
-    """Backward, a frozen matrix is turned, where a trained one is read twice to be cast."""
+    """Backward, a frozen matrix is turned, where a trained one, and what its gradient is made of,
+    are read twice to be cast."""
     recording = record(tmp_path, fields | {"checkpointing": False})
     assert recording.operations is not None
     calls = list(recording.operations.walk())

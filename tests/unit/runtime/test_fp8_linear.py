@@ -26,8 +26,9 @@ TRAINING = Training(model_path="model", learning_rate=1e-4)
 BF16 = torch.bfloat16
 NUM_LINEARS = 14
 """Of two layers of a Llama."""
-ROUNDED = 0.04
-"""Two operands of four significant bits, each 2.6% off in the mean of squares."""
+ROUNDED = 0.045
+"""Two operands of four significant bits, each 2.6% off in the mean of squares, or a little more
+where one row is most of all."""
 
 
 def strategy_of(method: Method, **fields: Any) -> Strategy:
@@ -62,18 +63,27 @@ def test_a_layer_is_as_near_to_fp32_as_fp8_can_be(is_trained: bool, spread: floa
     torch.manual_seed(1)
     linear = nn.Linear(256, 384, dtype=BF16)
     linear.requires_grad_(is_trained)
-    sizes = 2.0 ** (spread * torch.randn(2, 50, 1))  # of tokens, and of their gradients
-    x, g = (torch.randn(2, 50, n).mul(sizes).to(BF16) for n in (256, 384))
+    sizes = 2.0 ** (spread * torch.randn(2, 56, 1))  # of tokens, and of their gradients
+    x, g = (torch.randn(2, 56, n).mul(sizes).to(BF16) for n in (256, 384))
     model = inside(linear)
     wanted = run(copy.deepcopy(linear).float(), x.float(), g.float())
     assert use_fp8(model) == 1
     found = run(model[0]["0"], x, g)
 
     assert found.keys() == wanted.keys()
-    for name in ("y", "x"):
+    for name in found.keys() - {"bias"}:
         assert 0.01 < distance(found[name], wanted[name]) < ROUNDED, name
-    for name in found.keys() - {"y", "x"}:
-        assert distance(found[name], wanted[name]) < 0.005, "a bf16 product"
+    if is_trained:
+        assert distance(found["bias"], wanted["bias"]) < 0.005, "a bf16 sum"
+
+
+def test_a_weight_s_gradient_is_bf16_s_where_tokens_fill_no_row() -> None:
+    linear = nn.Linear(32, 48, dtype=BF16)
+    x, g = torch.randn(50, 32).to(BF16), torch.randn(50, 48).to(BF16)
+    model = inside(linear)
+    use_fp8(model)
+    found = run(model[0]["0"], x, g)
+    assert torch.equal(found["weight"], g.t() @ x)
 
 
 def run(layer: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
@@ -99,8 +109,8 @@ def test_fast_sums_are_for_the_forward_pass_alone(monkeypatch: pytest.MonkeyPatc
         linear = nn.Linear(32, 32, dtype=BF16).requires_grad_(is_trained)
         model = inside(linear)
         use_fp8(model)
-        run(model[0]["0"], torch.randn(4, 32).to(BF16), torch.randn(4, 32).to(BF16))
-    assert seen == [True, False, True, False]
+        run(model[0]["0"], torch.randn(16, 32).to(BF16), torch.randn(16, 32).to(BF16))
+    assert seen == [True, False, False, True, False]
 
 
 # Where fp8 cannot be
