@@ -9,9 +9,10 @@ TRAINING = chaos train_zero
 SERVING = serve_api browser generate
 TRACING = tracing
 CLUSTER = cluster
-HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(CLUSTER)
+KERNELS = kernels
+HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(CLUSTER) $(KERNELS)
 
-.PHONY: help install demo test test-bare test-training test-serving test-tracing test-cluster check bench format docs clean
+.PHONY: help install demo test test-bare test-training test-serving test-tracing test-kernels test-cluster check bench format docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +42,12 @@ test-training: install  ## runs that are killed, starved and cut off, and ZeRO: 
 
 test-tracing: install  ## traces of many real models, strategies and shardings: minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(TRACING))
+
+# Apart from .venv: with triton there, libraries would behave as on a machine that has a GPU.
+# Its interpreter cannot loop with a newer numpy.
+test-kernels: install  ## our GPU kernels in triton's interpreter
+	test -d .venv/triton || $(PIP) --no-deps --target .venv/triton triton 'numpy<2.4'
+	OMP_NUM_THREADS=1 TIGHTFIT_TRITON="$(CURDIR)/.venv/triton" $(BIN)/python -m pytest $(addprefix tests/integration/,$(KERNELS))
 
 test-cluster: install  ## a real Slurm of five nodes, hosts as namespaces: root, minutes
 	bash tests/integration/cluster/slurm_lab.sh install

@@ -93,7 +93,8 @@ CASES: tuple[Case, ...] = (
     ),
 )
 """The slowest come first. Sharding and offload need several GPUs or other engines, and flash
-attention a package: they are not compared here."""
+attention a package: they are not compared here. Nor is an unpacked base, whose losses are held
+against those of packed weights by `tests/integration/train/test_unpacked_base.py`."""
 
 
 def make_strategy(case: Case, *, num_rows: int, seq_len: int, num_layers: int) -> Strategy:

@@ -7,7 +7,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,7 +96,7 @@ def make_batches(rows: Sequence[EncodedRow], strategy: Strategy) -> list[Batch]:
     """The same rows whatever the lever: packed, or one to a sequence, the longest first."""
     by_length = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
     sequences = [[row] for row in by_length]
-    collate = collate_padded
+    collate: Callable[..., Batch] = collate_padded
     if strategy.packing:
         packs = pack_best_fit([len(row.tokens) for row in by_length], strategy.seq_len)
         sequences = [[by_length[place] for place in pack] for pack in packs]

@@ -90,7 +90,8 @@ def _draw(chance: random.Random, spec: ModelSpec, gpu: Gpu) -> Strategy:
     return Strategy(
         **_draw_precision(chance, half),
         attention=attention,
-        repeat_keys=attention is best and must_repeat_keys(spec, node, attention=best),
+        repeat_keys=attention is best
+        and must_repeat_keys(spec, node, attention=best, compute=half),
         packing=is_packed,
         lora_rank=chance.choice((8, 16, 64)),
         optimizer=_weighted(chance, OPTIMIZERS),

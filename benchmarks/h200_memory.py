@@ -82,7 +82,6 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         gpus_per_node=ranks or 1,
         offload="all" if options["offload"] else "none",
         quirks=Quirks(
-            equal_rows=True,
             outlier_columns=weights == "int8",
             wide_adafactor=True,
         ),

@@ -94,6 +94,7 @@ def make_strategy(job: dict[str, Any]) -> Strategy:
         quirks=Quirks(
             **{name: job[name] for name in Quirks.model_fields if name in job},
             keeps_logits=any(name in job["source"] for name in HOLDS_LOGITS),
+            padding_mask=True,
         ),
     )
 

@@ -56,6 +56,8 @@ def describe_strategy(strategy: Strategy) -> str:
         words.append("folded adapters")
     if strategy.fp8:
         words.append("fp8 products")
+    if strategy.unpacked_base:
+        words.append("unpacked base")
     if strategy.packing:
         words.append("packed")
     return ", ".join(words)
@@ -81,6 +83,8 @@ def describe_levers(strategy: Strategy) -> str:
         words.append("folded adapters")
     if strategy.fp8:
         words.append("fp8 products")
+    if strategy.unpacked_base:
+        words.append("unpacked base")
     if strategy.loss is not Loss.PLAIN:
         words.append(f"{strategy.loss.value} loss")
     if strategy.attention is not Attention.SDPA:

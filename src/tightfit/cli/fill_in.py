@@ -38,7 +38,9 @@ def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) 
     given: dict[str, Any] = {
         **dtypes,
         "attention": attention,
-        "repeat_keys": must_repeat_keys(spec, group.node, attention=attention),
+        "repeat_keys": must_repeat_keys(
+            spec, group.node, attention=attention, compute=dtypes["compute"]
+        ),
         "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
         # fp8 keeps frozen matrices in a form that folded adapters alone can read.
         "folded_adapters": bool(settings.get("fp8")) and method == "lora",
@@ -123,7 +125,7 @@ def _stated(flags: EstimateFlags) -> dict[str, Any]:
     )
     plain = (
         *("lora_rank", "micro_batch", "seq_len", "grad_accum", "checkpointing"),
-        *("fused_kernels", "folded_adapters", "double_quant", "train_embeddings"),
+        *("fused_kernels", "folded_adapters", "unpacked_base", "double_quant", "train_embeddings"),
         "optimizer_in_backward",
     )
     stated = {name: getattr(flags, name) for name in plain}

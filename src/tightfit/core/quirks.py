@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Quirks(BaseModel):
@@ -39,9 +41,9 @@ class Quirks(BaseModel):
     autocast says so, as much modelling code of 2023 does."""
     use_cache: bool = False
     """Fill a key-value cache while training too; it stays until the loss is there."""
-    equal_rows: bool = False
-    """All rows of a batch are equally long, so that attention gets no mask and, grouped, takes
-    its keys as they are."""
+    padding_mask: bool = False
+    """Padded rows come with a mask, though a causal decoder needs none: attention is given a matrix
+    and, grouped, gets its keys repeated."""
     outlier_columns: bool = False
     """Every column that enters an int8 MLP's last matrix has a value above the threshold and is
     kept in 16 bit: random weights of wide models do that, trained ones do not."""
@@ -50,6 +52,14 @@ class Quirks(BaseModel):
     them, or the loss reads a shifted copy."""
     wide_adafactor: bool = False
     """transformers' Adafactor, which works in fp32, instead of torch's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_old_names(cls, given: Any) -> Any:
+        """Plans of runs before padding went without a mask say whether rows are equally long."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if name != "equal_rows"}
 
 
 NO_QUIRKS = Quirks()

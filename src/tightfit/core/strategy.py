@@ -168,6 +168,9 @@ class Strategy(BaseModel):
     fp8: bool = False
     """Multiply in 8 bits inside the blocks, where the card can; under LoRA the frozen matrices are
     kept so too. Never chosen for anybody: it rounds more coarsely than bf16."""
+    unpacked_base: bool = False
+    """Unpack nf4 matrices once, after loading, and keep them in the compute dtype: the values that
+    each step would unpack, in the memory and time of 16-bit LoRA."""
     compile: bool = False
     sharding: Sharding = Sharding.SINGLE
     offload: Offload = Offload.NONE

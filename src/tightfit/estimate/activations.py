@@ -12,7 +12,9 @@ from typing import Literal
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
+from tightfit.estimate.flops import skips_masked_pairs
 from tightfit.estimate.numerics import Numerics, find_numerics
+from tightfit.estimate.spare_columns import spare_token_bytes
 from tightfit.estimate.weights import is_dora, is_target
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
@@ -57,7 +59,7 @@ def estimate_layer_bytes(
     inputs = _context_bytes(spec, block, strategy, numerics)
     held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
     saved = norms + attention + mlp + held + _outlier_bytes(block, strategy)
-    saved += _dora_bytes(block, strategy, numerics)
+    saved += _dora_bytes(block, strategy, numerics) + spare_token_bytes(spec, block, strategy)
     mlp_peak = saved + _mlp_working(spec, block, numerics)
     attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
     return LayerBytes(
@@ -265,23 +267,32 @@ def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -
     """
     if numerics.is_cpu and spec.model_type not in POSITION_BIAS:
         return False
-    is_grouped = spec.num_kv_heads < spec.num_heads and not _repeats_keys(spec, strategy)
+    is_grouped = spec.num_kv_heads < spec.num_heads and _repeated_fraction(spec, strategy) < 1
     has_no_flash = strategy.compute is Dtype.FP32 or spec.model_type == "falcon"
     return strategy.attention is Attention.SDPA and (
         spec.model_type in POSITION_BIAS or (has_no_flash and is_grouped)
     )
 
 
-def _repeats_keys(spec: ModelSpec, strategy: Strategy) -> bool:
-    """Whether SDPA gets grouped keys and values as wide as queries.
+def is_given_mask(strategy: Strategy) -> bool:
+    """Whether padded rows come with a mask: not as we train, see `collate_padded`."""
+    return strategy.quirks.padding_mask and strategy.micro_batch > 1 and not strategy.packing
 
-    transformers does so wherever there is a mask, as for rows that differ in length; Falcon lets
-    SDPA broadcast. Source: transformers `use_gqa_in_sdpa`, modeling_falcon.
+
+def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
+    """Of the layers, those where SDPA gets grouped keys and values as wide as queries.
+
+    transformers repeats them wherever there is a mask, as for a window that is no longer than
+    the row; Falcon lets SDPA broadcast. Source: transformers `use_gqa_in_sdpa`, modeling_falcon.
     """
     if strategy.attention is not Attention.SDPA or spec.model_type == "falcon":
-        return False
-    is_masked = strategy.micro_batch > 1 and not strategy.packing
-    return strategy.repeat_keys or (is_masked and not strategy.quirks.equal_rows)
+        return 0.0
+    if strategy.repeat_keys or is_given_mask(strategy):
+        return 1.0
+    is_windowed = not strategy.packing and not skips_masked_pairs(
+        strategy.attention, window=spec.sliding_window, seq_len=strategy.seq_len
+    )
+    return spec.num_sliding_layers / spec.num_layers if is_windowed else 0.0
 
 
 def find_score_kernel(
@@ -297,7 +308,8 @@ def find_score_kernel(
 def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int:
     """Queries, keys, values and, when eager, the S x S probabilities."""
     query = spec.num_heads * spec.head_dim
-    key = (spec.num_heads if _repeats_keys(spec, strategy) else spec.num_kv_heads) * spec.head_dim
+    repeated = _repeated_fraction(spec, strategy) * (spec.num_heads - spec.num_kv_heads)
+    key = round((spec.num_kv_heads + repeated) * spec.head_dim)
     # What the view of the values keeps alive beside them. Falcon without grouped heads has ALiBi.
     is_rotary = spec.model_type != "falcon" or spec.num_kv_heads < spec.num_heads
     is_split = spec.model_type in FUSED_ROTARY and is_rotary

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
+from tightfit.estimate.spare_columns import count_spared_outputs
 from tightfit.estimate.weights import is_target
 from tightfit.models.spec import Block, ModelSpec, Role
 
@@ -79,6 +80,8 @@ class Adapters:
     num_used: int
     inputs_used: int
     outputs_used: int
+    outputs_spared: int = 0
+    """Of those, to which nothing is added afterwards: their adapter is part of the product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +235,8 @@ def sum_adapters(spec: ModelSpec, strategy: Strategy) -> Adapters:
     """Widths that LoRA adds matrices for; nothing for other methods."""
     if strategy.method is not Method.LORA:
         return NO_ADAPTERS
-    return _adapters.get(spec, strategy.lora_targets)
+    found = _adapters.get(spec, strategy.lora_targets)
+    return replace(found, outputs_spared=count_spared_outputs(spec, strategy))
 
 
 def count_pairs(seq_len: float, *, causal: bool, window: int | None = None) -> float:

@@ -28,7 +28,7 @@ from tightfit.estimate.result import (
     Verdict,
 )
 from tightfit.estimate.time import estimate_step_time
-from tightfit.estimate.weights import as_loaded, num_trainable
+from tightfit.estimate.weights import as_answering, as_loaded, num_trainable
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec, Role
 
@@ -87,7 +87,7 @@ def estimate_job(
 
 
 def _describe_unpacked(spec: ModelSpec, asked: Strategy, loaded: Strategy) -> Iterator[str]:
-    if loaded.weights is not asked.weights:
+    if loaded.weights is not asked.weights and not loaded.unpacked_base:
         yield (
             f"transformers packs none of {spec.model_type}'s layers: {asked.weights.value} weights "
             f"stay {loaded.weights.value}"
@@ -191,10 +191,11 @@ def _assumptions(
     network = describe_network(strategy, network_bytes_per_second)
     if network is not None:
         found.append(network)
-    is_unpacked = strategy.weights.is_quantized and strategy.weights is not Dtype.GPTQ4
-    if is_unpacked and any(part.role is Role.EXPERT for b in spec.blocks for part in b.linears):
+    packed = as_answering(strategy).weights
+    is_by_module = packed.is_quantized and packed is not Dtype.GPTQ4
+    if is_by_module and any(part.role is Role.EXPERT for b in spec.blocks for part in b.linears):
         found.append(
-            f"the experts stay in 16 bit: {strategy.weights.value} loading packs linear modules, "
+            f"the experts stay in 16 bit: {packed.value} loading packs linear modules, "
             "and transformers keeps experts as bare parameters"
         )
     if node.gpu.measured is not None:

@@ -11,6 +11,8 @@ from tightfit.estimate.logits import estimate_loss_bytes
 from tightfit.estimate.memory import Moment
 from tightfit.estimate.state import StateBytes, estimate_state_bytes
 from tightfit.estimate.weights import (
+    NF4_BLOCK,
+    as_answering,
     estimate_weight_bytes,
     largest_layer,
     largest_matrix,
@@ -41,11 +43,16 @@ def _moment(name: str, **parts: int) -> Moment:
 def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
     """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed.
 
-    fp8 comes last: all of them are there in bf16, and each becomes half as large in its turn.
+    An unpacked base comes packed too. The last matrix is unpacked beside its codes and scales,
+    which with double quantization are unpacked first. fp8 comes last: all matrices are there in
+    bf16, and each becomes half as large in its turn.
     """
     unpacked = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
     if strategy.stores_fp8:
         unpacked = spec.linear_params + largest_matrix(spec)
+    if strategy.unpacked_base:
+        scales = largest_matrix(spec) // NF4_BLOCK
+        unpacked = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
     return _moment(
         "load",
@@ -119,7 +126,8 @@ def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
 
     fp8 is for training alone: what answers is the base as it was read.
     """
-    weights = estimate_weight_bytes(spec, strategy.model_copy(update={"fp8": False}))
+    strategy = as_answering(strategy).model_copy(update={"fp8": False})
+    weights = estimate_weight_bytes(spec, strategy)
     parts = inference_components(
         spec,
         weight_bytes=weights.packed + weights.plain,

@@ -10,6 +10,7 @@ from tightfit.core.strategy import Loss, Strategy
 from tightfit.estimate import efficiency as eff
 from tightfit.estimate.flops import Adapters, Workload, estimate_adapter_flops
 from tightfit.estimate.measured import MatmulTable, find_fp8_table, find_table
+from tightfit.estimate.spare_columns import is_spared
 from tightfit.estimate.weights import is_target
 from tightfit.models.spec import Linear, ModelSpec
 
@@ -169,11 +170,14 @@ def _adapters_by_shape(batch: Batch) -> tuple[float, float]:
             m, count = _spread(part, batch.tokens)
             count *= block.num_layers
             n, k = part.out_features, part.in_features
-            forward += count * (table.seconds(m, rank, k) + table.seconds(m, n, rank))
+            forward += count * table.seconds(m, rank, k)
+            if not is_spared(batch.spec, part, batch.strategy):
+                forward += count * table.seconds(m, n, rank)
             backward += count * (table.seconds(m, rank, n) + table.seconds(m, k, rank))
             backward += count * (table.seconds(n, rank, m) + table.seconds(rank, k, m))
     widths = batch.adapters.inputs_used + batch.adapters.outputs_used
-    moved = batch.tokens * widths * batch.adapter_dtype.value_bytes
+    per_value = batch.adapter_dtype.value_bytes / batch.rates.elementwise_bytes_per_second
     # `adapter_bytes_per_token` has each input and output once forward, and twice backward.
-    counted = moved / batch.rates.elementwise_bytes_per_second
-    return max(forward - counted, by_sums), max(backward - 2.0 * counted, 2.0 * by_sums)
+    counted = batch.tokens * widths * per_value
+    forward -= counted - batch.tokens * batch.adapters.outputs_spared * per_value
+    return max(forward, by_sums), max(backward - 2.0 * counted, 2.0 * by_sums)

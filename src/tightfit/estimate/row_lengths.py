@@ -19,8 +19,6 @@ class RowLengths:
     """Of what a token attends within: less than a packed row."""
     sequence: float
     """Of what attention is given as one: a row, or a packed document."""
-    is_padded: bool = False
-    """Whether rows of one batch differ, so that attention has a mask."""
 
 
 def find_row_lengths(
@@ -36,7 +34,7 @@ def find_row_lengths(
         return RowLengths(row=full, context=context, sequence=min(full, mean))
     waste = padding_waste(profile, strategy.micro_batch)
     row = min(full, mean / (1.0 - waste))
-    return RowLengths(row=row, context=row, sequence=row, is_padded=waste > 0.0)
+    return RowLengths(row=row, context=row, sequence=row)
 
 
 def _mean_context(profile: DataProfile) -> float:

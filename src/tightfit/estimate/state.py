@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from tightfit.core.strategy import Method, Optimizer, Sharding, Strategy
+from tightfit.estimate.spare_columns import spare_weight_bytes
 from tightfit.estimate.weights import (
     adapter_params,
     estimate_weight_bytes,
@@ -79,6 +80,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     weight_bytes, quantization_bytes = weights.packed + weights.plain, weights.quantization_state
     if sharding.is_zero and not strategy.weights.is_quantized:
         weight_bytes = spec.num_params * 2 if strategy.compute.value_bytes == 2 else weight_bytes
+    weight_bytes += spare_weight_bytes(spec, strategy)
     trained = list_trained_values(spec, strategy)
     trained_bytes = sum(count * width for count, width in trained)
 

@@ -12,7 +12,7 @@ from tightfit.core.workload import DataProfile
 from tightfit.estimate import communication as comms
 from tightfit.estimate import efficiency as eff
 from tightfit.estimate import traffic
-from tightfit.estimate.activations import find_score_kernel
+from tightfit.estimate.activations import find_score_kernel, is_given_mask
 from tightfit.estimate.flops import (
     Adapters,
     Workload,
@@ -276,11 +276,11 @@ def _attention(job: _Job, *, backward: bool) -> tuple[float, float]:
 def _count_pairs(job: _Job) -> tuple[float, float]:
     """Of queries and keys in all layers, and those of layers that are given a mask as a matrix.
 
-    Rows that differ in length are given one too; that counts where its kernel was measured.
+    Padded rows have one by a quirk alone; that counts where its kernel was measured.
     """
     length = job.lengths.context
     found = [0.0, 0.0]
-    has_mask = job.lengths.is_padded and job.rates.masked_attention is not None
+    has_mask = is_given_mask(job.strategy) and job.rates.masked_attention is not None
     for group in job.work.attention:
         skips = not has_mask and skips_masked_pairs(
             job.strategy.attention, window=group.window, seq_len=length

@@ -116,10 +116,12 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
     rest is 16 bit. Source: peft `Linear.forward`.
 
     Folded, forward: the input read again, the output read and written by the
-    product that is added to it. Backward: the gradient read by two matmuls,
-    the input by one, and its gradient read and written.
+    product that is added to it, unless spare columns make it part of the
+    first. Backward: the gradient read by two matmuls, the input by one, and
+    its gradient read and written.
     """
     value = strategy.compute.value_bytes
+    num_outputs = adapters.outputs_used - (0 if backward else adapters.outputs_spared)
     if strategy.folded_adapters:
         inputs, outputs = (3 * value, 2 * value) if backward else (value, 2 * value)
     elif strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
@@ -132,7 +134,7 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
         outputs += DORA_OUTPUT_VALUES * value
     if strategy.compile and not strategy.folded_adapters:
         outputs //= 2
-    return float(inputs * adapters.inputs_used + outputs * adapters.outputs_used)
+    return float(inputs * adapters.inputs_used + outputs * num_outputs)
 
 
 FP8_CAST_BYTES = 3.0

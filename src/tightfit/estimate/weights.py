@@ -26,12 +26,22 @@ def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
     """The strategy with the weights that loading makes: plain ones where nothing would be packed.
 
     They are in the dtype of what is never packed, which is raised with the rest where that is.
+    An unpacked base is in the compute dtype when it trains; that it came packed stays noted.
     """
     is_left = spec.model_type in UNPACKED_FAMILIES and not strategy.quirks.packs_subclasses
-    if not is_left or strategy.weights not in (Dtype.NF4, Dtype.INT8):
+    if is_left and strategy.weights in (Dtype.NF4, Dtype.INT8):
+        plain = Dtype.FP32 if strategy.upcast_unquantized else strategy.compute
+        return strategy.model_copy(update={"weights": plain, "unpacked_base": False})
+    if strategy.unpacked_base and strategy.weights is Dtype.NF4:
+        return strategy.model_copy(update={"weights": strategy.compute})
+    return strategy
+
+
+def as_answering(strategy: Strategy) -> Strategy:
+    """The loaded strategy as its result is used later: a base that was unpacked is packed again."""
+    if not strategy.unpacked_base:
         return strategy
-    plain = Dtype.FP32 if strategy.upcast_unquantized else strategy.compute
-    return strategy.model_copy(update={"weights": plain})
+    return strategy.model_copy(update={"weights": Dtype.NF4, "unpacked_base": False})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

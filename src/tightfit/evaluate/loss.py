@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.data.token_store import EncodedRow, TokenStore
 from tightfit.evaluate.generate import Watch
+from tightfit.runtime.attention import needs_padding_mask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,6 +91,8 @@ def _row_sums(rows: list[EncodedRow], model: Any, store: TokenStore) -> NDArray[
     is_pair = store.description.is_encoder_decoder
     lay_out = _pairs if is_pair else _sequences
     inputs, labels = lay_out(rows, store.description.pad_token_id, model.device)
+    if not needs_padding_mask(model.config):
+        del inputs["attention_mask"]
     logits = model(**inputs).logits
     if not is_pair:  # a position predicts the token behind it
         logits, labels = logits[:, :-1], labels[:, 1:]

@@ -156,7 +156,7 @@ def _list_attention(case: Case, peak: Peak) -> Iterator[_Wish]:
         return
     scores = sum(tensor.num_bytes for tensor in peak.tensors if _holds_scores(tensor))
     fields: _Fields = {"attention": Attention.SDPA}
-    if case.is_below(8) and case.spec.num_kv_heads < case.spec.num_heads:
+    if case.lacks_grouped_kernel:
         fields["repeat_keys"] = True  # else SDPA holds the scores itself
     yield "sdpa attention", fields, scores
 
@@ -180,6 +180,9 @@ def _list_batches(case: Case, peak: Peak) -> Iterator[_Wish]:
 
 def _list_weights(case: Case, peak: Peak) -> Iterator[_Wish]:
     strategy = case.strategy
+    if strategy.unpacked_base:
+        saved = _sum(peak, "weights") * (1 - 4.5 / (8 * strategy.compute.value_bytes)) * 0.9
+        yield "packed base", {"unpacked_base": False}, saved
     stored = {Dtype.FP32: 32, Dtype.BF16: 16, Dtype.FP16: 16, Dtype.INT8: 8}
     bits = stored.get(strategy.weights)
     if strategy.method is Method.LORA and bits is not None:

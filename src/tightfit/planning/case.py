@@ -42,6 +42,14 @@ class Case:
         return found is not None and found < (major, minor)
 
     @property
+    def lacks_grouped_kernel(self) -> bool:
+        """SDPA has a fused kernel for grouped heads in 16 bit on Ampere and later alone."""
+        is_grouped = self.spec.num_kv_heads < self.spec.num_heads
+        is_nvidia = self.node.gpu.compute_capability is not None
+        is_wide = self.strategy.compute is Dtype.FP32
+        return is_grouped and is_nvidia and (is_wide or self.is_below(8))
+
+    @property
     def has_learned_positions(self) -> bool:
         """A table row per position. T5's buckets and rotary models have none."""
         longest = self.spec.max_positions

@@ -35,14 +35,15 @@ _ZERO_LADDER = (Offload.OPTIMIZER, Offload.ALL)
 def list_fallbacks(plan: Plan) -> list[Plan]:
     """Plans for the same training that need less and less memory; what costs least time first.
 
-    Smaller micro-batches with more accumulation, then recomputing, first of half the layers,
-    then a loss that holds less of the logits, then sharding and offload by the same engine,
-    whose checkpoints the run goes on from. Each keeps the step before it, is legal, and is
-    predicted to need less; the sequences of a step, the method and the number formats stay.
+    A base that stays packed, then smaller micro-batches with more accumulation, then recomputing,
+    first of half the layers, then a loss that holds less of the logits, then sharding and offload
+    by the same engine, whose checkpoints the run goes on from. Each keeps the step before it, is
+    legal, and is predicted to need less; the sequences of a step, the method and the number
+    formats stay.
     """
     found: list[Plan] = []
     strategy, estimate = plan.strategy, _estimate(plan, plan.strategy)
-    for kind in (_list_smaller_batches, _list_recomputing, _list_losses, _list_shardings):
+    for kind in _KINDS:
         for fields in kind(plan, strategy):
             smaller = strategy.model_copy(update=fields)
             if not _is_legal(plan, smaller):
@@ -56,6 +57,11 @@ def list_fallbacks(plan: Plan) -> list[Plan]:
             found.append(_replan(plan, smaller, less, f"after out of memory, {change} {share}"))
             strategy, estimate = smaller, less
     return found
+
+
+def _list_packed(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    if strategy.unpacked_base:
+        yield {"unpacked_base": False}
 
 
 def _list_smaller_batches(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
@@ -91,7 +97,18 @@ def _list_shardings(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
             yield {"sharding": sharding, "offload": offload}
 
 
+_KINDS = (
+    _list_packed,
+    _list_smaller_batches,
+    _list_recomputing,
+    _list_losses,
+    _list_shardings,
+)
+
+
 def _describe(strategy: Strategy, fields: dict[str, Any]) -> str:
+    if "unpacked_base" in fields:
+        return "packed base"
     if "micro_batch" in fields:
         return f"micro-batch {strategy.micro_batch} x {strategy.grad_accum}"
     if "checkpointing" in fields:

@@ -18,6 +18,7 @@ from tightfit.planning.rules_adapters import ADAPTER_RULES
 from tightfit.planning.rules_cpu import CPU_RULES
 from tightfit.planning.rules_fp8 import FP8_RULES
 from tightfit.planning.rules_sharding import SHARDING_RULES
+from tightfit.planning.rules_unpacked import UNPACKED_RULES
 
 _BNB = "https://huggingface.co/docs/bitsandbytes/main/en/installation"
 _FLASH = "https://github.com/Dao-AILab/flash-attention#nvidia-cuda-support"
@@ -286,14 +287,13 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="sdpa-grouped-heads",
-        reason="sdpa has no fused kernel for grouped heads on {c.gpu.name} ({c.capability}) and "
-        "would hold the score matrix: set repeat_keys",
+        reason="sdpa has no fused kernel for grouped heads in {s.compute.value} on {c.gpu.name} "
+        "({c.capability}) and would hold the score matrix: set repeat_keys",
         source="torch 2.11, sdp_utils.cpp: the memory-efficient kernel does not take enable_gqa; "
         "benchmarks/results/h200_steps.json, Llama-3.2-1B in fp32",
         violated=lambda c: (
             c.strategy.attention is Attention.SDPA
-            and c.is_below(8)
-            and c.spec.num_kv_heads < c.spec.num_heads
+            and c.lacks_grouped_kernel
             and not c.strategy.repeat_keys
         ),
         severity="warning",
@@ -375,6 +375,6 @@ _RULES: tuple[Rule, ...] = (
     ),
 )
 
-RULES = (*_RULES, *SHARDING_RULES, *ADAPTER_RULES, *FP8_RULES, *CPU_RULES)
+RULES = (*_RULES, *SHARDING_RULES, *ADAPTER_RULES, *UNPACKED_RULES, *FP8_RULES, *CPU_RULES)
 _ILLEGAL = tuple(rule for rule in RULES if rule.severity == "illegal")
 _WARNINGS = tuple(rule for rule in RULES if rule.severity == "warning")

@@ -62,7 +62,9 @@ CPU_RULES: tuple[Rule, ...] = (
         name="cpu-quantized",
         reason="{s.weights.value} weights are unpacked for every product, which is slow on a CPU",
         source="bitsandbytes 0.50 on CPUs",
-        violated=lambda c: c.is_cpu and c.strategy.weights.is_quantized,
+        violated=lambda c: (
+            c.is_cpu and c.strategy.weights.is_quantized and not c.strategy.unpacked_base
+        ),
         severity="warning",
     ),
 )

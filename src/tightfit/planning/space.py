@@ -23,6 +23,7 @@ from tightfit.planning.case import Case
 from tightfit.planning.request import JobRequest
 from tightfit.planning.rules import find_violations
 from tightfit.planning.rules_adapters import FOLDED_RULES
+from tightfit.planning.rules_unpacked import UNPACKED_RULES
 
 _Fields = dict[str, Any]
 
@@ -125,9 +126,10 @@ def enumerate_strategies(
             strategy = Strategy(**(merged | {"optimizer": optimizer} | dict(request.fixed)))
             if "folded_adapters" not in request.fixed:
                 strategy = fold_where_legal(request.spec, strategy, layout.group.node)
-            if strategy not in seen:
-                seen.add(strategy)
-                yield strategy
+            for one in _list_bases(request, strategy, layout.group.node):
+                if one not in seen:
+                    seen.add(one)
+                    yield one
 
 
 def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strategy:
@@ -141,6 +143,21 @@ def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strateg
     folded = strategy.model_copy(update={"folded_adapters": True})
     case = Case(spec=spec, strategy=folded, node=node, num_nodes=strategy.num_nodes)
     return strategy if any(rule.violated(case) for rule in FOLDED_RULES) else folded
+
+
+def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Strategy]:
+    """Unpacked once where nothing stands against it, then packed: what there is room for.
+
+    Only where nf4 was asked for: of an open method, 16-bit LoRA is as large and as fast, and
+    loses nothing.
+    """
+    is_asked = request.method == "qlora" or request.fixed.get("weights") is Dtype.NF4
+    if not is_asked or "unpacked_base" in request.fixed:
+        return [strategy]
+    unpacked = strategy.model_copy(update={"unpacked_base": True})
+    case = Case(spec=request.spec, strategy=unpacked, node=node, num_nodes=strategy.num_nodes)
+    is_illegal = any(rule.violated(case) for rule in UNPACKED_RULES)
+    return [strategy] if is_illegal else [unpacked, strategy]
 
 
 def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[int, int]]:
@@ -233,12 +250,11 @@ def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attentio
     return Attention.EAGER
 
 
-def must_repeat_keys(spec: ModelSpec, node: Node, *, attention: Attention) -> bool:
-    """Whether SDPA would fall back to its math kernel on this card: grouped heads before Ampere."""
-    capability = node.gpu.compute_capability
-    is_early = capability is not None and capability < (8, 0)
-    is_grouped = spec.num_kv_heads < spec.num_heads
-    return is_early and is_grouped and attention is Attention.SDPA
+def must_repeat_keys(spec: ModelSpec, node: Node, *, attention: Attention, compute: Dtype) -> bool:
+    """Whether SDPA would fall back to its math kernel, which holds the score matrix."""
+    trial = Strategy(method=Method.LOAD, weights=compute, compute=compute, attention=attention)
+    case = Case(spec=spec, strategy=trial, node=node, num_nodes=1)
+    return attention is Attention.SDPA and case.lacks_grouped_kernel
 
 
 def _list_shardings(layout: Layout, *, is_coarse: bool) -> list[_Fields]:
@@ -269,8 +285,10 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     Rows that are not packed are padded to the longest of their batch: the worst
     batch is as long as the longest row, and packed ones are as long as allowed.
     """
-    best = choose_attention(request.spec, node, compute=choose_half(request.spec, node.gpu))
-    repeated = must_repeat_keys(request.spec, node, attention=best)
+    asked = request.fixed.get("compute")
+    compute = asked if isinstance(asked, Dtype) else choose_half(request.spec, node.gpu)
+    best = choose_attention(request.spec, node, compute=compute)
+    repeated = must_repeat_keys(request.spec, node, attention=best, compute=compute)
     found: list[_Fields] = [
         {"attention": best, "packing": False, "seq_len": request.longest_batch_len}
     ]

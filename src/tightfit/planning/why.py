@@ -82,6 +82,11 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(name="fp8 products", is_pulled=lambda s: s.fp8, turned_back={"fp8": False}),
     Lever(
+        name="unpacked base",
+        is_pulled=lambda s: s.unpacked_base,
+        turned_back={"unpacked_base": False},
+    ),
+    Lever(
         name="a loss that never holds all logits",
         is_pulled=lambda s: s.loss is not Loss.PLAIN,
         turned_back={"loss": Loss.PLAIN},

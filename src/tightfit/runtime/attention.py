@@ -36,6 +36,20 @@ _BLIND_MASKS = frozenset({"falcon", "opt"})
 """Families that take positions and make their masks without them, so that documents which share a
 row see each other (transformers 5.22, `create_causal_mask` in their modeling files)."""
 
+_LOOKS_AHEAD = frozenset(
+    {
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+        *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+        *("git", "prophetnet", "reformer", "xlnet"),
+        *("blt", "cohere_compass_text", "dbrx", "zamba", "zaya"),
+    }
+)
+"""Families that transformers lists for causal models though their tokens see those behind them
+unless the config says otherwise; then those that predict in ways of their own; then some of which
+it is not known. All others there that can be made small had the same loss and gradients with a
+mask for padding on the right and without it (transformers 5.22)."""
+
 _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 
 
@@ -123,6 +137,22 @@ def check_packable(model: nn.Module) -> None:
             f"{config.model_type} models cannot keep packed documents apart.",
             remedy="--set packing=false",
         )
+
+
+def needs_padding_mask(config: PretrainedConfig) -> bool:
+    """Whether a row's tokens would see the padding behind them if no mask hid it.
+
+    Those of a causal decoder never do. Positions are the same with a mask and without, also where
+    a family counts them by the mask (OPT, BLOOM and Falcon with ALiBi), and so are experts, which
+    take each token for itself. Not for padding on the left, as generation has it.
+    """
+    text = config.get_text_config()
+    return bool(
+        config.is_encoder_decoder
+        or config.model_type in _LOOKS_AHEAD
+        or not getattr(text, "is_causal", True)
+        or getattr(text, "use_bidirectional_attention", False)
+    )
 
 
 def register_attention() -> None:

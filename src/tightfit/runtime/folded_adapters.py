@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tightfit.runtime.fp8_casts import cast_input
 from tightfit.runtime.fp8_linear import Fp8Linear, multiply_back, multiply_forward
+from tightfit.runtime.spare_columns import has_room, multiply_wide, read_spare
 
 
 def fold_adapters(model: nn.Module) -> int:
@@ -85,16 +86,21 @@ class _FoldedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, layer: Any) -> Tensor:
         base = layer.base_layer
         (ctx.scaling,) = layer.scaling.values()
-        rows = x.reshape(-1, x.shape[-1])
         scale = base.weight_scale if isinstance(base, Fp8Linear) else None
-        if scale is None:
-            y: Tensor = type(base).forward(base, rows)
+        h = None
+        if has_room(x, layer):
+            y = multiply_wide(x, a, b, layer, ctx.scaling)
         else:
-            cast = cast_input(x, is_followed=base.is_followed)
-            y = multiply_forward(cast, weight, scale, base.bias)
-        h = rows @ a.t()
-        y.addmm_(h, b.t(), alpha=ctx.scaling)
+            rows = x.reshape(-1, x.shape[-1])
+            if scale is None:
+                y = type(base).forward(base, rows)
+            else:
+                cast = cast_input(x, is_followed=base.is_followed)
+                y = multiply_forward(cast, weight, scale, base.bias)
+            h = rows @ a.t()
+            y.addmm_(h, b.t(), alpha=ctx.scaling)
         ctx.save_for_backward(x, weight, a, b, h, scale)
+        ctx.layer = layer
         # GPT-2's layers have a matrix with its inputs first.
         ctx.is_transposed = not isinstance(base, nn.Linear)
         # Beside the weight, since a gathered one has none until its module has run.
@@ -104,6 +110,7 @@ class _FoldedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, h, scale = ctx.saved_tensors
+        h = read_spare(x, ctx.layer) if h is None else h
         gradient = gradients[0]
         needs_x, _, needs_a, needs_b, _ = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1])

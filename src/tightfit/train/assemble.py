@@ -14,6 +14,7 @@ from tightfit.core.training import Training
 from tightfit.data.token_store import TokenStore
 from tightfit.ledger.run_folder import RunFolder
 from tightfit.planning.plan import Plan
+from tightfit.runtime.attention import needs_padding_mask
 from tightfit.train.build import build_engine
 from tightfit.train.checkpoint import find_checkpoint, read_progress
 from tightfit.train.diary import Diary
@@ -45,9 +46,10 @@ def assemble(
         shuffle=training.shuffle,
     )
     num_steps = training.max_steps or feed.count_steps(plan.num_epochs)
-    collate = choose_collate(store.description, is_packed=strategy.packing)
-    loader = Loader(feed, collate, micro_batch=strategy.micro_batch, place=place)
     engine = build_engine(plan, place)
+    has_mask = needs_padding_mask(engine.model.config)
+    collate = choose_collate(store.description, is_packed=strategy.packing, has_mask=has_mask)
+    loader = Loader(feed, collate, micro_batch=strategy.micro_batch, place=place)
     step = _resume(run, engine)
     rehearse(engine, to_device(loader.longest(), place), place)
     diary = Diary(run, plan, place)
@@ -60,7 +62,7 @@ def assemble(
         engine=engine,
         feed=feed,
         loader=loader,
-        evaluation=_evaluation(folders.eval, plan, place),
+        evaluation=_evaluation(folders.eval, plan, place, has_mask=has_mask),
         diary=diary,
         is_asked_to_stop=lambda: asked.is_made,
         num_steps=num_steps,
@@ -102,11 +104,13 @@ def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None
         )
 
 
-def _evaluation(folder: str | None, plan: Plan, place: Place) -> Evaluation | None:
+def _evaluation(
+    folder: str | None, plan: Plan, place: Place, *, has_mask: bool
+) -> Evaluation | None:
     if folder is None:
         return None
     store = _open_store(folder)
-    collate = choose_collate(store.description, is_packed=False)
+    collate = choose_collate(store.description, is_packed=False, has_mask=has_mask)
     return Evaluation(store, collate, micro_batch=plan.strategy.micro_batch, place=place)
 
 

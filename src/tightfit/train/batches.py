@@ -17,15 +17,20 @@ Sequences = Sequence[Sequence[EncodedRow]]
 Collate = Callable[[Sequences], Batch]
 
 
-def collate_padded(sequences: Sequences, *, pad_token_id: int) -> Batch:
-    """One row per sequence, padded on the right to the longest. The mask marks real tokens."""
+def collate_padded(sequences: Sequences, *, pad_token_id: int, has_mask: bool = False) -> Batch:
+    """One row per sequence, padded on the right to the longest.
+
+    A decoder that looks back alone never sees what stands behind a token, and padding carries no
+    loss: a mask would change neither loss nor gradients, and cost attention its fastest kernel.
+    `has_mask`: mark real tokens all the same, for models that would see padding.
+    """
     rows = [sequence[0] for sequence in sequences]
     shape = (len(rows), max(len(row.tokens) for row in rows))
     batch = _empty(shape, pad_token_id)
-    batch["attention_mask"] = torch.zeros(shape, dtype=torch.long)
     for index, row in enumerate(rows):
         _write(batch, index, 0, row)
-        batch["attention_mask"][index, : len(row.tokens)] = 1
+    if has_mask:
+        batch["attention_mask"] = _mark([len(row.tokens) for row in rows])
     return batch
 
 
@@ -55,11 +60,9 @@ def collate_pairs(sequences: Sequences, *, pad_token_id: int) -> Batch:
     read = [torch.from_numpy(row.tokens[~row.trained].astype("int64")) for row in rows]
     learnt = [torch.from_numpy(row.tokens[row.trained].astype("int64")) for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
-    lengths = torch.tensor([len(tokens) for tokens in read])
-    input_ids = pad(read, batch_first=True, padding_value=pad_token_id)
     return {
-        "input_ids": input_ids,
-        "attention_mask": (torch.arange(input_ids.shape[1])[None] < lengths[:, None]).long(),
+        "input_ids": pad(read, batch_first=True, padding_value=pad_token_id),
+        "attention_mask": _mark([len(tokens) for tokens in read]),
         "labels": pad(learnt, batch_first=True, padding_value=IGNORED),
     }
 
@@ -80,6 +83,11 @@ def _empty(shape: tuple[int, int], pad_token_id: int) -> Batch:
         "input_ids": torch.full(shape, pad_token_id, dtype=torch.long),
         "labels": torch.full(shape, IGNORED, dtype=torch.long),
     }
+
+
+def _mark(lengths: list[int]) -> torch.Tensor:
+    """1 for a token, 0 for padding."""
+    return (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
 
 
 def _count(sequence: Sequence[EncodedRow]) -> int:

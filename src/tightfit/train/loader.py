@@ -35,13 +35,16 @@ class StepBatches:
     """How long the trainer had to wait for them."""
 
 
-def choose_collate(description: StoreDescription, *, is_packed: bool) -> Collate:
-    """How sequences of this store become tensors."""
+def choose_collate(
+    description: StoreDescription, *, is_packed: bool, has_mask: bool = False
+) -> Collate:
+    """How sequences of this store become tensors. `has_mask`: padded rows come with theirs."""
+    pad_token_id = description.pad_token_id
     if description.is_encoder_decoder:
-        collate = collate_pairs
-    else:
-        collate = collate_packed if is_packed else collate_padded
-    return partial(collate, pad_token_id=description.pad_token_id)
+        return partial(collate_pairs, pad_token_id=pad_token_id)
+    if is_packed:
+        return partial(collate_packed, pad_token_id=pad_token_id)
+    return partial(collate_padded, pad_token_id=pad_token_id, has_mask=has_mask)
 
 
 class Loader:

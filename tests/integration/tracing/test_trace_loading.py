@@ -93,16 +93,23 @@ def _strip(name: str) -> str:
     return name
 
 
-CASES = [("llama", "bf16"), ("llama", "nf4"), ("llama", "int8"), ("gemma2", "bf16")]
+UNPACKED: dict[str, Any] = {"weights": "nf4", "unpacked_base": True}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"weights": "bf16"}),
+    ("llama", {"weights": "nf4"}),
+    ("llama", UNPACKED),
+    ("llama", {"weights": "int8"}),
+    ("gemma2", {"weights": "bf16"}),
+]
 
 
-@pytest.mark.parametrize(("family", "weights"), CASES)
+@pytest.mark.parametrize(("family", "fields"), CASES)
 def test_weights_come_as_transformers_brings_them(
-    tmp_path: Path, family: str, weights: str
+    tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     sizes = {"num_hidden_layers": 12, "intermediate_size": 128}  # layer 10 is not after layer 1
     folder = make_llama(tmp_path, **sizes) if family == "llama" else make_family(tmp_path, family)
-    strategy = _strategy(weights=weights, attention="eager")
+    strategy = _strategy(attention="eager", **fields)
     order: list[str] = []
     warmed: list[int] = []
     with _spied(order, warmed):
@@ -139,6 +146,28 @@ def test_nf4_takes_the_blocks_that_a_card_took(tmp_path: Path, is_drawn: bool) -
     _, recording = _load(folder, _strategy(weights="nf4"), is_drawn=is_drawn)
     assert _list_events(recording, "q_proj.base_layer") == NF4_4096
     assert _list_events(recording, "down_proj.base_layer") == NF4_11008
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_an_unpacked_base_comes_packed_and_is_unpacked_matrix_by_matrix(
+    tmp_path: Path, is_drawn: bool
+) -> None:
+    folder = _make_wide(tmp_path, hidden_size=4096, intermediate_size=11008)
+    _, recording = _load(folder, _strategy(**UNPACKED), is_drawn=is_drawn)
+    scales = 4 * 4096 * 4096 // 64
+    unpacked = [scales, 33554432, -scales, -8388608, -262144]
+    events = _list_events(recording, "q_proj.base_layer")
+    assert events[: len(NF4_4096)] == NF4_4096
+    # The codes go when the whole matrix is there, and their scales with them.
+    assert sorted(events[len(NF4_4096) :]) == sorted([*unpacked, -4096])
+    assert sum(events) == 33554432
+    held, most = 0, 0
+    for size in _list_events(recording, "base_layer"):
+        held += size
+        most = max(most, held)
+    largest = 4096 * 11008
+    beside = largest // 2 + 5 * largest // 64
+    assert most == pytest.approx(held + beside, rel=1e-3)
 
 
 def test_int8_takes_the_blocks_that_a_card_took(tmp_path: Path) -> None:
@@ -238,10 +267,10 @@ def _trace_load(folder: Path, **fields: Any) -> TracedStage:
     return next(stage for stage in traced.stages if stage.name == "load")
 
 
-@pytest.mark.parametrize("weights", ["nf4", "int8"])
-def test_loading_of_many_layers_follows_from_few(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize("fields", [{"weights": "nf4"}, UNPACKED, {"weights": "int8"}], ids=str)
+def test_loading_of_many_layers_follows_from_few(tmp_path: Path, fields: dict[str, Any]) -> None:
     folder = make_llama(tmp_path, num_hidden_layers=7)
-    job = _describe_job(folder, weights=weights)
+    job = _describe_job(folder, **fields)
     tracer = DepthTracer(job)
     recording = tracer.record(7)
     assert (tracer.refusal, tracer.num_traced) == ("", 5)

@@ -99,6 +99,17 @@ def test_stored_as_loaded(odd: Path, fields: dict[str, Any]) -> None:
     assert fake == real
 
 
+@pytest.mark.parametrize("fields", [{}, {"compute": "fp16"}, {"dora": True}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
+def test_an_unpacked_base_is_plain(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    strategy = _strategy(weights="nf4", unpacked_base=True, attention="eager", **fields)
+    folder = make_llama(tmp_path) if family == "llama" else make_family(tmp_path, family)
+    real, fake = _describe(_make_real(folder, strategy)), _describe(_make_fake(folder, strategy))
+    assert real["beside"] == []
+    assert not any(name.startswith("bitsandbytes") for name in real["classes"])
+    assert fake == real
+
+
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "falcon"])
 def test_stored_as_loaded_in_other_families(tmp_path: Path, family: str) -> None:
     strategy = _strategy(weights="nf4", attention="eager")
@@ -141,10 +152,16 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@pytest.mark.parametrize("weights", ["nf4", "int8"])
-def test_traced_weights_are_the_bytes_of_the_loaded_model(odd: Path, weights: str) -> None:
-    recording = _trace(odd, weights=weights)
-    real = _make_real(odd, _strategy(weights=weights))
+@pytest.mark.parametrize(
+    "fields",
+    [{"weights": "nf4"}, {"weights": "int8"}, {"weights": "nf4", "unpacked_base": True}],
+    ids=str,
+)
+def test_traced_weights_are_the_bytes_of_the_loaded_model(
+    odd: Path, fields: dict[str, Any]
+) -> None:
+    recording = _trace(odd, **fields)
+    real = _make_real(odd, _strategy(**fields))
     stored = [*real.parameters(), *real.buffers(), *list_statistics(real)]
     begun = [recording.allocations[event - 1] for event in recording.events if event > 0]
     standing = sum(a.num_bytes for a in begun if a.category == WEIGHTS)
@@ -154,6 +171,10 @@ def test_traced_weights_are_the_bytes_of_the_loaded_model(odd: Path, weights: st
 def test_card_kernels_are_called(odd: Path) -> None:
     nf4 = {allocation.op for allocation in _trace(odd, weights="nf4").allocations}
     assert {"bitsandbytes.gemm_4bit.default", "bitsandbytes.dequantize_4bit.default"} <= nf4
+    unpacked = [a for a in _trace(odd, weights="nf4", unpacked_base=True).allocations if a.op]
+    steps = {a.op for a in unpacked if a.stage != "load"}
+    assert "aten.mm.default" in steps
+    assert not any(op.startswith("bitsandbytes") for op in steps)
     int8 = {allocation.op for allocation in _trace(odd, weights="int8").allocations}
     assert "bitsandbytes.int8_mixed_scaled_mm.default" in int8
 

@@ -26,6 +26,7 @@ REPEATED: dict[str, dict[str, Any]] = {
     "lora": {"checkpointing": False},
     "checkpointing": {"method": "lora"},
     "nf4": {"weights": "nf4"},
+    "nf4-unpacked": {"weights": "nf4", "unpacked_base": True},
     "packed": {"packing": True},
     "full": _FULL,
     "foreach": {**_FULL, "optimizer": "adamw-foreach", "grad_accum": 2},

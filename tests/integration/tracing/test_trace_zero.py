@@ -46,7 +46,6 @@ def record(**changes: Any) -> Recording:
         config=CONFIG,
         strategy=strategy,
         compute_capability=(9, 0),
-        is_padded=False,
         stages=(),
     )
     return record_job(job, CONFIG)

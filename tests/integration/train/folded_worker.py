@@ -28,6 +28,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "fsdp": {"sharding": "fsdp"},
     "fsdp-recomputed": {"sharding": "fsdp", "micro_batch": 1, "checkpointing": True},
     "fsdp-grad-op": {"sharding": "fsdp-grad-op", "micro_batch": 1},
+    "nf4-unpacked-ddp": {"sharding": "ddp", "weights": "nf4", "unpacked_base": True},
     "nf4-fsdp": {"sharding": "fsdp", "weights": "nf4", "checkpointing": True},
 }
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tightfit.core.quirks import Quirks
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, MIB
 from tightfit.estimate.job import estimate_job
@@ -63,7 +62,6 @@ def test_measured_steps(row: tuple[str, str, int, int, bool, int, float]) -> Non
         seq_len=length,
         checkpointing=is_recomputed,
         dora=method == "dora",
-        quirks=Quirks(equal_rows=True),  # as they were measured
     )
     estimate = estimate_job(spec=SMOL, strategy=strategy, node=_node())
     assert estimate.gpu.peak_reserved_bytes / MIB == pytest.approx(peak_mib, rel=0.15)

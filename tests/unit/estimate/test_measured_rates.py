@@ -17,6 +17,7 @@ from made_calibrations import (
     make_traffic,
 )
 from tightfit.core.dtypes import Dtype
+from tightfit.core.quirks import Quirks
 from tightfit.core.strategy import Strategy
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.communication import find_links
@@ -254,23 +255,25 @@ def test_packed_documents_take_the_rate_of_their_mean_length(attention: str) -> 
     assert told.time.components["attention"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_rows_of_different_length_take_the_masks_rate_over_all_pairs() -> None:
+def test_a_padding_mask_takes_a_rate_of_its_own_over_all_pairs() -> None:
     found = make_calibration(
         attention=(*make_attention(200e12), *_attention_times("masked", 100e12))
     )
     node = Node(gpu=found.apply(GPU), num_gpus=1)
     strategy = Strategy(micro_batch=4, seq_len=2048, checkpointing=False)
 
-    padded, equal = (
+    padded, masked, equal = (
         estimate_job(spec=SPEC, strategy=one, node=node, profile=profile).time.components
         for one, profile in (
             (strategy, _profile()),
+            (strategy.model_copy(update={"quirks": Quirks(padding_mask=True)}), _profile()),
             (strategy.model_copy(update={"seq_len": 512}), None),
         )
     )
 
-    # Twice the pairs, but for the diagonal, at half the rate.
-    assert padded["attention"] == pytest.approx(4 * equal["attention"], rel=0.01)
+    # Ours have no mask. With one: twice the pairs, but for the diagonal, at half the rate.
+    assert padded["attention"] == pytest.approx(equal["attention"])
+    assert masked["attention"] == pytest.approx(4 * equal["attention"], rel=0.01)
 
 
 def test_products_take_longer_by_what_the_power_limit_leaves() -> None:

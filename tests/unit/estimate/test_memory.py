@@ -231,7 +231,6 @@ def test_repeated_keys_spare_the_score_matrix_of_grouped_heads_in_fp32() -> None
         "checkpointing": False,
         "micro_batch": 4,
         "seq_len": 1024,
-        "quirks": Quirks(equal_rows=True),
     }
     held = allocated_gib("Llama-3.2-1B", **fields)
     spared = allocated_gib("Llama-3.2-1B", **fields, repeat_keys=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tightfit.core.quirks import Quirks
 from tightfit.core.strategy import Strategy
+from tightfit.estimate.activations import estimate_layer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
 from tightfit.estimate.memory import estimate_activation_bytes, estimate_moments, peak_moment
 from tightfit.estimate.state import estimate_state_bytes
@@ -47,6 +48,25 @@ def test_old_bitsandbytes_keeps_inputs_unless_checkpoints_are_reentrant() -> Non
     assert kept[1] > kept[0] == kept[2]
 
 
+def test_a_padding_mask_repeats_grouped_keys() -> None:
+    """As a window does that is no longer than the row; ours without a mask are left as they are."""
+    masked = Quirks(padding_mask=True)
+    for model, seq_len, quirks, is_repeated in (
+        ("Llama-3.2-1B", 2048, Quirks(), False),
+        ("Llama-3.2-1B", 2048, masked, True),
+        ("Mistral-7B-v0.1", 4095, Quirks(), False),
+        ("Mistral-7B-v0.1", 4096, Quirks(), True),
+    ):
+        spec = resolve_model(model)
+        strategy = Strategy(micro_batch=2, seq_len=seq_len, quirks=quirks)
+        repeating = strategy.model_copy(update={"repeat_keys": True})
+        saved, repeated = (
+            estimate_layer_bytes(spec, spec.blocks[0], one).saved for one in (strategy, repeating)
+        )
+        wider = 2 * 2 * (spec.num_heads - spec.num_kv_heads) * spec.head_dim
+        assert repeated - saved == (0 if is_repeated else wider), (model, seq_len)
+
+
 def test_mixed_flat_parameters_accumulate_gradients_of_the_whole_model() -> None:
     quirks = Quirks(flat_shards=True, mixes_frozen=True, no_sync=True)
     mixed = Strategy(sharding="fsdp", gpus_per_node=2, quirks=quirks)
@@ -73,3 +93,11 @@ def test_compiling_keeps_two_thirds_of_a_trained_layer() -> None:
         for compiled in (False, True)
     )
     assert 0.62 < compiled / eager < 0.75
+
+
+def test_plans_from_before_a_quirk_was_renamed_are_read() -> None:
+    """Their strategy lists every quirk, off or not."""
+    old = Strategy().model_dump(mode="json")
+    old["quirks"] = {k: v for k, v in old["quirks"].items() if k != "padding_mask"}
+    old["quirks"]["equal_rows"] = False
+    assert Strategy.model_validate(old) == Strategy()

@@ -86,6 +86,11 @@ SLOWER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("no compiler", {"compile": True}, {"compile": False}),
     ("fp32 adapters", {"adapter_dtype": "bf16"}, {"adapter_dtype": "fp32"}),
     ("4-bit weights", {"weights": "bf16"}, {"weights": "nf4"}),
+    (
+        "4-bit weights in every pass",
+        {"weights": "nf4", "unpacked_base": True},
+        {"weights": "nf4"},
+    ),
     ("8-bit weights", {"weights": "bf16"}, {"weights": "int8"}),
     ("scores in memory", {"attention": "sdpa"}, {"attention": "eager"}),
     ("full tuning", {"method": "lora"}, {"method": "full"}),

@@ -63,7 +63,10 @@ def test_nf4_is_there_for_the_asking() -> None:
     [*plans] = _search(_cpu(), method="qlora").plans
     assert plans
     assert plans[0].strategy.weights is Dtype.NF4
-    assert any("slow on a CPU" in warning for warning in plans[0].warnings)
+    assert plans[0].strategy.unpacked_base
+    assert not any("slow on a CPU" in warning for warning in plans[0].warnings)
+    packed = _search(_cpu(), method="qlora", fixed={"unpacked_base": False}).plans[0]
+    assert any("slow on a CPU" in warning for warning in packed.warnings)
 
 
 def test_offload_on_a_cpu_can_be_asked_for() -> None:

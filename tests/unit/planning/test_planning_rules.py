@@ -34,6 +34,7 @@ _FP16: dict[str, Any] = {"weights": "fp32", "compute": "fp16"}
 _FOLDED: dict[str, Any] = {"method": "lora", "folded_adapters": True}
 _FP8: dict[str, Any] = _BF16 | {"fp8": True}
 _NF4: dict[str, Any] = {"method": "lora", "weights": "nf4", "compute": "fp16"}
+_UNPACKED: dict[str, Any] = {**_NF4, "unpacked_base": True}
 _INT8: dict[str, Any] = {"method": "lora", "weights": "int8", "compute": "fp16"}
 
 
@@ -335,6 +336,18 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "fp8-sharded": (
         lambda: _case(_FP8 | _FSDP4, gpu="H100-SXM"),
         lambda: _case(_FP8 | {"sharding": "ddp", "gpus_per_node": 4}, gpu="H100-SXM"),
+    ),
+    "unpacked-weights": (
+        lambda: _case(_UNPACKED | {"weights": "int8"}),
+        lambda: _case(_UNPACKED),
+    ),
+    "unpacked-sharding": (
+        lambda: _case(_FSDP4 | _UNPACKED),
+        lambda: _case(_UNPACKED | {"sharding": "ddp", "gpus_per_node": 4}),
+    ),
+    "unpacked-upcast": (
+        lambda: _case(_UNPACKED | {"upcast_unquantized": True}),
+        lambda: _case(_NF4 | {"upcast_unquantized": True}),
     ),
     "cpu-kernels": (
         lambda: _on_cpu(_case({"loss": "fused"})),

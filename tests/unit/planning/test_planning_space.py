@@ -132,6 +132,25 @@ def test_attention_follows_the_model(model: str, gpu: str, attention: Attention)
 
 
 @pytest.mark.parametrize(
+    ("model", "gpu", "compute", "is_repeated"),
+    [
+        ("Llama-3.2-1B", "T4", "fp16", True),
+        ("Llama-3.2-1B", "A100-80GB", "bf16", False),
+        ("Llama-3.2-1B", "A100-80GB", "fp32", True),
+        ("Llama-2-7b", "A100-80GB", "fp32", False),
+    ],
+)
+def test_keys_are_repeated_where_no_kernel_takes_grouped_heads(
+    model: str, gpu: str, compute: str, is_repeated: bool
+) -> None:
+    """Padded rows have no mask, for which transformers would repeat them."""
+    request = make_request(model, method="full", fixed={"compute": compute})
+    (layout,) = list_layouts(make_cluster((1, gpu)).groups[0], request)
+    found = list(enumerate_strategies(request, layout))
+    assert {s.repeat_keys for s in found if s.attention is Attention.SDPA} == {is_repeated}
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"method": "lroa"}, "Did you mean `lora`"),

@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": _SMALL | {"model_type": "qwen3"},
+    "gemma": _SMALL | {"model_type": "gemma"},
     "gemma2": _SMALL | _ALTERNATING | {"model_type": "gemma2", "query_pre_attn_scalar": 16},
     "gemma3": _SMALL | _ALTERNATING | {"model_type": "gemma3_text", "query_pre_attn_scalar": 16},
     "gpt2": {

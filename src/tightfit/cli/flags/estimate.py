@@ -135,6 +135,13 @@ class EstimateFlags:
             "LoRA scaled and added inside its matmuls. [default: off]",
         ),
     ] = None
+    unpacked_base: Annotated[
+        bool | None,
+        switch_option(
+            "--unpacked-base/--no-unpacked-base",
+            "nf4 weights unpacked once, not in every pass. [default: off]",
+        ),
+    ] = None
     sharding: Annotated[
         str | None,
         word_option(

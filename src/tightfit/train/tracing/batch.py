@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from tightfit.data.token_store import EncodedRow
 from tightfit.estimate.trace.shadows import give_shadow
+from tightfit.runtime.attention import needs_padding_mask
 from tightfit.train.batches import Batch, collate_packed, collate_padded, collate_pairs
 from tightfit.train.tracing.job import Document, TraceJob
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def make_real_batch(job: TraceJob, *, is_encoder_decoder: bool) -> Batch:
-    """One micro-batch in host memory."""
-    rows = job.rows or list_longest_rows(job, is_pair=is_encoder_decoder)
+
+def make_real_batch(job: TraceJob, config: PretrainedConfig) -> Batch:
+    """One micro-batch in host memory, as a model of this `config` gets it."""
+    rows = job.rows or list_longest_rows(job, is_pair=config.is_encoder_decoder)
     encoded = [[_encode(document) for document in row] for row in rows]
-    if is_encoder_decoder:
+    if config.is_encoder_decoder:
         return collate_pairs(encoded, pad_token_id=0)
-    collate = collate_packed if job.strategy.packing else collate_padded
-    return collate(encoded, pad_token_id=0)
+    if job.strategy.packing:
+        return collate_packed(encoded, pad_token_id=0)
+    has_mask = job.strategy.quirks.padding_mask or needs_padding_mask(config)
+    return collate_padded(encoded, pad_token_id=0, has_mask=has_mask)
 
 
 def list_longest_rows(job: TraceJob, *, is_pair: bool = False) -> tuple[tuple[Document, ...], ...]:
     """The largest batch that the plan allows, every token of it trained.
 
-    Rows that are not packed differ in length by a token, so that attention gets its mask. A
-    pair is as much again to read, for the encoder.
+    Rows that are not packed differ in length by a token, so that a mask, where there is one, is
+    no empty one. A pair is as much again to read, for the encoder.
     """
     strategy = job.strategy
     length = strategy.seq_len
@@ -35,7 +43,7 @@ def list_longest_rows(job: TraceJob, *, is_pair: bool = False) -> tuple[tuple[Do
         row = (Document(num_tokens=mean),) * whole
         row += (Document(num_tokens=rest),) if rest else ()
         return (row,) * strategy.micro_batch
-    less = max(1, length - job.is_padded)
+    less = max(1, length - 1)
     first, others = (
         (Document(num_tokens=2 * size, num_prompt=size) if is_pair else Document(num_tokens=size),)
         for size in (length, less)

@@ -37,8 +37,6 @@ class TraceJob(_Frozen):
     """Of the card; None for cards that are not NVIDIA's."""
     rows: tuple[tuple[Document, ...], ...] | None = None
     """The texts of each sequence of a micro-batch. None: the largest batch that the plan allows."""
-    is_padded: bool = True
-    """Whether rows of a batch differ in length, so that attention gets a mask."""
     document_len: PositiveInt | None = None
     """Mean tokens of a packed document. None: one document fills a row."""
     stages: tuple[str, ...] = STAGES

@@ -1,8 +1,9 @@
 """The load stage on fake tensors: what comes to the card, in the order in which it comes.
 
 Follows `runtime.load.load_base` and `train.finish.finish_model`: the base's tensors, packed on
-the way, then the cast of what stays unpacked, then adapters and their cast. Left out is what DoRA
-computes when it is attached: the norms of one matrix at a time.
+the way, then the cast of what stays unpacked, the packed ones unpacked where the plan keeps them
+so, then adapters and their cast. Left out is what DoRA computes when it is attached, the norms of
+one matrix at a time, and that a matrix which gets spare columns is there twice for a moment.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from tightfit.runtime.fp8_casts import FP8
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import LoadRequest
 from tightfit.runtime.packing_check import list_widths, pack_and_unpack
-from tightfit.train.tracing.packed import is_packed, make_table, pack_on_card
+from tightfit.runtime.spare_columns import has_spare_columns
+from tightfit.runtime.unpacked import is_unpacked
+from tightfit.train.tracing.packed import PackedValues, is_packed, make_table, pack_on_card
 
 _ADAPTER = "lora_"
 _COPY = "modules_to_save"
@@ -49,9 +52,10 @@ def load_fake(
         loading.warm_up()
         loading.place_base(loading.list_read())
     _place_buffers(module, device)
-    for width in list_widths(module):
+    for width in loading.list_widths():
         pack_and_unpack(width, device)
     loading.settle(loading.base)
+    loading.unpack()
     loading.add_adapters()
     loading.settle(loading.added)
 
@@ -81,6 +85,12 @@ class _Loading:
         """Adapters, and copies of modules that train whole."""
         self.base = [n for n in self._wanted if not _is_added(n)]
         self._homes = _find_homes(module)
+        self._nested = strategy.double_quant
+        self._codes: dict[str, PackedValues] = {}
+        """Of matrices that will be unpacked, while they are still packed."""
+        self._unpacked = [
+            f"{name}.weight" for name, part in module.named_modules() if is_unpacked(part)
+        ]
         self._layers = {
             id(parameter): number
             for number, layer in enumerate(decoder_layers(module))
@@ -103,7 +113,12 @@ class _Loading:
 
     def list_drawn(self) -> list[str]:
         """Packed matrices with their biases first, then all others."""
-        return sorted(self.base, key=lambda name: not is_packed(self._weight_beside(name)))
+        return sorted(self.base, key=lambda name: not self._comes_packed(_weight_beside(name)))
+
+    def list_widths(self) -> list[int]:
+        """As `check_unpacking` finds them before anything is unpacked."""
+        widths = {self._wanted[name].shape[1] for name in self._unpacked}
+        return sorted(widths | set(list_widths(self._module)))
 
     def place_base(self, names: list[str]) -> None:
         if self._has_nested:
@@ -113,11 +128,23 @@ class _Loading:
         for name in names:
             wanted = self._wanted[name]
             with self._at(name):
-                if is_packed(wanted):
+                if name in self._unpacked:
+                    self._codes[name] = self._pack(name)
+                elif is_packed(wanted):
                     owner = self._module.get_submodule(name.rpartition(".")[0])
                     self._put(name, pack_on_card(wanted, owner, self._plain, self._device))
                 else:
                     self._put_empty(name, self._read_dtype(wanted))
+
+    def unpack(self) -> None:
+        """`unpack_base` of the runtime: matrix by matrix, each one's codes gone before the next."""
+        for name in self._unpacked:
+            with self._at(name):
+                values = self._codes.pop(name).unpack()
+                if has_spare_columns(self._wanted[name]):
+                    self._put_empty(name, values.dtype)
+                else:
+                    self._put(name, nn.Parameter(values, requires_grad=False))
 
     def add_adapters(self) -> None:
         """`_move_adapter_to_device_of_base_layer` of peft: in the base's dtype, if it has one."""
@@ -136,16 +163,25 @@ class _Loading:
                     self._put(name, nn.Parameter(values, wanted.requires_grad))
 
     def _put_empty(self, name: str, dtype: torch.dtype) -> None:
+        """With the spare columns it ends with, though it gets them once it is there."""
         wanted = self._wanted[name]
-        values = torch.empty_like(wanted, dtype=dtype, device=self._device)
+        if has_spare_columns(wanted):
+            wide = torch.empty(len(wanted), wanted.stride(0), dtype=dtype, device=self._device)
+            values = wide[:, : wanted.shape[1]]
+        else:
+            values = torch.empty_like(wanted, dtype=dtype, device=self._device)
         self._put(name, nn.Parameter(values, wanted.requires_grad))
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
         for owner, own in self._homes[id(self._wanted[name])]:
             owner._parameters[own] = parameter
 
-    def _weight_beside(self, name: str) -> Any:
-        return self._wanted.get(f"{name.rpartition('.')[0]}.weight")
+    def _pack(self, name: str) -> PackedValues:
+        values = torch.empty_like(self._wanted[name], dtype=self._plain, device=self._device)
+        return PackedValues.of(values, double_quant=self._nested)
+
+    def _comes_packed(self, name: str) -> bool:
+        return name in self._unpacked or is_packed(self._wanted.get(name))
 
     def _read_dtype(self, wanted: Tensor) -> torch.dtype:
         is_cast_later = self._is_raised or wanted.dtype is FP8
@@ -154,6 +190,8 @@ class _Loading:
     def _count_bytes(self, name: str) -> int:
         """As transformers counts: codes without what stands beside them."""
         wanted = self._wanted[name]
+        if name in self._unpacked:
+            return -(-int(wanted.numel()) // 2)
         dtype = wanted.dtype if is_packed(wanted) else self._read_dtype(wanted)
         size: int = wanted.numel() * dtype.itemsize
         return size
@@ -181,6 +219,10 @@ class _Loading:
         finally:
             recorder.module_names.pop()
             recorder.layer = None
+
+
+def _weight_beside(name: str) -> str:
+    return f"{name.rpartition('.')[0]}.weight"
 
 
 def _is_added(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -88,6 +89,32 @@ def pack_on_card(weight: Any, owner: nn.Module, dtype: torch.dtype, device: torc
     return placed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedValues:
+    """nf4 codes on their own, of a matrix that will not stay packed. Inside the fake mode."""
+
+    codes: Tensor
+    state: Any
+
+    @classmethod
+    def of(cls, values: Tensor, *, double_quant: bool) -> PackedValues:
+        """As `Params4bit` packs them."""
+        from bitsandbytes import functional
+
+        bnb: Any = functional  # not annotated
+        codes, state = bnb.quantize_4bit(
+            values, compress_statistics=double_quant, quant_type="nf4", quant_storage=torch.uint8
+        )
+        return cls(codes=codes, state=state)
+
+    def unpack(self) -> Tensor:
+        from bitsandbytes import functional
+
+        bnb: Any = functional  # not annotated
+        values: Tensor = bnb.dequantize_4bit(self.codes, self.state)
+        return values
+
+
 def make_table(device: torch.device) -> None:
     """bitsandbytes' 8-bit numbers, which scales of nf4 are packed in: once in a process, to stay.
 
@@ -115,7 +142,7 @@ def list_statistics(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def is_packed(parameter: Tensor) -> bool:
+def is_packed(parameter: Tensor | None) -> bool:
     return type(parameter).__name__ in _FAKE_CLASSES
 
 

@@ -61,7 +61,7 @@ def _record(job: TraceJob, config: dict[str, Any]) -> Recording:
         module = build_skeleton(folder, strategy, training, has_varlen=has_varlen)
     text = module.model.config.get_text_config()
     recorder = Recorder(CardHabits(job.compute_capability), vocab_size=text.vocab_size)
-    real = make_real_batch(job, is_encoder_decoder=module.model.config.is_encoder_decoder)
+    real = make_real_batch(job, module.model.config)
     with (
         pretend_ranks(strategy) as place,
         FakeTensorMode(allow_non_fake_inputs=True),

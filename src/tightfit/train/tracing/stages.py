@@ -27,7 +27,7 @@ def run_stages(job: TraceJob, engine: Any, batch: Batch, recorder: Recorder) -> 
     names = job.stages
     if "eval" in names:
         with recorder.in_stage("eval"), evaluating(engine):
-            engine.module(**_make_eval_batch(job, batch, recorder))
+            engine.module(**_make_eval_batch(job, engine.model.config, batch, recorder))
     if "save" in names:
         with recorder.in_stage("save"):
             recorder.stand_still()  # adapters go to the host as they lie there
@@ -56,14 +56,14 @@ def _resume(optimizer: Any, recorder: Recorder) -> None:
     recorder.mark(list_local(value for state in states for value in state.values()), OPTIMIZER)
 
 
-def _make_eval_batch(job: TraceJob, batch: Batch, recorder: Recorder) -> Batch:
+def _make_eval_batch(job: TraceJob, config: Any, batch: Batch, recorder: Recorder) -> Batch:
     """Rows are not packed for an evaluation, whatever training does with its own."""
     if not job.strategy.packing:
         return batch
     apart = job.strategy.model_copy(update={"packing": False})
     alone = job.model_copy(update={"strategy": apart, "rows": None})
     with _disable_current_modes():
-        real = make_real_batch(alone, is_encoder_decoder=False)
+        real = make_real_batch(alone, config)
     made = make_fake_batch(real, FAKE_DEVICE)
     recorder.hold(made.values(), INPUTS)
     return made

@@ -1,0 +1,124 @@
+"""Measure our fused kernels beside their peers' on this machine's GPU.
+
+    python benchmarks/measure_fused_kernels.py --out benchmarks/results/h200_fused_kernels.json
+
+`norms`: RMS norm forward and backward by Liger, by torch and by `runtime/norm_kernels.py`, with a
+frozen weight and a trained one. `products`: a LoRA layer's two products apart, and as one of
+`runtime/spare_columns.py` with so many columns more. Needs a GPU, triton and liger-kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from _provenance import write_result
+from tightfit.runtime.calibrate.bench import Bench
+
+EPSILON = 1e-6
+NORM_SHAPES = ((8192, 4096), (32768, 2048), (8192, 2048), (262_144, 128))
+"""Tokens by width of 7B and 1B models, and heads of one with norms over heads."""
+PRODUCT_SHAPES = ((8192, 4096, 4096), (8192, 4096, 11008))
+"""Tokens, inputs, outputs."""
+RANK = 16
+SPARE = (16, 64, 128)
+
+
+def list_norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    from tightfit.runtime.norm_kernels import RmsNorm
+
+    liger: Any = LigerRMSNormFunction
+    ours: Any = RmsNorm
+    return {
+        "liger": lambda x, w: liger.apply(x, w, EPSILON, 0.0, "llama", False, None),
+        "torch": lambda x, w: functional.rms_norm(x, w.shape, w, EPSILON),
+        "tightfit": lambda x, w: ours.apply(x, w, EPSILON, 0.0, False, False, 0),
+    }
+
+
+def measure_norms(bench: Bench) -> list[dict[str, Any]]:
+    found = []
+    for num_rows, width in NORM_SHAPES:
+        num_bytes = 2 * num_rows * width
+        for is_trained in (False, True):
+            x = bench.randn(num_rows, width).requires_grad_()
+            weight = bench.randn(width).requires_grad_(is_trained)
+            g = bench.randn(num_rows, width)
+            wanted = [x, weight] if is_trained else [x]
+            for name, norm in list_norms().items():
+                forward = bench.seconds(partial(norm, x, weight))
+                y = norm(x, weight)
+                backward = bench.seconds(
+                    partial(torch.autograd.grad, y, wanted, g, retain_graph=True)
+                )
+                found.append(
+                    {
+                        "by": name,
+                        "shape": [num_rows, width],
+                        "is_trained": is_trained,
+                        "forward_us": round(1e6 * forward, 1),
+                        "backward_us": round(1e6 * backward, 1),
+                        "backward_tb_per_second": round(3 * num_bytes / backward / 1e12, 2),
+                    }
+                )
+    return found
+
+
+def measure_products(bench: Bench) -> list[dict[str, Any]]:
+    found = []
+    for tokens, inputs, outputs in PRODUCT_SHAPES:
+        x, weight = bench.randn(tokens, inputs), bench.randn(outputs, inputs)
+        h, b = bench.randn(tokens, RANK), bench.randn(outputs, RANK)
+        y = x @ weight.t()
+        row: dict[str, Any] = {
+            "tokens": tokens,
+            "inputs": inputs,
+            "outputs": outputs,
+            "product_us": _us(bench, partial(torch.mm, x, weight.t())),
+            "added_us": _us(bench, partial(y.addmm_, h, b.t(), alpha=2.0)),
+        }
+        for num_spare in SPARE:
+            wide, matrix = (bench.randn(n, inputs + num_spare) for n in (tokens, outputs))
+            row[f"wider_by_{num_spare}_us"] = _us(bench, partial(torch.mm, wide, matrix.t()))
+        found.append(row)
+    return found
+
+
+def _us(bench: Bench, work: Callable[[], object]) -> float:
+    return round(1e6 * bench.seconds(work), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    bench = Bench(
+        device=torch.device("cuda", 0),
+        dtype=torch.bfloat16,
+        supports_bf16=True,
+        deadline=float("inf"),
+    )
+    norms, products = measure_norms(bench), measure_products(bench)
+    for row in norms + products:
+        print(row)
+    write_result(
+        arguments.out,
+        "benchmarks/measure_fused_kernels.py",
+        gpu=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        norms=norms,
+        products=products,
+    )
+
+
+if __name__ == "__main__":
+    main()

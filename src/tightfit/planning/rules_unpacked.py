@@ -1,0 +1,37 @@
+"""What a base that is unpacked once cannot be combined with."""
+
+from __future__ import annotations
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Method, Sharding
+from tightfit.planning.case import Rule
+
+_UNPACKED = "tightfit/runtime/unpacked.py"
+
+UNPACKED_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="unpacked-weights",
+        reason="only a frozen nf4 base can be unpacked once, and this is `{s.method.value}` over "
+        "{s.weights.value} weights",
+        source=_UNPACKED,
+        violated=lambda c: (
+            c.strategy.unpacked_base
+            and (c.strategy.method is not Method.LORA or c.strategy.weights is not Dtype.NF4)
+        ),
+    ),
+    Rule(
+        name="unpacked-sharding",
+        reason="an unpacked base lies whole on every GPU, and {s.sharding.value} spreads packed "
+        "weights: use ddp",
+        source=_UNPACKED,
+        violated=lambda c: (
+            c.strategy.unpacked_base and c.strategy.sharding not in (Sharding.SINGLE, Sharding.DDP)
+        ),
+    ),
+    Rule(
+        name="unpacked-upcast",
+        reason="packed matrices answer in the fp32 of raised norms, which unpacked ones would not",
+        source=_UNPACKED,
+        violated=lambda c: c.strategy.unpacked_base and c.strategy.upcast_unquantized,
+    ),
+)

@@ -1,0 +1,116 @@
+"""Unpacked layers hold what bitsandbytes unpacks, and nothing packed is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import model_folder
+from torch import nn
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Strategy
+from tightfit.core.training import Training
+from tightfit.runtime.devices import torch_dtype
+from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.unpacked import is_unpacked, unpack_base
+from tightfit.train.finish import finish_model
+
+CPU = torch.device("cpu")
+NUM_LINEARS = {"llama": 14, "qwen2": 14, "gpt2": 8}
+
+
+def load(family: str, compute: Dtype, *, double_quant: bool = True) -> Any:
+    request = LoadRequest(weights=Dtype.NF4, compute=compute, double_quant=double_quant)
+    return load_base(model_folder(family), request, CPU)
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What bitsandbytes unpacks of each packed layer, by the layer's name."""
+    from bitsandbytes import functional
+
+    unpack: Any = functional.dequantize_4bit
+    found: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "compute_dtype")}
+    return {
+        name: unpack(layer.weight.data, layer.weight.quant_state) for name, layer in found.items()
+    }
+
+
+@pytest.mark.parametrize("compute", [Dtype.BF16, Dtype.FP32])
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("family", list(NUM_LINEARS))
+def test_every_matrix_is_what_bitsandbytes_unpacks(
+    family: str, compute: Dtype, double_quant: bool
+) -> None:
+    model = load(family, compute, double_quant=double_quant).eval()  # GPT-2 drops values out
+    wanted = values_of(model)
+    ids = torch.arange(3, 19).reshape(2, 8)
+    before = model(input_ids=ids).logits.detach()
+
+    assert unpack_base(model) == len(wanted) == NUM_LINEARS[family]
+
+    for name, values in wanted.items():
+        layer: Any = model.get_submodule(name)
+        assert type(layer) is nn.Linear
+        assert is_unpacked(layer)
+        assert not layer.weight.requires_grad
+        assert layer.weight.dtype is torch_dtype(compute)
+        assert torch.equal(layer.weight, values)
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    assert kinds == {"Parameter"}
+    after = model(input_ids=ids).logits.detach()
+    within = 1e-5 if compute is Dtype.FP32 else 0.02
+    assert (after - before).norm() <= within * before.norm()
+    assert model.is_loaded_in_4bit  # it is still the nf4 base
+
+
+def test_biases_stay() -> None:
+    model = load("qwen2", Dtype.FP32)
+    name = "model.layers.0.self_attn.q_proj"
+    bias = model.get_submodule(name).bias
+    nn.init.normal_(bias)
+    unpack_base(model)
+    assert model.get_submodule(name).bias is bias
+    assert bias.abs().sum() > 0
+
+
+def test_one_matrix_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one is unpacked, those before it are packed no more and those after it still are."""
+    from bitsandbytes import functional
+
+    model = load("llama", Dtype.FP32)
+    real: Any = functional.dequantize_4bit
+    num_packed: list[int] = []
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        kinds = [type(parameter).__name__ for parameter in model.parameters()]
+        num_packed.append(kinds.count("Params4bit"))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "dequantize_4bit", count)
+    unpack_base(model)
+    assert num_packed == list(range(14, 0, -1))
+
+
+def test_adapters_fold_over_it_as_over_plain_weights() -> None:
+    strategy = Strategy(
+        weights=Dtype.NF4,
+        compute=Dtype.FP32,
+        adapter_dtype=Dtype.FP32,
+        unpacked_base=True,
+        folded_adapters=True,
+    )
+    training = Training(model_path="model", learning_rate=1e-4)
+    model = finish_model(load("llama", Dtype.FP32), strategy, training)
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert len(layers) == 14
+    for layer in layers:
+        assert (type(layer).__module__, type(layer).__name__) == (
+            "peft.tuners.lora.layer",
+            "Linear",
+        )
+        assert "forward" in vars(layer)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
