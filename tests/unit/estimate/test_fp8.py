@@ -45,7 +45,8 @@ def seconds(one: Estimate) -> float:
 
 
 def test_frozen_matrices_weigh_half_and_trained_ones_what_they_did() -> None:
-    lora = [weights(estimate(LORA, fp8=fp8)) for fp8 in (False, True)]
+    plain = LORA | {"fused_kernels": False}  # else bf16 matrices have spare columns
+    lora = [weights(estimate(plain, fp8=fp8)) for fp8 in (False, True)]
     full = [weights(estimate(FULL, fp8=fp8)) for fp8 in (False, True)]
     assert lora[0] - lora[1] == LLAMA.linear_params
     assert full[0] == full[1]
