@@ -69,6 +69,18 @@ CASES: tuple[Case, ...] = (
     Case(name="4 micro-batches", divides_rows_by=4),
     Case(name="bf16 adapters", changes=_BF16_ADAPTERS),
     Case(name="folded adapters", changes=_FOLDED, against="bf16 adapters"),
+    Case(
+        name="fp8 products",
+        changes={**_FOLDED, "fp8": True},
+        against="folded adapters",
+        needs=(CUDA,),
+    ),
+    Case(
+        name="spare columns",
+        changes={**_FOLDED, "fused_kernels": True},
+        against="folded adapters",
+        needs=_LIGER,
+    ),
     Case(name="fused kernels", changes={"fused_kernels": True}, needs=_LIGER),
     Case(name="fused loss", changes={"loss": Loss.FUSED}, needs=_LIGER),
     Case(name="loss in one kernel", changes={"loss": Loss.KERNEL}, needs=_LIGER),
