@@ -32,6 +32,8 @@ class Contestant:
     """Which code runs it, and whose packages it needs: trl, torch, torchtune, unsloth, tightfit."""
     attempts: tuple[Switches, ...] = ()
     """Empty for tightfit, whose planner chooses."""
+    fp8: bool = False
+    """tightfit as a user starts it who asks for fp8, which it never chooses by itself."""
 
 
 def list_contestants(job: Job, *, device: str) -> list[Contestant]:
@@ -41,6 +43,7 @@ def list_contestants(job: Job, *, device: str) -> list[Contestant]:
         Contestant(name="trl-default", kind="trl", attempts=default),
         Contestant(name="trl-best", kind="trl", attempts=_trl_best(job, device)),
         Contestant(name="tightfit", kind="tightfit"),
+        Contestant(name="tightfit-fp8", kind="tightfit", fp8=True),
         Contestant(name="torchtune-style", kind="torch", attempts=_torchtune_style(job)),
     ]
     if job.method == "lora":

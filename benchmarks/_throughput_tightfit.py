@@ -12,7 +12,7 @@ from _throughput_jobs import LEARNING_RATES, LORA_ALPHA, LORA_RANK, NUM_WARM_UP,
 
 
 def write_recipe(
-    job: Job, *, folder: Path, data: Path, run: Path, device: str, num_steps: int
+    job: Job, *, folder: Path, data: Path, run: Path, device: str, num_steps: int, fp8: bool = False
 ) -> Path:
     """What is learnt is fixed, as for all contestants; how it runs is the planner's to choose."""
     recipe: dict[str, Any] = {
@@ -35,6 +35,8 @@ def write_recipe(
     }
     if job.has_adapters:
         recipe["lora"] = {"rank": LORA_RANK, "alpha": LORA_ALPHA, "targets": ["all-linear"]}
+    if fp8:
+        recipe["strategy"] = {"fp8": True}
     path = run.with_suffix(".yaml")
     path.write_text(json.dumps(recipe))
     return path

@@ -20,7 +20,8 @@ from tightfit.core.units import GIB
 RESULTS = Path(__file__).resolve().parent / "results"
 MEASURED = RESULTS / "h200_throughput.json"
 RATIOS = RESULTS / "h200_throughput_ratios.json"
-OURS, DEFAULT, BEST = "tightfit", "trl-default", "trl best"
+OURS, FP8, DEFAULT, BEST = "tightfit", "tightfit-fp8", "trl-default", "trl best"
+FP8_BEST = "fp8 to trl best"
 NOISE = 0.03
 """Of a ratio, from one call on the machine to the next."""
 LOSS_TOLERANCE = 0.02
@@ -32,13 +33,16 @@ Rows = dict[str, dict[str, Any]]
 def compare(rows: Rows) -> dict[str, float]:
     """How many times as fast as each peer tightfit is; what did not run is left out."""
     speeds = {name: row["tokens_per_second"] for name, row in rows.items() if "fault" not in row}
-    ours = speeds.pop(OURS, None)
+    ours, fp8 = speeds.pop(OURS, None), speeds.pop(FP8, None)
     if ours is None:
         return {}
     of_trl = [speed for name, speed in speeds.items() if _is_tuned_trl(name)]
     if of_trl:
         speeds[BEST] = max(of_trl)
-    return {name: round(ours / speed, 3) for name, speed in speeds.items()}
+    ratios = {name: round(ours / speed, 3) for name, speed in speeds.items()}
+    if of_trl and fp8 is not None:
+        ratios[FP8_BEST] = round(fp8 / speeds[BEST], 3)
+    return ratios
 
 
 def _is_tuned_trl(name: str) -> bool:

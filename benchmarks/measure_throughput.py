@@ -131,9 +131,9 @@ def run_peer(setting: Setting, job: Job, contestant: Contestant) -> dict[str, An
     return {"fault": tried[-1]["fault"], "tried": tried}
 
 
-def run_tightfit(setting: Setting, job: Job) -> dict[str, Any]:
+def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str, Any]:
     """`tightfit train` on a recipe; planning is not timed, as building is not for the others."""
-    run, log = setting.work / "run", setting.work / "tightfit.log"
+    run, log = (setting.work / f"{contestant.name}{end}" for end in ("-run", ".log"))
     recipe = write_recipe(
         job,
         folder=setting.work / "model",
@@ -141,6 +141,7 @@ def run_tightfit(setting: Setting, job: Job) -> dict[str, Any]:
         run=run,
         device=setting.device,
         num_steps=setting.num_steps,
+        fp8=contestant.fp8,
     )
     environment = make_environment(setting, "tightfit", expandable=False)
     try:
@@ -180,7 +181,8 @@ def run_job(
             continue
         start = time.monotonic()
         is_ours = contestant.kind == "tightfit"
-        row = run_tightfit(setting, job) if is_ours else run_peer(setting, job, contestant)
+        run = run_tightfit if is_ours else run_peer
+        row = run(setting, job, contestant)
         found[contestant.name] = row | {
             "process_seconds": round(time.monotonic() - start, 1),
             "about": provenance(COMMAND) | list_versions() | row.get("about", {}),

@@ -54,6 +54,8 @@ def describe_strategy(strategy: Strategy) -> str:
         words.append("fused kernels")
     if strategy.folded_adapters:
         words.append("folded adapters")
+    if strategy.fp8:
+        words.append("fp8 products")
     if strategy.unpacked_base:
         words.append("unpacked base")
     if strategy.packing:
@@ -79,6 +81,8 @@ def describe_levers(strategy: Strategy) -> str:
         words.append("fused kernels")
     if strategy.folded_adapters:
         words.append("folded adapters")
+    if strategy.fp8:
+        words.append("fp8 products")
     if strategy.unpacked_base:
         words.append("unpacked base")
     if strategy.loss is not Loss.PLAIN:

@@ -42,6 +42,8 @@ def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) 
             spec, group.node, attention=attention, compute=dtypes["compute"]
         ),
         "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
+        # fp8 keeps frozen matrices in a form that folded adapters alone can read.
+        "folded_adapters": bool(settings.get("fp8")) and method == "lora",
         **_choose_layout(flags, group),
         **_stated(flags),
         "method": Method.LORA if method == "qlora" else Method(method),

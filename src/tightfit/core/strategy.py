@@ -165,6 +165,9 @@ class Strategy(BaseModel):
     folded_adapters: bool = False
     """Scale and add LoRA's product as part of its matmuls, and not in passes of their own over each
     output and its gradient. Modules that do not allow it keep peft's forward."""
+    fp8: bool = False
+    """Multiply in 8 bits inside the blocks, where the card can; under LoRA the frozen matrices are
+    kept so too. Never chosen for anybody: it rounds more coarsely than bf16."""
     unpacked_base: bool = False
     """Unpack nf4 matrices once, after loading, and keep them in the compute dtype: the values that
     each step would unpack, in the memory and time of 16-bit LoRA."""
@@ -211,6 +214,11 @@ class Strategy(BaseModel):
         """Whether the forward pass runs under autocast, for whichever reason."""
         is_upcast = self.weights.is_quantized and self.upcast_unquantized
         return self.autocast or is_upcast or self.casts_weights
+
+    @property
+    def stores_fp8(self) -> bool:
+        """Whether matrices inside the blocks are kept in fp8: frozen ones are."""
+        return self.fp8 and self.method is Method.LORA
 
     @property
     def is_trained(self) -> bool:

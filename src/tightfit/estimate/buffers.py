@@ -46,7 +46,7 @@ class BufferBytes:
     casts_backward: int
     """When that reaches the layers."""
     dequantized: int
-    """One unpacked matrix at a time."""
+    """One unpacked matrix at a time; under fp8 one that is cast, with what it is multiplied by."""
     weight_norms: int
     """DoRA's norm of one adapted matrix."""
 
@@ -66,6 +66,8 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
     """
     casts = _cast_bytes(spec, strategy)
     dequantized = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    if strategy.fp8:
+        dequantized = _fp8_bytes(spec, strategy)
     gathered = _gathered_bytes(spec, strategy)
     return BufferBytes(
         forward=gathered.forward,
@@ -79,6 +81,17 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
         dequantized=dequantized,
         weight_norms=_weight_norm_bytes(spec, strategy),
     )
+
+
+def _fp8_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """fp8 copies of the largest product's operands: a matrix, and rows of the batch; for the
+    gradient of a trained matrix, rows on either side."""
+    tokens = strategy.tokens_per_micro_batch
+    widths = [(p.in_features, p.out_features) for block in spec.blocks for p in block.linears]
+    sizes = [n * k + tokens * max(n, k) for n, k in widths]
+    if not strategy.stores_fp8:
+        sizes += [tokens * (n + k) for n, k in widths]
+    return max(sizes)
 
 
 def _weight_norm_bytes(spec: ModelSpec, strategy: Strategy) -> int:

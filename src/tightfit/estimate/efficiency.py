@@ -12,8 +12,10 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Strategy
 from tightfit.estimate.measured import (
     FLASH_HALF_SPEED_LENGTH,
+    FP8,
     attention_rates,
     bandwidth_at,
+    find_fp8_table,
     find_table,
     stream_rate,
 )
@@ -43,6 +45,10 @@ AMD_SUSTAINED_FRACTION = 0.51
 FP32_SUSTAINED_FRACTION = 0.80
 """fp32 without tensor cores: 14 of 15.7 on V100 (mli/transformers-benchmarks), 50 of 67 on H200
 (benchmarks/results/h200_rates.json)."""
+
+FP8_SUSTAINED_FRACTION = 0.59
+"""fp8 matmul of torch, of the vendor's dense peak: 1170 of 1979 on Hopper, where cuBLAS called by
+itself reached 1610 (d-robotics, cuBLASLt FP8 cross-check of 2026-05). Others are assumed alike."""
 
 CPU_SUSTAINED_FRACTION = {"fp32": 0.72, "bf16": 0.09}
 """Matmuls of a small model on a CPU, of cores x clock x vector units.
@@ -131,6 +137,8 @@ class Rates:
     """FLOP/s forward and backward at the job's own length, where they were measured."""
     masked_attention: tuple[float, float] | None = None
     """Likewise with a mask as a matrix."""
+    fp8_flops_per_second: float = 0.0
+    """0 where the strategy has no fp8 products."""
     measured: MeasuredRates | None = None
 
 
@@ -173,6 +181,7 @@ def find_rates(
         loss_bytes_per_second=loss,
         measured_attention=attention_rates(plain, head_dim=head_dim, seq_len=length),
         masked_attention=attention_rates(masked, head_dim=head_dim, seq_len=length),
+        fp8_flops_per_second=sustained_fp8_flops(gpu) if strategy.fp8 else 0.0,
         measured=measured,
         **_host_seconds(gpu),
     )
@@ -266,6 +275,15 @@ def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
     if per_watt is None or gpu.tdp_watts is None:
         return reached
     return min(reached, per_watt * gpu.tdp_watts)
+
+
+def sustained_fp8_flops(gpu: Gpu) -> float:
+    """The same of fp8 operands; bf16's where the card has none, which a rule forbids."""
+    table = find_fp8_table(gpu.measured)
+    if table is not None:
+        return table.best_flops_per_second
+    peak = gpu.peak_flops.get(FP8)
+    return sustained_flops(gpu, Dtype.BF16) if peak is None else FP8_SUSTAINED_FRACTION * peak
 
 
 def _flash_fraction(gpu: Gpu, attention: Attention, head_dim: int) -> float:

@@ -10,7 +10,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
 from tightfit.estimate.spare_columns import count_spared_outputs
 from tightfit.estimate.weights import is_target
-from tightfit.models.spec import ModelSpec, Role
+from tightfit.models.spec import Block, ModelSpec, Role
 
 T = TypeVar("T")
 
@@ -48,6 +48,9 @@ class Workload:
     inputs_used: int
     """Input widths of those matrices, summed: what one token makes them read."""
     outputs_used: int
+    module_inputs_used: int
+    """The same of modules alone, with an input that several are given counted once."""
+    module_outputs_used: int
     num_expert_layers: int
     expert_weights_held: int
     mlp_width_used: int
@@ -157,6 +160,8 @@ def _sum_matrices(spec: ModelSpec, _names: tuple[str, ...]) -> Workload:
         weights_held=sum(n * part.in_features * part.out_features for n, part in held),
         inputs_used=sum(n * part.in_features for n, part in used),
         outputs_used=sum(n * part.out_features for n, part in used),
+        module_inputs_used=sum(b.num_layers * _sum_inputs(b) for b in spec.blocks),
+        module_outputs_used=sum(n * part.out_features for n, part in used if part.is_module),
         num_expert_layers=sum(
             b.num_layers for b in spec.blocks if any(p.role is Role.EXPERT for p in b.linears)
         ),
@@ -173,6 +178,18 @@ def _sum_matrices(spec: ModelSpec, _names: tuple[str, ...]) -> Workload:
         vocab_size=spec.vocab_size,
         num_params=spec.num_params,
     )
+
+
+def _sum_inputs(block: Block) -> int:
+    """Widths of what a layer's modules are given: in each part of it one input for all of a width,
+    and one for the last, which gives the part's result."""
+    total = 0
+    for role in Role:
+        parts = [part for part in block.linears if part.role is role and part.is_module]
+        widths = {part.in_features: part.copies_per_token for part in parts[:-1]}
+        total += sum(width * copies for width, copies in widths.items())
+        total += sum(part.in_features * part.copies_per_token for part in parts[-1:])
+    return total
 
 
 def _attention_layers(spec: ModelSpec) -> tuple[AttentionLayers, ...]:

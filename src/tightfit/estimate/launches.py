@@ -22,7 +22,10 @@ def count_forward_kernels(
     rotary = 1 if fused else 10
     attention = 8 if strategy.attention is Attention.EAGER else 2
     around = 2 if strategy.compile else 4
-    linear = 1 if strategy.weights is strategy.compute else 3  # unpacked or cast first
+    is_plain = strategy.weights is strategy.compute and not strategy.stores_fp8
+    linear = 1 if is_plain else 3  # unpacked, or its input cast, which triton starts
+    if strategy.fp8 and not strategy.stores_fp8:
+        linear = 8  # its weight too; backward, what its gradient is made of
     return (
         norm * (work.num_norms + work.num_head_norms)
         + (rotary + attention) * work.num_attentions

@@ -62,29 +62,42 @@ class MatmulTable:
         return sum(w * told for w, (_, told) in zip(weights, near, strict=True)) / sum(weights)
 
 
-_tables: dict[tuple[int, Dtype], tuple[MeasuredRates, MatmulTable | None]] = {}
+FP8 = "fp8"
+"""No dtype that a strategy stores or computes in: products alone are in it."""
+
+_tables: dict[tuple[int, str], tuple[MeasuredRates, MatmulTable | None]] = {}
 
 
 def find_table(measured: MeasuredRates | None, dtype: Dtype) -> MatmulTable | None:
     """The table of one dtype, made once; None where it was not measured."""
+    return _find_table(measured, dtype.value)
+
+
+def find_fp8_table(measured: MeasuredRates | None) -> MatmulTable | None:
+    """The same of fp8 operands; results, which are wider, are corrected by what was measured."""
+    return _find_table(measured, FP8)
+
+
+def _find_table(measured: MeasuredRates | None, name: str) -> MatmulTable | None:
     if measured is None:
         return None
-    found = _tables.get((id(measured), dtype))
+    found = _tables.get((id(measured), name))
     if found is None:
         if len(_tables) >= 256:
             _tables.clear()
         # Held beside its table, so that its id cannot become another one's.
-        found = (measured, _make_table(measured, dtype))
-        _tables[id(measured), dtype] = found
+        found = (measured, _make_table(measured, name))
+        _tables[id(measured), name] = found
     return found[1]
 
 
-def _make_table(measured: MeasuredRates, dtype: Dtype) -> MatmulTable | None:
-    rows = measured.matmuls.get(dtype.value, ())
+def _make_table(measured: MeasuredRates, name: str) -> MatmulTable | None:
+    rows = measured.matmuls.get(name, ())
     stream = stream_rate(measured)
     if not rows or stream is None:
         return None
-    return MatmulTable(rows, value_bytes=dtype.value_bytes, bytes_per_second=stream)
+    value_bytes = 1 if name == FP8 else Dtype(name).value_bytes
+    return MatmulTable(rows, value_bytes=value_bytes, bytes_per_second=stream)
 
 
 def stream_rate(measured: MeasuredRates | None) -> float | None:

@@ -44,9 +44,12 @@ def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
     """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed.
 
     An unpacked base comes packed too. The last matrix is unpacked beside its codes and scales,
-    which with double quantization are unpacked first.
+    which with double quantization are unpacked first. fp8 comes last: all matrices are there in
+    bf16, and each becomes half as large in its turn.
     """
     unpacked = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    if strategy.stores_fp8:
+        unpacked = spec.linear_params + largest_matrix(spec)
     if strategy.unpacked_base:
         scales = largest_matrix(spec) // NF4_BLOCK
         unpacked = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
@@ -119,8 +122,11 @@ def kv_cache_bytes(spec: ModelSpec, strategy: Strategy) -> int:
 
 
 def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
-    """Generation on one GPU with the base weights as stored and a full KV cache."""
-    strategy = as_answering(strategy)
+    """Generation on one GPU with the base weights as stored and a full KV cache.
+
+    fp8 is for training alone: what answers is the base as it was read.
+    """
+    strategy = as_answering(strategy).model_copy(update={"fp8": False})
     weights = estimate_weight_bytes(spec, strategy)
     parts = inference_components(
         spec,

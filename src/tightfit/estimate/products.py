@@ -9,7 +9,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Loss, Strategy
 from tightfit.estimate import efficiency as eff
 from tightfit.estimate.flops import Adapters, Workload, estimate_adapter_flops
-from tightfit.estimate.measured import MatmulTable, find_table
+from tightfit.estimate.measured import MatmulTable, find_fp8_table, find_table
 from tightfit.estimate.spare_columns import is_spared
 from tightfit.estimate.weights import is_target
 from tightfit.models.spec import Linear, ModelSpec
@@ -59,7 +59,8 @@ def estimate_products(batch: Batch) -> Products:
     """All products of one micro-batch.
 
     Where the device's own times are known, each matrix is looked up by its shape; else sums of
-    FLOPs and bytes go by the sustained rates, the same in every direction.
+    FLOPs and bytes go by the sustained rates, the same in every direction. In fp8 are the blocks'
+    results and gradients.
     """
     table = find_table(batch.rates.measured, batch.strategy.compute)
     if table is not None:
@@ -67,9 +68,9 @@ def estimate_products(batch: Batch) -> Products:
     blocks, head = _blocks_by_sums(batch), _head_by_sums(batch)
     adapters = _adapters_by_sums(batch)
     return Products(
-        blocks=blocks,
-        blocks_inputs=blocks,
-        blocks_weights=blocks,
+        blocks=_in_fp8(batch, blocks),
+        blocks_inputs=_in_fp8(batch, blocks),
+        blocks_weights=_in_fp8(batch, blocks),
         adapters=adapters,
         adapters_backward=2.0 * adapters,
         head=head,
@@ -86,6 +87,19 @@ def _blocks_by_sums(batch: Batch) -> float:
         weights=min(work.weights_held, work.weights_used * tokens),
         values=tokens * (work.inputs_used + work.outputs_used),
     )
+
+
+def _in_fp8(batch: Batch, seconds: float) -> float:
+    """The blocks' products, of which those of modules are in fp8 where that is asked for."""
+    if not batch.strategy.fp8:
+        return seconds
+    work, tokens = batch.work, batch.tokens
+    share = work.packed_weights(Dtype.INT8) / max(1, work.weights_held)
+    num_bytes = min(work.weights_held, work.weights_used * tokens)
+    num_bytes += tokens * (work.inputs_used + 2 * work.outputs_used)
+    fp8 = 2.0 * tokens * work.weights_used / batch.rates.fp8_flops_per_second
+    fp8 += num_bytes / batch.rates.stream_bytes_per_second
+    return share * fp8 + (1 - share) * seconds
 
 
 def _head_by_sums(batch: Batch) -> float:
@@ -111,21 +125,23 @@ def _adapters_by_sums(batch: Batch) -> float:
 
 def _by_shape(batch: Batch, table: MatmulTable) -> Products:
     forward = inputs = weights = 0.0
+    fp8 = find_fp8_table(batch.rates.measured) if batch.strategy.fp8 else None
     for block in batch.spec.blocks:
         for part in block.linears:
             m, count = _spread(part, batch.tokens)
             count *= block.num_layers
             n, k = part.out_features, part.in_features
-            forward += count * table.seconds(m, n, k)
-            inputs += count * table.seconds(m, k, n)
-            weights += count * table.seconds(n, k, m)
+            narrow = table if fp8 is None or not part.is_module else fp8
+            forward += count * narrow.seconds(m, n, k)
+            inputs += count * narrow.seconds(m, k, n)
+            weights += count * narrow.seconds(n, k, m)
     slices = batch.head_slices
     m, n, k = batch.tokens / slices, batch.work.vocab_size, batch.work.hidden_size
     adapters, adapters_backward = _adapters_by_shape(batch)
     return Products(
-        blocks=forward,
-        blocks_inputs=inputs,
-        blocks_weights=weights,
+        blocks=forward if fp8 is not None else _in_fp8(batch, forward),
+        blocks_inputs=inputs if fp8 is not None else _in_fp8(batch, inputs),
+        blocks_weights=weights if fp8 is not None else _in_fp8(batch, weights),
         adapters=adapters,
         adapters_backward=adapters_backward,
         head=slices * table.seconds(m, n, k),

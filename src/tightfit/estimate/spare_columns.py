@@ -26,6 +26,7 @@ def leaves_spare_columns(model_type: str, strategy: Strategy) -> bool:
     is_plain = strategy.weights is strategy.compute or strategy.unpacked_base
     return (
         is_plain
+        and not strategy.fp8
         and strategy.folded_adapters
         and strategy.fused_kernels
         and strategy.sharding in (Sharding.SINGLE, Sharding.DDP)

@@ -137,6 +137,33 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
     return float(inputs * adapters.inputs_used + outputs * num_outputs)
 
 
+FP8_CAST_BYTES = 3.0
+"""Per value that is cast from bf16 by rows: read, and written in fp8."""
+FP8_COLUMN_CAST_BYTES = 5.0
+"""By columns: read for the largest value of each, read again, and written."""
+FP8_TURN_BYTES = 2.0
+"""Per frozen fp8 value in the backward pass: read by rows, written by columns."""
+
+
+def fp8_bytes(work: Workload, strategy: Strategy, *, tokens: float, backward: bool) -> float:
+    """Traffic of casts to fp8 in one pass. Counted in `runtime/fp8_linear.py`.
+
+    Forward: inputs, each once, and trained weights. Backward: gradients; by columns what a trained
+    weight's gradient is made of, and the weight; frozen weights are turned.
+    """
+    if not strategy.fp8:
+        return 0.0
+    weights = work.packed_weights(Dtype.INT8)
+    if not backward:
+        values = tokens * work.module_inputs_used
+        return FP8_CAST_BYTES * (values + (0 if strategy.stores_fp8 else weights))
+    moved = FP8_CAST_BYTES * tokens * work.module_outputs_used
+    if strategy.stores_fp8:
+        return moved + FP8_TURN_BYTES * weights
+    columns = tokens * (work.inputs_used + work.outputs_used) + weights
+    return moved + FP8_COLUMN_CAST_BYTES * columns
+
+
 ELEMENTWISE_BACKWARD = 2.0
 """Backward over forward traffic: the gradient comes in, the saved input is read, one goes out."""
 

@@ -65,9 +65,13 @@ def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
 
     Quantized loading packs the linear layers of the blocks: embeddings, head and
     norms stay in 16 bit, and so do experts that are bare parameters, except in
-    GPTQ checkpoints, which hold them packed.
+    GPTQ checkpoints, which hold them packed. fp8 keeps the same layers in a byte a value, where
+    they are frozen; a scale for each is nothing beside them.
     Source: transformers `replace_with_bnb_linear`; bitsandbytes Linear4bit, Linear8bitLt.
     """
+    if strategy.stores_fp8:
+        plain = 2 * (spec.num_params - spec.linear_params)
+        return WeightBytes(packed=spec.linear_params, plain=plain, quantization_state=0)
     if not strategy.weights.is_quantized:
         return WeightBytes(
             packed=spec.num_params * strategy.weights.value_bytes, plain=0, quantization_state=0

@@ -16,8 +16,8 @@ from tightfit.hardware.types import Gpu
 
 FORMAT = 1
 """Of the file. One with another number is measured again, not guessed at."""
-ESTIMATED_DTYPES = ("fp32", "fp16", "bf16")
-"""Arithmetic that strategies can ask for; tf32 and fp8 are measured to be shown."""
+ESTIMATED_DTYPES = ("fp32", "fp16", "bf16", "fp8")
+"""Arithmetic that strategies can ask for; tf32 is measured to be shown."""
 CAUSAL_FLOPS, BACKWARD_FLOPS = 2.0, 2.5
 """Of a causal square per head channel; backward over forward (arXiv:2307.08691 section 4.1)."""
 LOSS_BYTES = 36.0

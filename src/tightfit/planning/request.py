@@ -149,6 +149,7 @@ def describe_strategy(strategy: Strategy) -> str:
             ("DoRA", s.dora),
             ("fused kernels", s.fused_kernels),
             ("folded adapters", s.folded_adapters),
+            ("fp8 products", s.fp8),
             ("unpacked base", s.unpacked_base),
             ("compiled", s.compile),
             ("packed", s.packing),

@@ -16,6 +16,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.planning.case import Case, Rule, Violation, is_halved, wants_triton
 from tightfit.planning.rules_adapters import ADAPTER_RULES
 from tightfit.planning.rules_cpu import CPU_RULES
+from tightfit.planning.rules_fp8 import FP8_RULES
 from tightfit.planning.rules_sharding import SHARDING_RULES
 from tightfit.planning.rules_unpacked import UNPACKED_RULES
 
@@ -374,6 +375,6 @@ _RULES: tuple[Rule, ...] = (
     ),
 )
 
-RULES = (*_RULES, *SHARDING_RULES, *ADAPTER_RULES, *UNPACKED_RULES, *CPU_RULES)
+RULES = (*_RULES, *SHARDING_RULES, *ADAPTER_RULES, *UNPACKED_RULES, *FP8_RULES, *CPU_RULES)
 _ILLEGAL = tuple(rule for rule in RULES if rule.severity == "illegal")
 _WARNINGS = tuple(rule for rule in RULES if rule.severity == "warning")

@@ -135,9 +135,10 @@ def enumerate_strategies(
 def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strategy:
     """With folded adapters where nothing stands against them: they cost nothing.
 
-    Compiled layers do without: the compiler joins those passes with their neighbours itself.
+    Compiled layers do without: the compiler joins those passes with their neighbours itself. Not
+    so with fp8, which needs them.
     """
-    if strategy.method is not Method.LORA or strategy.compile:
+    if strategy.method is not Method.LORA or (strategy.compile and not strategy.fp8):
         return strategy
     folded = strategy.model_copy(update={"folded_adapters": True})
     case = Case(spec=spec, strategy=folded, node=node, num_nodes=strategy.num_nodes)

@@ -80,6 +80,7 @@ LEVERS: tuple[Lever, ...] = (
         is_pulled=lambda s: s.folded_adapters,
         turned_back={"folded_adapters": False},
     ),
+    Lever(name="fp8 products", is_pulled=lambda s: s.fp8, turned_back={"fp8": False}),
     Lever(
         name="unpacked base",
         is_pulled=lambda s: s.unpacked_base,

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.runtime.fp8_casts import cast_input
+from tightfit.runtime.fp8_linear import Fp8Linear, multiply_back, multiply_forward
 from tightfit.runtime.spare_columns import has_room, multiply_wide, read_spare
 
 
@@ -31,7 +33,7 @@ def is_foldable(module: nn.Module) -> bool:
     """Whether peft's forward of this module is base, plus B of A, times a number, and no more.
 
     Not so with dropout, DoRA and other variants, biases of adapters, several adapters, trained
-    base weights, or a base whose matrix is neither plain nor packed in 4 bits.
+    base weights, or a base whose matrix is neither plain nor packed in 4 bits or fp8.
     """
     if not _is_of(module, "peft.tuners.lora.", ("Linear", "Linear4bit")):
         return False
@@ -41,7 +43,7 @@ def is_foldable(module: nn.Module) -> bool:
     if not all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values()):
         return False
     base = layer.base_layer
-    is_plain = type(base) is nn.Linear or _is_of(base, "transformers.", ("Conv1D",))
+    is_plain = type(base) in (nn.Linear, Fp8Linear) or _is_of(base, "transformers.", ("Conv1D",))
     is_packed = _is_of(base, "bitsandbytes.", ("Linear4bit",))
     is_trained = any(parameter.requires_grad for parameter in base.parameters())
     return (is_plain or is_packed) and not is_trained
@@ -84,14 +86,20 @@ class _FoldedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, layer: Any) -> Tensor:
         base = layer.base_layer
         (ctx.scaling,) = layer.scaling.values()
+        scale = base.weight_scale if isinstance(base, Fp8Linear) else None
+        h = None
         if has_room(x, layer):
-            y, h = multiply_wide(x, a, b, layer, ctx.scaling), None
+            y = multiply_wide(x, a, b, layer, ctx.scaling)
         else:
             rows = x.reshape(-1, x.shape[-1])
-            y = type(base).forward(base, rows)
+            if scale is None:
+                y = type(base).forward(base, rows)
+            else:
+                cast = cast_input(x, is_followed=base.is_followed)
+                y = multiply_forward(cast, weight, scale, base.bias)
             h = rows @ a.t()
             y.addmm_(h, b.t(), alpha=ctx.scaling)
-        ctx.save_for_backward(x, weight, a, b, h)
+        ctx.save_for_backward(x, weight, a, b, h, scale)
         ctx.layer = layer
         # GPT-2's layers have a matrix with its inputs first.
         ctx.is_transposed = not isinstance(base, nn.Linear)
@@ -101,7 +109,7 @@ class _FoldedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, h = ctx.saved_tensors
+        x, weight, a, b, h, scale = ctx.saved_tensors
         h = read_spare(x, ctx.layer) if h is None else h
         gradient = gradients[0]
         needs_x, _, needs_a, needs_b, _ = ctx.needs_input_grad
@@ -112,7 +120,11 @@ class _FoldedProduct(torch.autograd.Function):
         of_a = of_h.t() @ rows if needs_a else None
         of_x = None
         if needs_x:
-            of_x = (g @ _matrix(weight, ctx, g.dtype)).addmm_(of_h, a).view_as(x)
+            if scale is None:
+                of_x = g @ _matrix(weight, ctx, g.dtype)
+            else:
+                of_x = multiply_back(g, weight, scale)
+            of_x = of_x.addmm_(of_h, a).view_as(x)
         return of_x, None, of_a, of_b, None
 
 

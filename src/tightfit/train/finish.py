@@ -15,6 +15,7 @@ from tightfit.estimate.spare_columns import leaves_spare_columns
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.attention import check_packable
 from tightfit.runtime.folded_adapters import fold_adapters
+from tightfit.runtime.fp8_linear import use_fp8
 from tightfit.runtime.kernels import apply_fused_kernels
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.spare_columns import leave_spare_columns
@@ -35,10 +36,12 @@ def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
     if strategy.method is Method.LORA:
         torch.manual_seed(training.seed)
         model = add_adapters(model, strategy, training)
-        if strategy.folded_adapters:
-            fold_adapters(model)
-        if leaves_spare_columns(model.config.model_type, strategy):
-            leave_spare_columns(model)
+    if strategy.fp8:
+        use_fp8(model)
+    if strategy.folded_adapters:
+        fold_adapters(model)
+    if leaves_spare_columns(model.config.model_type, strategy):
+        leave_spare_columns(model)
     # bitsandbytes repacks weights in eval mode, which no gradient passes through.
     model.train()
     layers = decoder_layers(model)

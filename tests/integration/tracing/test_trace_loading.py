@@ -176,6 +176,16 @@ def test_int8_takes_the_blocks_that_a_card_took(tmp_path: Path) -> None:
     assert _list_events(recording, "q_proj.base_layer") == INT8_2048
 
 
+def test_fp8_comes_in_bf16_and_is_cast_when_all_is_there(tmp_path: Path) -> None:
+    folder = _make_wide(tmp_path, hidden_size=4096, intermediate_size=11008)
+    strategy = _strategy(fp8=True, folded_adapters=True)
+    module, recording = _load(folder, strategy)
+    values = 4096 * 4096
+    assert _list_events(recording, "q_proj.base_layer") == [2 * values, values, -2 * values]
+    kept = [p for p in module.parameters() if p.dtype is torch.float8_e4m3fn]
+    assert len(kept) == 7
+
+
 def test_drawn_weights_are_packed_first_and_not_warmed_up(tmp_path: Path) -> None:
     folder = make_llama(tmp_path, tie_word_embeddings=False)
     _, recording = _load(folder, _strategy(weights="nf4"), is_drawn=True)

@@ -119,6 +119,21 @@ def test_everything_stated_arrives() -> None:
     assert strategy.model_dump(mode="json").items() >= expected.items()
 
 
+@pytest.mark.parametrize(
+    ("method", "settings", "is_folded"),
+    [
+        ("lora", ["fp8=true"], True),
+        ("lora", ["fp8=true", "folded_adapters=false"], False),
+        ("lora", ["fp8=false"], False),
+        ("full", ["fp8=true"], False),
+    ],
+)
+def test_fp8_folds_the_adapters_it_needs_folded(
+    method: str, settings: list[str], is_folded: bool
+) -> None:
+    assert choose("H100-SXM", method=method, settings=settings).folded_adapters is is_folded
+
+
 def test_qlora_refuses_other_weights() -> None:
     with pytest.raises(UsageError, match="nf4"):
         choose("T4", method="qlora", weights="int8")

@@ -32,6 +32,7 @@ _PLAIN: dict[str, Any] = {
 _BF16: dict[str, Any] = {"weights": "bf16", "compute": "bf16", "adapter_dtype": "bf16"}
 _FP16: dict[str, Any] = {"weights": "fp32", "compute": "fp16"}
 _FOLDED: dict[str, Any] = {"method": "lora", "folded_adapters": True}
+_FP8: dict[str, Any] = _BF16 | {"fp8": True}
 _NF4: dict[str, Any] = {"method": "lora", "weights": "nf4", "compute": "fp16"}
 _UNPACKED: dict[str, Any] = {**_NF4, "unpacked_base": True}
 _INT8: dict[str, Any] = {"method": "lora", "weights": "int8", "compute": "fp16"}
@@ -307,6 +308,34 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "folded-zero3": (
         lambda: _case(_ZERO3 | _FOLDED),
         lambda: _case(_FSDP4 | _FOLDED),
+    ),
+    "fp8-capability": (
+        lambda: _case(_FP8, gpu="A100-80GB"),
+        lambda: _case(_FP8, gpu="RTX 4090"),
+    ),
+    "fp8-cpu": (
+        lambda: _on_cpu(_case(_FP8), supports_bf16=True),
+        lambda: _on_cpu(_case(_BF16), supports_bf16=True),
+    ),
+    "fp8-method": (
+        lambda: _case(_FP8 | {"method": "load"}, gpu="H100-SXM"),
+        lambda: _case(_FP8, gpu="H100-SXM"),
+    ),
+    "fp8-dtype": (
+        lambda: _case(_FP8 | {"weights": "fp32"}, gpu="H100-SXM"),
+        lambda: _case(_FP8, gpu="H100-SXM"),
+    ),
+    "fp8-family": (
+        lambda: _case(_FP8, gpu="H100-SXM", model="gpt2-xl"),
+        lambda: _case(_FP8, gpu="H100-SXM", model="Llama-2-7b"),
+    ),
+    "fp8-adapters": (
+        lambda: _case(_FP8 | {"method": "lora"}, gpu="H100-SXM"),
+        lambda: _case(_FP8 | _FOLDED, gpu="H100-SXM"),
+    ),
+    "fp8-sharded": (
+        lambda: _case(_FP8 | _FSDP4, gpu="H100-SXM"),
+        lambda: _case(_FP8 | {"sharding": "ddp", "gpus_per_node": 4}, gpu="H100-SXM"),
     ),
     "unpacked-weights": (
         lambda: _case(_UNPACKED | {"weights": "int8"}),

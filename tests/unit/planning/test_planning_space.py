@@ -39,6 +39,17 @@ def test_space_covers_every_lever() -> None:
     for lever in ("checkpointing", "fused_kernels", "folded_adapters", "compile", "packing"):
         assert {getattr(s, lever) for s in found} == {True, False}, lever
     assert {(s.num_nodes, s.gpus_per_node) for s in found} == {(1, 1), (1, 4), (2, 4)}
+    assert not any(s.fp8 for s in found), "nobody asked for it"
+
+
+def test_fp8_that_is_asked_for_folds_adapters_under_the_compiler_too() -> None:
+    request = make_request(method="lora", fixed={"fp8": True})
+    group = make_cluster((1, "H100-SXM")).groups[0]
+    found = [
+        s for layout in list_layouts(group, request) for s in enumerate_strategies(request, layout)
+    ]
+    assert all(s.fp8 for s in found)
+    assert {s.compile for s in found if s.folded_adapters} == {True, False}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tightfit.estimate.measured import FP8
 from tightfit.estimate.trace.op_work import (
     TENSORS_PER_KERNEL,
     Arguments,
@@ -67,6 +68,11 @@ def _is_crooked(matrix: Any) -> bool:
     """Whether rows begin where they cannot be read several values at once."""
     widest = max(matrix.stride()[-2:])
     return bool(matrix.element_size() < 4 and widest * matrix.element_size() % ROW_BYTES)
+
+
+def _multiply_fp8(args: Arguments, result: Any) -> Work:
+    """As any product; scales are one a row, and count as nothing."""
+    return _multiply(args, result)._replace(dtype=FP8, num_indexed=0)
 
 
 _INT8_PRODUCT_CALLS = 8
@@ -230,6 +236,7 @@ COMPUTING: dict[str, Callable[[Arguments, Any], Work]] = {
     ADDED_PRODUCT: _add_product,
     "aten::bmm": _multiply_batch,
     "aten::baddbmm": _multiply_batch,
+    "aten::_scaled_mm": _multiply_fp8,
     "bitsandbytes::int8_scaled_mm": _multiply_int8,
     "bitsandbytes::int8_mixed_scaled_mm": _multiply_int8,
     "bitsandbytes::int8_linear_matmul": _multiply_int8,

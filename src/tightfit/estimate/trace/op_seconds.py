@@ -11,7 +11,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.estimate import efficiency as eff
 from tightfit.estimate import traffic
-from tightfit.estimate.measured import bandwidth_at, find_table
+from tightfit.estimate.measured import FP8, bandwidth_at, find_fp8_table, find_table
 from tightfit.estimate.trace.op_host import HostPace, find_host_pace
 from tightfit.estimate.trace.operations import (
     ADDED_PRODUCT,
@@ -183,8 +183,11 @@ class DeviceSeconds:
     def _multiply(self, one: Operation) -> float:
         m, n, k, times, *packed = one.shape
         unpacking = self._unpack(n * k) if packed else 0.0
+        is_fp8 = one.dtype == FP8
         dtype = Dtype(one.dtype) if one.dtype in _PLAIN else self._strategy.compute
-        table = find_table(self._gpu.measured, dtype)
+        table = (
+            find_fp8_table(self._gpu.measured) if is_fp8 else find_table(self._gpu.measured, dtype)
+        )
         stream = one.num_bytes / self.rates.stream_bytes_per_second
         if table is not None:
             # Many small products fill the device as one of as many rows does; a product that is
@@ -193,7 +196,8 @@ class DeviceSeconds:
             slower = CROOKED_SLOWDOWN if one.num_indexed else 1.0
             product = slower * table.seconds(m * times, n, k)
             return unpacking + max(product, stream if is_moving else 0.0)
-        rate = eff.sustained_flops(self._gpu, dtype)
+        gpu = self._gpu
+        rate = eff.sustained_fp8_flops(gpu) if is_fp8 else eff.sustained_flops(gpu, dtype)
         return unpacking + one.flops / rate + stream
 
     def _attend(self, one: Operation) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
 
@@ -11,6 +10,8 @@ from torch.nn import functional
 
 from tightfit.hardware.calibration import MatmulTime
 from tightfit.runtime.calibrate.bench import Bench, Work, time_after_work
+from tightfit.runtime.fp8_casts import scale_rows
+from tightfit.runtime.fp8_linear import multiply_rows
 
 Shape = tuple[int, int, int]
 """m, n, k: tokens, outputs, inputs in a forward pass."""
@@ -135,9 +136,7 @@ def _prepare(bench: Bench, dtype: str, shape: Shape) -> Work:
 
 
 def _prepare_fp8(bench: Bench, shape: Shape) -> Work:
+    """As training multiplies forward; casts are not in it."""
     m, n, k = shape
-    multiply: Callable[..., torch.Tensor] = torch._scaled_mm
-    left = bench.randn(m, k).to(torch.float8_e4m3fn)
-    right = bench.randn(n, k).to(torch.float8_e4m3fn).t()
-    one = torch.ones((), device=bench.device)
-    return partial(multiply, left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    left, right = (scale_rows(bench.randn(rows, k, dtype=torch.bfloat16)) for rows in (m, n))
+    return partial(multiply_rows, left, right, is_fast=True)

@@ -11,6 +11,7 @@ from tightfit.core.strategy import Loss, Strategy
 from tightfit.estimate.trace.no_kernels import liger_without_kernels
 from tightfit.estimate.trace.seen_as_card import autocast_of
 from tightfit.runtime.quiet import silence_libraries
+from tightfit.train.tracing.fp8_casts import fp8_without_kernels
 from tightfit.train.tracing.job import needs_bitsandbytes
 from tightfit.train.tracing.packed import bitsandbytes_without_kernels
 
@@ -29,6 +30,8 @@ def without_kernels(
             stack.enter_context(bitsandbytes_without_kernels())
         if strategy.fused_kernels or strategy.loss in _LIGER_LOSSES:
             stack.enter_context(liger_without_kernels(capability))
+        if strategy.fp8:
+            stack.enter_context(fp8_without_kernels())
         yield
 
 

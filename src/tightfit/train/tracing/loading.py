@@ -19,6 +19,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.trace.recorder import Recorder
 from tightfit.estimate.trace.recording import LOAD_RESERVE, TEMPORARY
+from tightfit.runtime.fp8_casts import FP8
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import LoadRequest
 from tightfit.runtime.packing_check import list_widths, pack_and_unpack
@@ -183,7 +184,8 @@ class _Loading:
         return name in self._unpacked or is_packed(self._wanted.get(name))
 
     def _read_dtype(self, wanted: Tensor) -> torch.dtype:
-        return self._plain if self._is_raised else wanted.dtype
+        is_cast_later = self._is_raised or wanted.dtype is FP8
+        return self._plain if is_cast_later else wanted.dtype
 
     def _count_bytes(self, name: str) -> int:
         """As transformers counts: codes without what stands beside them."""

@@ -1,0 +1,71 @@
+"""What fp8 products need, and cannot be combined with."""
+
+from __future__ import annotations
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Method, Sharding
+from tightfit.estimate.weights import UNPACKED_FAMILIES
+from tightfit.planning.case import Case, Rule
+
+_FP8 = "tightfit/runtime/fp8_linear.py"
+_OTHER_LINEARS = UNPACKED_FAMILIES | {"gpt2"}
+
+
+def _is_plain_bf16(case: Case) -> bool:
+    s = case.strategy
+    return s.weights is s.compute is Dtype.BF16 and not s.is_autocast
+
+
+FP8_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="fp8-capability",
+        reason="fp8 products need compute capability 8.9; {c.gpu.name} is {c.capability}",
+        source="torch._scaled_mm, torch 2.13",
+        violated=lambda c: (
+            c.strategy.fp8
+            and not c.is_cpu
+            and (c.gpu.compute_capability is None or c.is_below(8, 9))
+        ),
+    ),
+    Rule(
+        name="fp8-cpu",
+        reason="CPUs have no fp8 units: products would be slower than in bf16",
+        source="torch._scaled_mm on CPUs, torch 2.13",
+        violated=lambda c: c.strategy.fp8 and c.is_cpu,
+    ),
+    Rule(
+        name="fp8-method",
+        reason="fp8 products are for training: `{s.method.value}` trains nothing",
+        source=_FP8,
+        violated=lambda c: c.strategy.fp8 and c.strategy.method is Method.LOAD,
+    ),
+    Rule(
+        name="fp8-dtype",
+        reason="fp8 products are made of plain bf16 weights and activations: weights are "
+        "{s.weights.value}, arithmetic is {s.compute.value}",
+        source=_FP8,
+        violated=lambda c: c.strategy.fp8 and not _is_plain_bf16(c),
+    ),
+    Rule(
+        name="fp8-family",
+        reason="linear layers of {m.model_type} are of a class of their own, which has no fp8 "
+        "products",
+        source="transformers 5.22: Conv1D of gpt2, FalconLinear",
+        violated=lambda c: c.strategy.fp8 and c.spec.model_type in _OTHER_LINEARS,
+    ),
+    Rule(
+        name="fp8-adapters",
+        reason="adapters beside fp8 weights must be folded: --set folded_adapters=true",
+        source=_FP8,
+        violated=lambda c: c.strategy.stores_fp8 and not c.strategy.folded_adapters,
+    ),
+    Rule(
+        name="fp8-sharded",
+        reason="{s.sharding.value} cuts weights into shards in their own format, which fp8 copies "
+        "are not made for yet: use single or ddp",
+        source=_FP8,
+        violated=lambda c: (
+            c.strategy.fp8 and c.strategy.sharding not in (Sharding.SINGLE, Sharding.DDP)
+        ),
+    ),
+)

@@ -1,0 +1,217 @@
+"""fp8 products: linear layers of the blocks multiply in 8 bits; all that is between them is bf16.
+
+Every operand is e4m3 with a scale per row, gradients too: rows of one scale need no wider range
+than e4m3 has, and e5m2 would round twice as coarsely. Scales are powers of two, so that scaling
+loses nothing. A trained weight's own gradient is a sum over tokens: there each column has a scale.
+Source: the recipe `rowwise` of torchao.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tightfit.runtime.fp8_casts import (
+    Scaled,
+    cast_columns,
+    cast_input,
+    cast_rows,
+    scale_matrix,
+    turn,
+)
+from tightfit.runtime.layers import decoder_layers
+
+ALIGNED = 16
+"""Values that both widths of a matrix are multiples of. Source: torch `_scaled_mm`."""
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Layers that choose experts: small, and a rounded score would choose another."""
+
+
+def use_fp8(model: nn.Module) -> int:
+    """Give every linear layer of the blocks that allows it fp8 products; how many did.
+
+    After adapters are attached and before they are folded. A trained weight stays as it is and is
+    cast when it is used; a frozen one is kept in fp8 alone, under the name it had.
+    """
+    found = [
+        (layer, name, module)
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if takes_fp8(name, module)
+    ]
+    followed = _find_followed(found)
+    for layer, name, module in found:
+        module.is_followed = module in followed
+        if module.weight.requires_grad:
+            # A bound method, which a copy of the model binds to the copy's own layer.
+            module.forward = MethodType(_forward_trained, module)
+        else:
+            layer.set_submodule(name, Fp8Linear(module))
+    return len(found)
+
+
+def _find_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> set[nn.Module]:
+    """Layers with a later one beside them that is as wide, and may be given the same input."""
+    last: dict[tuple[nn.Module, str, int], nn.Module] = {}
+    followed = set()
+    for layer, name, module in found:
+        beside = (layer, name.removesuffix(".base_layer").rpartition(".")[0], module.in_features)
+        if beside in last:
+            followed.add(last[beside])
+        last[beside] = module
+    return followed
+
+
+def takes_fp8(name: str, module: Any) -> bool:
+    """Whether this is a plain bf16 matrix with rows that fp8 kernels can read.
+
+    Not adapters, whose products are too thin to gain; nor what chooses experts.
+    """
+    path = [part for part in name.split(".") if part != "base_layer"]
+    if type(module) is not nn.Linear or module.weight.dtype is not torch.bfloat16:
+        return False
+    if any(part.startswith("lora_") for part in path) or path[-1] in _ROUTERS:
+        return False
+    return module.in_features % ALIGNED == 0 and module.out_features % ALIGNED == 0
+
+
+# Products
+
+
+def multiply_rows(
+    left: Scaled, right: Scaled, bias: Tensor | None = None, *, is_fast: bool
+) -> Tensor:
+    """`left right^T` in bf16. Fast accumulation keeps fewer bits of long sums: forward only."""
+    (a, scale_a), (b, scale_b) = left, right
+    multiply: Callable[..., Tensor] = torch._scaled_mm
+    return multiply(
+        a,
+        b.t(),
+        scale_a=scale_a,
+        scale_b=scale_b.t(),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=is_fast,
+    )
+
+
+def multiply_columns(g: Tensor, x: Tensor) -> Tensor:
+    """`g^T x`, summed over tokens; in bf16 where fp8 kernels cannot read as many."""
+    if len(g) % ALIGNED:
+        return g.t() @ x
+    return multiply_rows(cast_columns(g), cast_columns(x), is_fast=False)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a call is one that fp8 is for. The same at every call, since recomputing must take
+    the path that was taken first."""
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    return x.dtype is torch.bfloat16 and x.numel() > 0 and not is_cast
+
+
+# Trained weights
+
+
+def _forward_trained(layer: nn.Linear, x: Tensor) -> Tensor:
+    if not _is_plain(x) or layer.weight.dtype is not torch.bfloat16:
+        return type(layer).forward(layer, x)
+    product: Any = _TrainedProduct
+    y: Tensor = product.apply(x, layer.weight, layer.bias, layer.is_followed)
+    return y
+
+
+class _TrainedProduct(torch.autograd.Function):
+    """`x W^T + bias`, with gradients for all three; keeps what a plain layer keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_followed: bool
+    ) -> Tensor:
+        rows = cast_input(x, is_followed=is_followed)
+        y = multiply_rows(rows, cast_rows(weight), bias, is_fast=True)
+        ctx.save_for_backward(x, weight)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        g = gradients[0].reshape(-1, gradients[0].shape[-1])
+        of_x = of_weight = None
+        if needs_x:
+            of_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
+        if needs_weight:
+            of_weight = multiply_columns(g, x.reshape(-1, x.shape[-1]))
+        return of_x, of_weight, g.sum(0) if needs_bias else None, None
+
+
+# Frozen weights
+
+
+class Fp8Linear(nn.Module):
+    """A frozen linear layer that keeps its matrix in fp8, in half the memory of bf16.
+
+    One scale for the whole matrix, since it is read by rows forward and by columns backward.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.compute_dtype = linear.weight.dtype
+        with torch.no_grad():
+            values, scale = scale_matrix(linear.weight)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.weight_scale: Tensor
+        # Once for each row that a product can have, which is how it is read.
+        scales = scale[:1].repeat(max(linear.weight.shape), 1)
+        self.register_buffer("weight_scale", scales, persistent=False)
+        self.bias = linear.bias
+        self.is_followed = bool(vars(linear).get("is_followed"))
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _is_plain(x):
+            return functional.linear(x, self.unpack(x.dtype), self.bias)
+        product: Any = _FrozenProduct
+        y: Tensor = product.apply(x, self.weight, self.weight_scale, self.bias, self.is_followed)
+        return y
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """The matrix as the products see it."""
+        return self.weight.to(dtype) * self.weight_scale[:1].to(dtype)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """`x W^T + bias`, with a gradient for x; keeps nothing of the batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_followed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        y = multiply_forward(cast_input(x, is_followed=is_followed), weight, scale, bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale = ctx.saved_tensors
+        gradient = gradients[0]
+        g = gradient.reshape(-1, gradient.shape[-1])
+        of_x = multiply_back(g, weight, scale)
+        return of_x.view(*gradient.shape[:-1], of_x.shape[-1]), None, None, None, None
+
+
+def multiply_forward(rows: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W^T + bias` of a frozen matrix."""
+    return multiply_rows(rows, (weight, scale[: weight.shape[0]]), bias, is_fast=True)
+
+
+def multiply_back(g: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """`g W` of a frozen matrix. It is turned anew each time: keeping it both ways would take as
+    much memory as bf16."""
+    return multiply_rows(cast_rows(g), (turn(weight), scale[: weight.shape[1]]), is_fast=False)

@@ -1,0 +1,33 @@
+"""Casts to fp8 without kernels: in a trace they are launched, and do nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tightfit.estimate.trace.no_kernels import triton_without_kernels
+from tightfit.runtime import fp8_casts
+
+_KERNELS = "tightfit.runtime.fp8_kernels"
+
+
+@contextmanager
+def fp8_without_kernels() -> Iterator[None]:
+    """What a cast allocates is allocated, and whoever listens is told of each launch."""
+    is_there = _KERNELS in sys.modules
+    with triton_without_kernels(), patch.object(fp8_casts, "_runs_kernels", _would_run):
+        try:
+            yield
+        finally:
+            if not is_there:  # it may be made of kernels that do nothing
+                sys.modules.pop(_KERNELS, None)
+
+
+def _would_run(_x: Tensor) -> bool:
+    """Fake tensors say that they are on a CPU."""
+    return not torch.compiler.is_compiling()

@@ -1,0 +1,52 @@
+"""Prints what the casts to fp8 become on two kinds of cards, none of which is needed for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+
+del os.environ["TRITON_INTERPRET"]
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tightfit.runtime import fp8_kernels
+
+NARROW, WIDE, SCALES, LARGEST, BYTES = "*fp8e4nv", "*bf16", "*fp32", "*i32", "*u8"
+SIZES = ("i32", "i32", "i32")
+ROW: Mapping[str, int] = {"tile_rows": 1, "tile_columns": 4096}
+KERNELS = {
+    "_cast_rows": ((NARROW, SCALES, WIDE, *SIZES), ROW),
+    "_find_largest": ((LARGEST, WIDE, *SIZES), fp8_kernels.HIGH_TILE),
+    "_cast_turned": ((NARROW, SCALES, LARGEST, WIDE, *SIZES), fp8_kernels.TURNED_TILE),
+    "_turn": ((BYTES, BYTES, *SIZES), fp8_kernels.TURNED_TILE),
+}
+STEPS = re.compile(r"(?:ld|st)\.global\S*")
+
+
+def compile_kernel(name: str, capability: int) -> list[str]:
+    """How it reads and writes, in the card's own words."""
+    types, tile = KERNELS[name]
+    kernel = getattr(fp8_kernels, name)
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    signature |= dict(zip(kernel.arg_names, types, strict=False))
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(types))}
+    source = ASTSource(kernel, signature, constexprs=dict(tile), attrs=aligned)
+    target = GPUTarget("cuda", capability, 32)
+    made = triton.compile(source, target=target, options={"num_warps": fp8_kernels.NUM_WARPS})
+    return STEPS.findall(made.asm["ptx"])
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        found = {f"{name} {cc}": compile_kernel(name, cc) for name in KERNELS for cc in (89, 90)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

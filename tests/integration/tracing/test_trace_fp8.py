@@ -1,0 +1,84 @@
+"""A traced fp8 step: its products, and each cast as the one kernel that it is on a card."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_models import make_llama
+from tightfit.core.strategy import Strategy
+from tightfit.estimate.trace.operations import BACKWARD, FORWARD, TRITON
+from tightfit.estimate.trace.recording import Recording, find_peak
+from tightfit.runtime import fp8_casts
+from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.run import record_job
+
+LORA: dict[str, Any] = {"method": "lora", "folded_adapters": True}
+FULL: dict[str, Any] = {"method": "full"}
+LINEARS = 14
+INPUTS = 8
+"""Of these: queries, keys and values have one, gates and what they gate too."""
+UNASKED = 3
+"""Queries, keys and values of the first layer: nothing before them is trained under LoRA."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "products_back", "casts", "casts_back"),
+    [
+        (LORA, LINEARS - UNASKED, INPUTS, 2 * (LINEARS - UNASKED)),
+        (FULL, 2 * LINEARS, INPUTS + LINEARS, 7 * LINEARS),
+    ],
+    ids=["lora", "full"],
+)
+def test_products_and_casts_of_a_step(
+    tmp_path: Path, fields: dict[str, Any], products_back: int, casts: int, casts_back: int
+) -> None:
+    """Backward, a frozen matrix is turned, where a trained one, and what its gradient is made of,
+    are read twice to be cast."""
+    recording = record(tmp_path, fields | {"checkpointing": False})
+    assert recording.operations is not None
+    calls = list(recording.operations.walk())
+
+    def count(name: str, stage: str) -> int:
+        return sum(one.count for one in calls if (one.name, one.stage) == (name, stage))
+
+    assert count("aten::_scaled_mm", FORWARD) == LINEARS
+    assert count("aten::_scaled_mm", BACKWARD) == products_back
+    assert {one.dtype for one in calls if one.name == "aten::_scaled_mm"} == {"fp8"}
+    assert count(TRITON, FORWARD) == casts
+    assert count(TRITON, BACKWARD) == casts_back
+
+
+def record(folder: Path, fields: dict[str, Any]) -> Recording:
+    config = json.loads((make_llama(folder) / "config.json").read_text("utf-8"))
+    strategy = Strategy(fp8=True, micro_batch=2, seq_len=32, **fields)
+    job = TraceJob(config=config, strategy=strategy, compute_capability=(9, 0), stages=())
+    return record_job(job, config)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("fields", [LORA, FULL], ids=["lora", "full"])
+def test_shared_casts_are_not_there_at_the_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], checkpointing: bool
+) -> None:
+    fields = fields | {"checkpointing": checkpointing}
+    shared = record(tmp_path, fields)
+    monkeypatch.setattr(fp8_casts._Kept, "keep", lambda *_: None)
+    apart = record(tmp_path, fields)
+    assert len(shared.allocations) < len(apart.allocations)
+    assert peak(shared) == peak(apart)
+
+
+def peak(recording: Recording) -> int:
+    return find_peak([one.num_bytes for one in recording.allocations], recording.events)[0]
+
+
+def test_kernels_that_do_nothing_are_forgotten(tmp_path: Path) -> None:
+    record(tmp_path, LORA | {"fused_kernels": True})
+    assert "tightfit.runtime.fp8_kernels" not in sys.modules
+    assert not fp8_casts._runs_kernels(torch.ones(1))
