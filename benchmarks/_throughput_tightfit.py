@@ -11,9 +11,9 @@ from _throughput_clock import summarise
 from _throughput_jobs import LEARNING_RATES, LORA_ALPHA, LORA_RANK, NUM_WARM_UP, SEED, Job
 
 
-def write_recipe(
-    job: Job, *, folder: Path, data: Path, run: Path, device: str, num_steps: int, fp8: bool = False
-) -> Path:
+def make_recipe(
+    job: Job, *, folder: Path, data: Path, run: Path, device: str, num_steps: int
+) -> dict[str, Any]:
     """What is learnt is fixed, as for all contestants; how it runs is the planner's to choose."""
     recipe: dict[str, Any] = {
         "model": str(folder),
@@ -35,11 +35,7 @@ def write_recipe(
     }
     if job.has_adapters:
         recipe["lora"] = {"rank": LORA_RANK, "alpha": LORA_ALPHA, "targets": ["all-linear"]}
-    if fp8:
-        recipe["strategy"] = {"fp8": True}
-    path = run.with_suffix(".yaml")
-    path.write_text(json.dumps(recipe))
-    return path
+    return recipe
 
 
 def train_command(recipe: Path) -> list[str]:

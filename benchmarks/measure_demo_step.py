@@ -147,21 +147,7 @@ def run_tightfit(recipe: Path, folder: Path) -> Steps:
     if not (folder / "job.json").exists():
         job = describe_job(recipe, folder / "run", len(steps))
         (folder / "job.json").write_text(json.dumps(job))
-        write_plain_model(Path(job["recipe"]["model"]), folder)
     return steps
-
-
-def write_plain_model(source: Path, folder: Path) -> None:
-    """The same weights as an ordinary folder: transformers refuses to train from a GGUF file."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from tightfit.core.dtypes import Dtype
-    from tightfit.runtime.load import LoadRequest, load_base
-
-    request = LoadRequest(weights=Dtype.BF16, compute=Dtype.BF16)
-    load_base(source, request, torch.device("cpu")).save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(folder / "run" / "adapter").save_pretrained(folder / "model")
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -204,7 +190,9 @@ def describe_job(recipe: Path, run: Path, num_steps: int) -> dict[str, Any]:
                 for pack in packs
             ]
         )
-    return {"recipe": stated, "steps": steps}
+    plan = json.loads(RunFolder(path=run).plan_path.read_text())
+    # Where tightfit has unpacked the GGUF file: transformers refuses to train from one.
+    return {"recipe": stated, "model": plan["training"]["model_path"], "steps": steps}
 
 
 def tokens_of(step: list[dict[str, list[int]]]) -> list[list[int]]:
@@ -228,7 +216,7 @@ def train_with_trl(job: str, switches: dict[str, bool]) -> Steps:
 
     described = json.loads(Path(job).read_text())
     recipe, packs = described["recipe"], [pack for step in described["steps"] for pack in step]
-    source = Path(job).with_name("model")
+    source = Path(described["model"])
     steps: Steps = []
     last = time.perf_counter()
 

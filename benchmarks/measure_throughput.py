@@ -28,7 +28,7 @@ from typing import Any
 from _provenance import provenance
 from _throughput_contestants import Contestant, Switches, list_contestants
 from _throughput_jobs import JOBS, NUM_WARM_UP, TINY_LEN, Job, make_rows, write_folder, write_text
-from _throughput_tightfit import read_run, train_command, write_recipe
+from _throughput_tightfit import make_recipe, read_run, train_command
 from _throughput_worker import list_versions
 from tightfit.core.files import write_atomic
 from tightfit.core.units import GIB
@@ -134,18 +134,21 @@ def run_peer(setting: Setting, job: Job, contestant: Contestant) -> dict[str, An
 def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str, Any]:
     """`tightfit train` on a recipe; planning is not timed, as building is not for the others."""
     run, log = (setting.work / f"{contestant.name}{end}" for end in ("-run", ".log"))
-    recipe = write_recipe(
+    recipe = make_recipe(
         job,
         folder=setting.work / "model",
         data=setting.work / "rows.jsonl",
         run=run,
         device=setting.device,
         num_steps=setting.num_steps,
-        fp8=contestant.fp8,
     )
+    if contestant.fp8:
+        recipe["strategy"] = {"fp8": True}
+    path = run.with_suffix(".yaml")
+    path.write_text(json.dumps(recipe))
     environment = make_environment(setting, "tightfit", expandable=False)
     try:
-        code = run_process(train_command(recipe), environment, setting.remaining(), log)
+        code = run_process(train_command(path), environment, setting.remaining(), log)
         if code:
             raise ContestantError(f"exit {code}: {log.read_text()[-1500:]}")
     except ContestantError as fault:
@@ -155,9 +158,7 @@ def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str
         return {"fault": str(fault)}
     return read_run(run, device=setting.device) | {
         "recipe": {
-            name: value
-            for name, value in json.loads(recipe.read_text()).items()
-            if name not in ("model", "data", "output")
+            name: value for name, value in recipe.items() if name not in ("model", "data", "output")
         }
     }
 
