@@ -72,6 +72,7 @@ bench: install  ## predicted against published memory and time; fails if it got 
 	$(BIN)/python benchmarks/published_memory.py --check
 	$(BIN)/python benchmarks/published_time.py --check
 	$(BIN)/python benchmarks/farm_simulation.py --check
+	$(BIN)/python benchmarks/h200_throughput.py --check
 
 format: install  ## let ruff rewrite what it can
 	$(BIN)/ruff format .

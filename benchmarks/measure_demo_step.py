@@ -39,7 +39,7 @@ UNTRAINED_STEPS = 2
 """The warm-up's first step has rate 0: two losses are of the untouched model, alike but for
 rounding. Later ones depend on how each side drew its adapters."""
 UNTRAINED_TOLERANCE = 0.01
-TRAINED_TOLERANCE = 0.15
+TRAINED_TOLERANCE = 0.05
 
 TIGHTFIT = "tightfit"
 DEFAULT = "trl-default"
