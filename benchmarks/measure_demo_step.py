@@ -58,7 +58,7 @@ Steps = list[dict[str, float]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8, help="of each run, warm-up included")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
