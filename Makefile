@@ -73,6 +73,7 @@ bench: install  ## predicted against published memory and time; fails if it got 
 	$(BIN)/python benchmarks/published_time.py --check
 	$(BIN)/python benchmarks/farm_simulation.py --check
 	$(BIN)/python benchmarks/h200_throughput.py --check
+	$(BIN)/python benchmarks/measure_demo_step.py --check
 
 format: install  ## let ruff rewrite what it can
 	$(BIN)/ruff format .

@@ -51,8 +51,18 @@ def test_ratio_is_of_medians_and_its_spread_of_rounds(demo_step: ModuleType) -> 
 
     assert total["num_steps"] == 6
     assert total["seconds"] == {"tightfit": 2.0, "trl-default": 5.0, "trl-best": 3.0}
-    assert total["trl-best / tightfit"] == {"ratio": 1.5, "low": 1.1, "high": 1.5}
-    assert total["trl-default / tightfit"] == {"ratio": 2.5, "low": 1.5, "high": 2.5}
+    assert total["trl-best / tightfit"] == {
+        "ratio": 1.5,
+        "low": 1.1,
+        "high": 1.5,
+        "of_fastest": 1.1,
+    }
+    assert total["trl-default / tightfit"] == {
+        "ratio": 2.5,
+        "low": 1.5,
+        "high": 2.5,
+        "of_fastest": 2.0,
+    }
 
 
 def test_equal_times_pass_and_slower_ones_beyond_the_noise_do_not(demo_step: ModuleType) -> None:
@@ -60,7 +70,10 @@ def test_equal_times_pass_and_slower_ones_beyond_the_noise_do_not(demo_step: Mod
     slower = make_result(demo_step, make_rounds([(2.0, 3.0, 1.8)] * 10))
 
     assert demo_step.find_faults(equal) == []
-    assert demo_step.find_faults(slower) == ["trl-best is faster: it takes 0.90 of tightfit's time"]
+    assert demo_step.find_faults(slower) == [
+        "the median step of trl-best takes 0.90 of tightfit's time",
+        "the fastest step of trl-best takes 0.90 of tightfit's time",
+    ]
 
 
 def test_too_few_steps_are_a_fault(demo_step: ModuleType) -> None:
