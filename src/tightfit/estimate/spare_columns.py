@@ -22,11 +22,13 @@ SPARE_READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def leaves_spare_columns(model_type: str, strategy: Strategy) -> bool:
     """Whether folded adapters find spare columns: kernels of ours write them behind the norms'
-    outputs, and the frozen matrices are whole and plain."""
+    outputs, and the frozen matrices are whole and plain. Not in compiled layers: the compiler takes
+    what is written behind x for a change of x, which others have saved."""
     is_plain = strategy.weights is strategy.compute or strategy.unpacked_base
     return (
         is_plain
         and not strategy.fp8
+        and not strategy.compile
         and strategy.folded_adapters
         and strategy.fused_kernels
         and strategy.sharding in (Sharding.SINGLE, Sharding.DDP)

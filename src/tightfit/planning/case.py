@@ -11,6 +11,8 @@ from tightfit.core.strategy import Loss, Method, Strategy
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.spec import ModelSpec
 
+T5_TYPES = frozenset({"t5", "mt5", "umt5", "longt5"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:

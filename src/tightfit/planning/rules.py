@@ -13,7 +13,7 @@ from tightfit.core.strategy import (
 )
 from tightfit.core.suggest import did_you_mean
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.case import Case, Rule, Violation, is_halved, wants_triton
+from tightfit.planning.case import T5_TYPES, Case, Rule, Violation, is_halved, wants_triton
 from tightfit.planning.rules_adapters import ADAPTER_RULES
 from tightfit.planning.rules_cpu import CPU_RULES
 from tightfit.planning.rules_fp8 import FP8_RULES
@@ -29,10 +29,9 @@ _WHEELS = "https://github.com/pytorch/pytorch/issues/190385"
 
 MAX_TOKENS_PER_MICRO_BATCH = 2**24
 _8BIT = (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
-_T5_TYPES = frozenset({"t5", "mt5", "umt5", "longt5"})
 _GEMMA3_TYPES = frozenset({"gemma3", "gemma3_text"})
 _NO_SDPA_TYPES = frozenset({"bloom", "codegen", "gpt_oss"})
-_NO_FLASH_TYPES = frozenset({"bloom", "codegen"}) | _T5_TYPES
+_NO_FLASH_TYPES = frozenset({"bloom", "codegen"}) | T5_TYPES
 _NO_PACKING_TYPES = frozenset({"bloom", "mpt", "falcon", "RefinedWeb", "RefinedWebModel"})
 _GEMMA_TYPES = _GEMMA3_TYPES | {"gemma", "gemma2"}
 _QWEN_TYPES = frozenset({"qwen2", "qwen3", "qwen3_moe", "qwen3_next"})
@@ -206,7 +205,7 @@ _RULES: tuple[Rule, ...] = (
         name="fp16-overflow-t5",
         reason="{m.model_type} was trained in bf16 and can overflow in fp16; watch for a nan loss",
         source="https://github.com/huggingface/transformers/issues/9295",
-        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.spec.model_type in _T5_TYPES,
+        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.spec.model_type in T5_TYPES,
         severity="warning",
     ),
     Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding
 from tightfit.estimate.weights import UNPACKED_FAMILIES
-from tightfit.planning.case import Case, Rule
+from tightfit.planning.case import T5_TYPES, Case, Rule
 
 _FP8 = "tightfit/runtime/fp8_linear.py"
 _OTHER_LINEARS = UNPACKED_FAMILIES | {"gpt2"}
@@ -52,6 +52,13 @@ FP8_RULES: tuple[Rule, ...] = (
         "products",
         source="transformers 5.22: Conv1D of gpt2, FalconLinear",
         violated=lambda c: c.strategy.fp8 and c.spec.model_type in _OTHER_LINEARS,
+    ),
+    Rule(
+        name="fp8-frozen-family",
+        reason="{m.model_type} casts what a matrix reads to the format that it is kept in, which "
+        "would be fp8 under LoRA",
+        source="transformers 5.22: T5DenseActDense.forward",
+        violated=lambda c: c.strategy.stores_fp8 and c.spec.model_type in T5_TYPES,
     ),
     Rule(
         name="fp8-adapters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding
+from tightfit.estimate.weights import UNPACKED_FAMILIES
 from tightfit.planning.case import Rule
 
 _UNPACKED = "tightfit/runtime/unpacked.py"
@@ -18,6 +19,12 @@ UNPACKED_RULES: tuple[Rule, ...] = (
             c.strategy.unpacked_base
             and (c.strategy.method is not Method.LORA or c.strategy.weights is not Dtype.NF4)
         ),
+    ),
+    Rule(
+        name="unpacked-family",
+        reason="transformers packs none of {m.model_type}'s layers, so that none can be unpacked",
+        source="transformers 5.22: replace_with_bnb_linear, FalconLinear",
+        violated=lambda c: c.strategy.unpacked_base and c.spec.model_type in UNPACKED_FAMILIES,
     ),
     Rule(
         name="unpacked-sharding",

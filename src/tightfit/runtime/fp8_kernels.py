@@ -1,6 +1,6 @@
 """Casts to e4m3 with one scale per row, and a matrix turned, as kernels of their own. Uses triton.
 
-The same numbers as `fp8_linear` has in torch, where each is several passes over memory.
+The same numbers as `fp8_casts` has in torch, where each is several passes over memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
+from tightfit.runtime.fp8_casts import FP8
+
 _TILE = 4096
 """Values that programs hold at least: short rows share one."""
 TURNED_TILE = {"tile_rows": 128, "tile_columns": 64}

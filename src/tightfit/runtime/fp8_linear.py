@@ -29,7 +29,8 @@ from tightfit.runtime.layers import decoder_layers
 ALIGNED = 16
 """Values that both widths of a matrix are multiples of. Source: torch `_scaled_mm`."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Layers that choose experts: small, and a rounded score would choose another."""
+"""Layers that choose experts, and what holds them: small, and a rounded score would choose
+another."""
 
 
 def use_fp8(model: nn.Module) -> int:
@@ -44,27 +45,27 @@ def use_fp8(model: nn.Module) -> int:
         for name, module in layer.named_modules()
         if takes_fp8(name, module)
     ]
-    followed = _find_followed(found)
-    for layer, name, module in found:
-        module.is_followed = module in followed
+    count = len(found)
+    _mark_followed(found)
+    while found:  # which must not hold matrices that were replaced: all would be there twice
+        layer, name, module = found.pop()
         if module.weight.requires_grad:
             # A bound method, which a copy of the model binds to the copy's own layer.
             module.forward = MethodType(_forward_trained, module)
         else:
             layer.set_submodule(name, Fp8Linear(module))
-    return len(found)
+    return count
 
 
-def _find_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> set[nn.Module]:
-    """Layers with a later one beside them that is as wide, and may be given the same input."""
-    last: dict[tuple[nn.Module, str, int], nn.Module] = {}
-    followed = set()
+def _mark_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    """Tell layers that have a later one beside them which is as wide: it may get the same input."""
+    last: dict[tuple[nn.Module, str, int], Any] = {}
     for layer, name, module in found:
         beside = (layer, name.removesuffix(".base_layer").rpartition(".")[0], module.in_features)
         if beside in last:
-            followed.add(last[beside])
+            last[beside].is_followed = True
+        module.is_followed = False
         last[beside] = module
-    return followed
 
 
 def takes_fp8(name: str, module: Any) -> bool:
@@ -75,7 +76,7 @@ def takes_fp8(name: str, module: Any) -> bool:
     path = [part for part in name.split(".") if part != "base_layer"]
     if type(module) is not nn.Linear or module.weight.dtype is not torch.bfloat16:
         return False
-    if any(part.startswith("lora_") for part in path) or path[-1] in _ROUTERS:
+    if any(part.startswith("lora_") or part in _ROUTERS for part in path):
         return False
     return module.in_features % ALIGNED == 0 and module.out_features % ALIGNED == 0
 

@@ -329,6 +329,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_FP8, gpu="H100-SXM", model="gpt2-xl"),
         lambda: _case(_FP8, gpu="H100-SXM", model="Llama-2-7b"),
     ),
+    "fp8-frozen-family": (
+        lambda: _case(_FP8 | _FOLDED, gpu="H100-SXM", model="t5-base"),
+        lambda: _case(_FP8, gpu="H100-SXM", model="t5-base"),
+    ),
     "fp8-adapters": (
         lambda: _case(_FP8 | {"method": "lora"}, gpu="H100-SXM"),
         lambda: _case(_FP8 | _FOLDED, gpu="H100-SXM"),
@@ -340,6 +344,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "unpacked-weights": (
         lambda: _case(_UNPACKED | {"weights": "int8"}),
         lambda: _case(_UNPACKED),
+    ),
+    "unpacked-family": (
+        lambda: _case(_UNPACKED, model="falcon-7b"),
+        lambda: _case(_NF4, model="falcon-7b"),
     ),
     "unpacked-sharding": (
         lambda: _case(_FSDP4 | _UNPACKED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ REFUSED: dict[str, tuple[str, nn.Module]] = {
     "adapter": ("q_proj.lora_A.default", nn.Linear(32, 16, dtype=BF16)),
     "router": ("mlp.gate", nn.Linear(32, 16, dtype=BF16)),
     "adapted router": ("mlp.gate.base_layer", nn.Linear(32, 16, dtype=BF16)),
+    "router inside of one": ("moe.router.layer", nn.Linear(32, 16, dtype=BF16)),
     "no linear": ("norm", nn.LayerNorm(32, dtype=BF16)),
 }
 
@@ -163,6 +165,23 @@ def test_every_linear_layer_of_the_blocks_and_no_other(method: Method) -> None:
     assert len(taken) == NUM_LINEARS
     assert all(".layers." in name and "lora" not in name for name in taken)
     assert "lm_head" not in taken
+
+
+def test_one_matrix_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else loading would take half as much again as the estimate allows for."""
+    model = finished(Method.LORA, fp8=False, folded_adapters=False)
+    matrices = [weakref.ref(m.weight) for n, m in model.named_modules() if takes_fp8(n, m)]
+    alive = []
+    cast = fp8_casts.scale_matrix
+
+    def count(weight: Tensor) -> Any:
+        alive.append(sum(matrix() is not None for matrix in matrices))
+        return cast(weight)
+
+    monkeypatch.setattr(fp8_linear, "scale_matrix", count)
+    use_fp8(model)
+    left = len(matrices) - NUM_LINEARS  # outside of the blocks
+    assert alive == [left + number for number in range(NUM_LINEARS, 0, -1)]
 
 
 def test_frozen_matrices_take_half_the_memory() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_folded_adapters import IDS, adapted, assert_same, backward, distance, fold
+from test_folded_adapters import IDS, adapted, assert_same, backward, distance, fold, strategy_in
 from torch import Tensor, nn
 
 from tightfit.core.dtypes import Dtype
-from tightfit.estimate.spare_columns import SPARE_FAMILIES, SPARE_READERS
+from tightfit.estimate.spare_columns import SPARE_FAMILIES, SPARE_READERS, leaves_spare_columns
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.spare_columns import PLACE, SPARE, leave_spare_columns
 from tightfit.train.finish import recompute_layers
@@ -108,6 +108,20 @@ def test_an_input_without_room_is_multiplied_as_before() -> None:
         if hasattr(module, SPARE):
             del module.forward
     assert_same(backward(roomy), backward(model), within=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+def test_compiled_layers_leave_none() -> None:
+    """The compiler sees the writes behind x as writes to x, and backward refuses."""
+    kernels = {"fused_kernels": True, "folded_adapters": True}
+    assert leaves_spare_columns("llama", strategy_in(Dtype.BF16, **kernels))
+    assert not leaves_spare_columns("llama", strategy_in(Dtype.BF16, **kernels, compile=True))
+
+    roomy = make_room(adapted("llama"))
+    for layer in decoder_layers(roomy):
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(roomy)
 
 
 def test_matrices_keep_their_values_and_adapters_their_names() -> None:
