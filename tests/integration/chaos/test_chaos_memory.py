@@ -115,8 +115,8 @@ main([sys.argv[1]])
 
 
 def find_limit(job: Job) -> int:
-    """Between what half a micro-batch needs and what the whole one does, and nearer to that: a run
-    that has failed once leaves less of its memory to the next attempt than the probe had."""
+    """Between what half a micro-batch needs and what the whole one does, and nearer to that: the
+    half must fit in every process, and what one needs beside its tensors wavers."""
     told = subprocess.check_output(
         [sys.executable, "-c", PROBE, str(job.run)], text=True, env=job.surroundings()
     )
