@@ -11,8 +11,9 @@ from made_calibrations import make_calibration, make_collectives
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.runtime.calibrate import bench as benches
-from tightfit.runtime.calibrate import matmuls
+from tightfit.runtime.calibrate import host, matmuls
 from tightfit.runtime.calibrate.attention import attend_eagerly
+from tightfit.runtime.calibrate.bench import Bench
 from tightfit.runtime.calibrate.compare import compare_rates
 
 KERNEL_SECONDS = 3e-6
@@ -129,3 +130,25 @@ def test_every_measured_part_stands_in_the_table() -> None:
     parts = ("CUDA context", "attention", "copy", "elementwise", "unpacking", "host:", "pinned")
     for part in (*parts, "from kernel", "bf16 product 2048 x 4096 x 4096"):
         assert any(name.startswith(part) for name in rows), part
+
+
+@pytest.mark.parametrize(("times", "is_kept"), [((4, 3, 4, 11), True), ((4, 3, 4, 3), False)])
+def test_a_deeper_model_that_seems_quicker_is_timed_again(
+    monkeypatch: pytest.MonkeyPatch, times: tuple[float, ...], is_kept: bool
+) -> None:
+    """Other work disturbed it; twice so, and there is no figure instead of an absurd one."""
+    left = iter(times)
+    bench = Bench(device=torch.device("cpu"), dtype=torch.float32, supports_bf16=True, deadline=0.0)
+
+    def time_steps(_bench: Bench, _model: object) -> tuple[float, float]:
+        seconds = 1e-3 * next(left, 40.0)
+        return seconds, 2 * seconds
+
+    monkeypatch.setattr(host, "_time_steps", time_steps)
+    found = host.measure_host(bench)
+    if is_kept:
+        assert found.layer_forward_seconds == pytest.approx(7e-3 / (32 - 4))
+        assert found.layer_backward_seconds == pytest.approx(14e-3 / (32 - 4))
+    else:
+        assert found.layer_forward_seconds is None
+        assert any("disturbed" in one for one in bench.skipped)
