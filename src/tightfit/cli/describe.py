@@ -5,7 +5,7 @@ from __future__ import annotations
 from tightfit.cli.harmless import harmless
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Strategy
-from tightfit.planning.request import describe_recomputing
+from tightfit.planning.request import describe_recomputing, name_kernel_levers
 
 
 def describe_method(strategy: Strategy) -> str:
@@ -50,14 +50,7 @@ def describe_strategy(strategy: Strategy) -> str:
         words.append(f"{strategy.attention.value} attention")
     if strategy.is_trained and strategy.loss is not Loss.PLAIN:
         words.append(f"{strategy.loss.value} loss")
-    if strategy.fused_kernels:
-        words.append("fused kernels")
-    if strategy.folded_adapters:
-        words.append("folded adapters")
-    if strategy.fp8:
-        words.append("fp8 products")
-    if strategy.unpacked_base:
-        words.append("unpacked base")
+    words += name_kernel_levers(strategy)
     if strategy.packing:
         words.append("packed")
     return ", ".join(words)
@@ -77,14 +70,7 @@ def describe_levers(strategy: Strategy) -> str:
     """The remaining switches of a plan's row, for a table cell."""
     words = [f"micro-batch {describe_batch(strategy)}"]
     words.append(describe_recomputing(strategy))
-    if strategy.fused_kernels:
-        words.append("fused kernels")
-    if strategy.folded_adapters:
-        words.append("folded adapters")
-    if strategy.fp8:
-        words.append("fp8 products")
-    if strategy.unpacked_base:
-        words.append("unpacked base")
+    words += name_kernel_levers(strategy)
     if strategy.loss is not Loss.PLAIN:
         words.append(f"{strategy.loss.value} loss")
     if strategy.attention is not Attention.SDPA:

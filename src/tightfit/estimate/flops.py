@@ -236,7 +236,8 @@ def sum_adapters(spec: ModelSpec, strategy: Strategy) -> Adapters:
     if strategy.method is not Method.LORA:
         return NO_ADAPTERS
     found = _adapters.get(spec, strategy.lora_targets)
-    return replace(found, outputs_spared=count_spared_outputs(spec, strategy))
+    spared = count_spared_outputs(spec, strategy)
+    return replace(found, outputs_spared=spared) if spared else found
 
 
 def count_pairs(seq_len: float, *, causal: bool, window: int | None = None) -> float:

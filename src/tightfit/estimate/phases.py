@@ -126,7 +126,7 @@ def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
 
     fp8 is for training alone: what answers is the base as it was read.
     """
-    strategy = as_answering(strategy).model_copy(update={"fp8": False})
+    strategy = as_answering(strategy)
     weights = estimate_weight_bytes(spec, strategy)
     parts = inference_components(
         spec,

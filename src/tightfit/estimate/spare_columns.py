@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tightfit.core.strategy import Sharding, Strategy
+from tightfit.core.strategy import Strategy
 from tightfit.estimate.weights import is_target
 from tightfit.models.spec import Block, Linear, ModelSpec
 
@@ -31,7 +31,7 @@ def leaves_spare_columns(model_type: str, strategy: Strategy) -> bool:
         and not strategy.compile
         and strategy.folded_adapters
         and strategy.fused_kernels
-        and strategy.sharding in (Sharding.SINGLE, Sharding.DDP)
+        and not strategy.sharding.shards_optimizer
         and model_type in SPARE_FAMILIES
     )
 

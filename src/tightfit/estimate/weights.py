@@ -38,10 +38,12 @@ def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
 
 
 def as_answering(strategy: Strategy) -> Strategy:
-    """The loaded strategy as its result is used later: a base that was unpacked is packed again."""
-    if not strategy.unpacked_base:
-        return strategy
-    return strategy.model_copy(update={"weights": Dtype.NF4, "unpacked_base": False})
+    """The loaded strategy as its result is used later: on the base as it was read, so that one
+    that was unpacked is packed again, and none is in fp8."""
+    changes: dict[str, object] = {"fp8": False} if strategy.fp8 else {}
+    if strategy.unpacked_base:
+        changes |= {"weights": Dtype.NF4, "unpacked_base": False}
+    return strategy.model_copy(update=changes) if changes else strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,17 +143,20 @@ def describe_strategy(strategy: Strategy) -> str:
         parts.append(s.optimizer.value)
     parts.append(f"{s.attention.value} attention")
     parts.append(f"{s.loss.value} loss")
-    parts += [
-        name
-        for name, on in (
-            ("DoRA", s.dora),
-            ("fused kernels", s.fused_kernels),
-            ("folded adapters", s.folded_adapters),
-            ("fp8 products", s.fp8),
-            ("unpacked base", s.unpacked_base),
-            ("compiled", s.compile),
-            ("packed", s.packing),
-        )
-        if on
-    ]
+    if s.dora:
+        parts.append("DoRA")
+    parts += name_kernel_levers(s)
+    parts += [name for name, on in (("compiled", s.compile), ("packed", s.packing)) if on]
     return ", ".join(parts)
+
+
+def name_kernel_levers(strategy: Strategy) -> list[str]:
+    """What a plan pulls of the levers that change how products and passes run, in words."""
+    s = strategy
+    levers = (
+        ("fused kernels", s.fused_kernels),
+        ("folded adapters", s.folded_adapters),
+        ("fp8 products", s.fp8),
+        ("unpacked base", s.unpacked_base),
+    )
+    return [name for name, is_pulled in levers if is_pulled]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Sharding
+from tightfit.core.strategy import Method
 from tightfit.estimate.weights import UNPACKED_FAMILIES
 from tightfit.planning.case import T5_TYPES, Case, Rule
 
@@ -71,8 +71,6 @@ FP8_RULES: tuple[Rule, ...] = (
         reason="{s.sharding.value} cuts weights into shards in their own format, which fp8 copies "
         "are not made for yet: use single or ddp",
         source=_FP8,
-        violated=lambda c: (
-            c.strategy.fp8 and c.strategy.sharding not in (Sharding.SINGLE, Sharding.DDP)
-        ),
+        violated=lambda c: c.strategy.fp8 and c.strategy.sharding.shards_optimizer,
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Sharding
+from tightfit.core.strategy import Method
 from tightfit.estimate.weights import UNPACKED_FAMILIES
 from tightfit.planning.case import Rule
 
@@ -31,9 +31,7 @@ UNPACKED_RULES: tuple[Rule, ...] = (
         reason="an unpacked base lies whole on every GPU, and {s.sharding.value} spreads packed "
         "weights: use ddp",
         source=_UNPACKED,
-        violated=lambda c: (
-            c.strategy.unpacked_base and c.strategy.sharding not in (Sharding.SINGLE, Sharding.DDP)
-        ),
+        violated=lambda c: c.strategy.unpacked_base and c.strategy.sharding.shards_optimizer,
     ),
     Rule(
         name="unpacked-upcast",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,7 +19,7 @@ from tightfit.core.strategy import (
 )
 from tightfit.hardware.types import Gpu, Node, NodeGroup
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.case import Case
+from tightfit.planning.case import Case, Rule
 from tightfit.planning.request import JobRequest
 from tightfit.planning.rules import find_violations
 from tightfit.planning.rules_adapters import FOLDED_RULES
@@ -141,8 +141,7 @@ def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strateg
     if strategy.method is not Method.LORA or (strategy.compile and not strategy.fp8):
         return strategy
     folded = strategy.model_copy(update={"folded_adapters": True})
-    case = Case(spec=spec, strategy=folded, node=node, num_nodes=strategy.num_nodes)
-    return strategy if any(rule.violated(case) for rule in FOLDED_RULES) else folded
+    return strategy if _is_refused(FOLDED_RULES, spec, folded, node) else folded
 
 
 def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Strategy]:
@@ -155,9 +154,14 @@ def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Str
     if not is_asked or "unpacked_base" in request.fixed:
         return [strategy]
     unpacked = strategy.model_copy(update={"unpacked_base": True})
-    case = Case(spec=request.spec, strategy=unpacked, node=node, num_nodes=strategy.num_nodes)
-    is_illegal = any(rule.violated(case) for rule in UNPACKED_RULES)
-    return [strategy] if is_illegal else [unpacked, strategy]
+    is_refused = _is_refused(UNPACKED_RULES, request.spec, unpacked, node)
+    return [strategy] if is_refused else [unpacked, strategy]
+
+
+def _is_refused(rules: Iterable[Rule], spec: ModelSpec, strategy: Strategy, node: Node) -> bool:
+    """Whether one of these rules stands against a lever, whatever others say."""
+    case = Case(spec=spec, strategy=strategy, node=node, num_nodes=strategy.num_nodes)
+    return any(rule.violated(case) for rule in rules)
 
 
 def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[int, int]]:

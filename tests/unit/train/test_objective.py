@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_sizes import SIZES, VOCAB
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -13,20 +14,6 @@ from tightfit.core.strategy import Loss
 from tightfit.train.batches import IGNORED
 from tightfit.train.objective import Objective, has_plain_head
 
-VOCAB = 96
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -42,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def make_model(family: str) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family]))
+    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family]))
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(config)
     # Small drawn weights give near-uniform logits, where a wrong scale would hardly show.

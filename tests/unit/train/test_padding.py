@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from made_stores import make_store
+from tiny_sizes import SIZES, VOCAB
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -20,20 +21,6 @@ from tightfit.train.batches import collate_padded
 from tightfit.train.loader import choose_collate
 from tightfit.train.objective import Objective
 
-VOCAB = 96
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WINDOW = {"sliding_window": 4}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}

@@ -89,8 +89,14 @@ def _stand_in() -> Iterator[None]:
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - before:
-            if _is_part_of(name, _TRITON) or _is_part_of(name, _LIGER):
+            if _is_part_of(name, _TRITON) or _is_part_of(name, _LIGER) or _has_our_kernels(name):
                 del sys.modules[name]
+
+
+def _has_our_kernels(name: str) -> bool:
+    """Whether this is a module of ours whose kernels are the stand-in's."""
+    module = sys.modules[name]
+    return _is_part_of(name, "tightfit") and isinstance(vars(module).get(_TRITON), _Module)
 
 
 @contextmanager
