@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
-from tightfit.estimate.spare_columns import count_spared_outputs
+from tightfit.estimate.spare_columns import count_spared
 from tightfit.estimate.weights import is_target
 from tightfit.models.spec import Block, ModelSpec, Role
 
@@ -82,6 +82,8 @@ class Adapters:
     outputs_used: int
     outputs_spared: int = 0
     """Of those, to which nothing is added afterwards: their adapter is part of the product."""
+    inputs_spared: int = 0
+    """Of the inputs, those that another adapter goes through for this one too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,8 +238,8 @@ def sum_adapters(spec: ModelSpec, strategy: Strategy) -> Adapters:
     if strategy.method is not Method.LORA:
         return NO_ADAPTERS
     found = _adapters.get(spec, strategy.lora_targets)
-    spared = count_spared_outputs(spec, strategy)
-    return replace(found, outputs_spared=spared) if spared else found
+    spared = count_spared(spec, strategy)
+    return replace(found, outputs_spared=spared.outputs, inputs_spared=spared.inputs)
 
 
 def count_pairs(seq_len: float, *, causal: bool, window: int | None = None) -> float:

@@ -10,9 +10,9 @@ from tightfit.core.strategy import Loss, Strategy
 from tightfit.estimate import efficiency as eff
 from tightfit.estimate.flops import Adapters, Workload, estimate_adapter_flops
 from tightfit.estimate.measured import MatmulTable, find_fp8_table, find_table
-from tightfit.estimate.spare_columns import is_spared
+from tightfit.estimate.spare_columns import find_readers, is_spared
 from tightfit.estimate.weights import is_target
-from tightfit.models.spec import Linear, ModelSpec
+from tightfit.models.spec import Block, Linear, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,22 +162,37 @@ def _adapters_by_shape(batch: Batch) -> tuple[float, float]:
     by_sums = _adapters_by_sums(batch)
     if table is None or not batch.adapters.num_used:
         return by_sums, 2.0 * by_sums
-    rank, forward, backward = batch.strategy.lora_rank, 0.0, 0.0
+    forward = backward = 0.0
     for block in batch.spec.blocks:
-        for part in block.linears:
-            if not is_target(part, batch.strategy.lora_targets):
-                continue
-            m, count = _spread(part, batch.tokens)
-            count *= block.num_layers
-            n, k = part.out_features, part.in_features
-            forward += count * table.seconds(m, rank, k)
-            if not is_spared(batch.spec, part, batch.strategy):
-                forward += count * table.seconds(m, n, rank)
-            backward += count * (table.seconds(m, rank, n) + table.seconds(m, k, rank))
-            backward += count * (table.seconds(n, rank, m) + table.seconds(rank, k, m))
-    widths = batch.adapters.inputs_used + batch.adapters.outputs_used
+        there, back = _multiply_thin(batch, block, table)
+        forward += block.num_layers * there
+        backward += block.num_layers * back
+    adapters = batch.adapters
+    widths = adapters.inputs_used - adapters.inputs_spared + adapters.outputs_used
     per_value = batch.adapter_dtype.value_bytes / batch.rates.elementwise_bytes_per_second
     # `adapter_bytes_per_token` has each input and output once forward, and twice backward.
     counted = batch.tokens * widths * per_value
-    forward -= counted - batch.tokens * batch.adapters.outputs_spared * per_value
+    forward -= counted - batch.tokens * adapters.outputs_spared * per_value
     return max(forward, by_sums), max(backward - 2.0 * counted, 2.0 * by_sums)
+
+
+def _multiply_thin(batch: Batch, block: Block, table: MatmulTable) -> tuple[float, float]:
+    """One layer's, forward and backward; readers of one norm go through their input together."""
+    rank, forward, backward = batch.strategy.lora_rank, 0.0, 0.0
+    inputs: list[tuple[float, float, int, int]] = [
+        (1.0, batch.tokens, rank * len(readers), readers[0].in_features)
+        for _, readers in find_readers(batch.spec, block, batch.strategy)
+    ]
+    for part in block.linears:
+        if not is_target(part, batch.strategy.lora_targets):
+            continue
+        m, count = _spread(part, batch.tokens)
+        n = part.out_features
+        backward += count * (table.seconds(m, rank, n) + table.seconds(n, rank, m))
+        if not is_spared(batch.spec, part, batch.strategy):
+            forward += count * table.seconds(m, n, rank)
+            inputs.append((count, m, rank, part.in_features))
+    for count, m, width, k in inputs:
+        forward += count * table.seconds(m, width, k)
+        backward += count * (table.seconds(m, k, width) + table.seconds(width, k, m))
+    return forward, backward

@@ -6,6 +6,7 @@ What they are for stands in `runtime/spare_columns.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.weights import is_target
@@ -22,8 +23,8 @@ SPARE_READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def leaves_spare_columns(model_type: str, strategy: Strategy) -> bool:
     """Whether folded adapters find spare columns: kernels of ours write them behind the norms'
-    outputs, and the frozen matrices are whole and plain. Not in compiled layers: the compiler takes
-    what is written behind x for a change of x, which others have saved."""
+    outputs, and the frozen matrices are whole and plain. Not in compiled layers: what is
+    written behind x breaks their graph."""
     is_plain = strategy.weights is strategy.compute or strategy.unpacked_base
     return (
         is_plain
@@ -46,23 +47,35 @@ def spare_weight_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     return strategy.compute.value_bytes * sum(
         block.num_layers * columns * sum(part.out_features for part in readers)
         for block in spec.blocks
-        for columns, readers in _find_readers(spec, block, strategy)
+        for columns, readers in find_readers(spec, block, strategy)
     )
 
 
 def spare_token_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
     """Columns behind the outputs of a layer's norms, per token."""
-    found = _find_readers(spec, block, strategy)
+    found = find_readers(spec, block, strategy)
     return strategy.compute.value_bytes * sum(columns for columns, _ in found)
 
 
-def count_spared_outputs(spec: ModelSpec, strategy: Strategy) -> int:
-    """Output values of one token that no second product reads and writes again."""
-    return sum(
-        block.num_layers * part.out_features
+class Spared(NamedTuple):
+    """Values of one token, over all layers, that adapters need not go through again."""
+
+    outputs: int
+    """To which no second product is added."""
+    inputs: int
+    """Which a reader of the same norm has gone through already."""
+
+
+def count_spared(spec: ModelSpec, strategy: Strategy) -> Spared:
+    found = [
+        (block.num_layers, part, number)
         for block in spec.blocks
-        for _, readers in _find_readers(spec, block, strategy)
-        for part in readers
+        for _, readers in find_readers(spec, block, strategy)
+        for number, part in enumerate(readers)
+    ]
+    return Spared(
+        outputs=sum(count * part.out_features for count, part, _ in found),
+        inputs=sum(count * part.in_features for count, part, number in found if number),
     )
 
 
@@ -72,7 +85,7 @@ def is_spared(spec: ModelSpec, part: Linear, strategy: Strategy) -> bool:
     return is_reader and leaves_spare_columns(spec.model_type, strategy)
 
 
-def _find_readers(
+def find_readers(
     spec: ModelSpec, block: Block, strategy: Strategy
 ) -> Iterator[tuple[int, list[Linear]]]:
     """Spare columns behind each norm, and the adapted matrices that use them."""

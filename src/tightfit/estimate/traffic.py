@@ -118,7 +118,8 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
     Folded, forward: the input read again, the output read and written by the
     product that is added to it, unless spare columns make it part of the
     first. Backward: the gradient read by two matmuls, the input by one, and
-    its gradient read and written.
+    its gradient read and written. Readers of one norm go through their input
+    and its gradient together.
     """
     value = strategy.compute.value_bytes
     num_outputs = adapters.outputs_used - (0 if backward else adapters.outputs_spared)
@@ -134,7 +135,8 @@ def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward:
         outputs += DORA_OUTPUT_VALUES * value
     if strategy.compile and not strategy.folded_adapters:
         outputs //= 2
-    return float(inputs * adapters.inputs_used + outputs * num_outputs)
+    num_inputs = adapters.inputs_used - adapters.inputs_spared
+    return float(inputs * num_inputs + outputs * num_outputs)
 
 
 FP8_CAST_BYTES = 3.0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tightfit.runtime.fp8_casts import cast_input
 from tightfit.runtime.fp8_linear import Fp8Linear, multiply_back, multiply_forward
-from tightfit.runtime.spare_columns import has_room, multiply_wide, read_spare
+from tightfit.runtime.readers import READERS, Readers
 
 
 def fold_adapters(model: nn.Module) -> int:
@@ -64,6 +64,9 @@ def _forward_folded(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or kwargs or is_mixed or is_off or not _computes_in(base, x.dtype):
         answer: Tensor = type(layer).forward(layer, x, *args, **kwargs)
         return answer
+    readers: Readers | None = vars(layer).get(READERS)
+    if readers is not None and readers.have_room(x):
+        return readers.multiply(layer, x)
     product: Any = _FoldedProduct
     y: Tensor = product.apply(x, base.weight, a, b, layer)
     return y
@@ -87,20 +90,15 @@ class _FoldedProduct(torch.autograd.Function):
         base = layer.base_layer
         (ctx.scaling,) = layer.scaling.values()
         scale = base.weight_scale if isinstance(base, Fp8Linear) else None
-        h = None
-        if has_room(x, layer):
-            y = multiply_wide(x, a, b, layer, ctx.scaling)
+        rows = x.reshape(-1, x.shape[-1])
+        if scale is None:
+            y: Tensor = type(base).forward(base, rows)
         else:
-            rows = x.reshape(-1, x.shape[-1])
-            if scale is None:
-                y = type(base).forward(base, rows)
-            else:
-                cast = cast_input(x, is_followed=base.is_followed)
-                y = multiply_forward(cast, weight, scale, base.bias)
-            h = rows @ a.t()
-            y.addmm_(h, b.t(), alpha=ctx.scaling)
+            cast = cast_input(x, is_followed=base.is_followed)
+            y = multiply_forward(cast, weight, scale, base.bias)
+        h = rows @ a.t()
+        y.addmm_(h, b.t(), alpha=ctx.scaling)
         ctx.save_for_backward(x, weight, a, b, h, scale)
-        ctx.layer = layer
         # GPT-2's layers have a matrix with its inputs first.
         ctx.is_transposed = not isinstance(base, nn.Linear)
         # Beside the weight, since a gathered one has none until its module has run.
@@ -110,7 +108,6 @@ class _FoldedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b, h, scale = ctx.saved_tensors
-        h = read_spare(x, ctx.layer) if h is None else h
         gradient = gradients[0]
         needs_x, _, needs_a, needs_b, _ = ctx.needs_input_grad
         rows = x.reshape(-1, x.shape[-1])
