@@ -91,13 +91,12 @@ class _FoldedProduct(torch.autograd.Function):
         (ctx.scaling,) = layer.scaling.values()
         scale = base.weight_scale if isinstance(base, Fp8Linear) else None
         rows = x.reshape(-1, x.shape[-1])
-        if scale is None:
-            y: Tensor = type(base).forward(base, rows)
-        else:
-            cast = cast_input(x, is_followed=base.is_followed)
-            y = multiply_forward(cast, weight, scale, base.bias)
         h = rows @ a.t()
-        y.addmm_(h, b.t(), alpha=ctx.scaling)
+        if type(base) is nn.Linear:
+            # The thin product first: the other then adds to it in passing.
+            y = nn.functional.linear(h, b * ctx.scaling, base.bias).addmm_(rows, weight.t())
+        else:
+            y = _multiply_base(base, x).addmm_(h, b.t(), alpha=ctx.scaling)
         ctx.save_for_backward(x, weight, a, b, h, scale)
         # GPT-2's layers have a matrix with its inputs first.
         ctx.is_transposed = not isinstance(base, nn.Linear)
@@ -116,13 +115,20 @@ class _FoldedProduct(torch.autograd.Function):
         of_b = (g.t() @ h).mul_(ctx.scaling) if needs_b else None
         of_a = of_h.t() @ rows if needs_a else None
         of_x = None
-        if needs_x:
-            if scale is None:
-                of_x = g @ _matrix(weight, ctx, g.dtype)
-            else:
-                of_x = multiply_back(g, weight, scale)
-            of_x = of_x.addmm_(of_h, a).view_as(x)
+        if needs_x and scale is None:
+            of_x = (of_h @ a).addmm_(g, _matrix(weight, ctx, g.dtype)).view_as(x)
+        elif needs_x:
+            of_x = multiply_back(g, weight, scale).addmm_(of_h, a).view_as(x)
         return of_x, None, of_a, of_b, None
+
+
+def _multiply_base(base: Any, x: Tensor) -> Tensor:
+    """Packed weights, fp8 ones, and those of GPT-2; rows by outputs."""
+    if isinstance(base, Fp8Linear):
+        cast = cast_input(x, is_followed=base.is_followed)
+        return multiply_forward(cast, base.weight, base.weight_scale, base.bias)
+    y: Tensor = type(base).forward(base, x.reshape(-1, x.shape[-1]))
+    return y
 
 
 def _matrix(weight: Tensor, ctx: Any, dtype: torch.dtype) -> Tensor:

@@ -113,21 +113,22 @@ class _ReadersProduct(torch.autograd.Function):
         wide_x, width = widen(x), x.shape[-1]
         places = _find_places(width, a)
         of_h = wide_x.new_empty(len(wide_x), places[-1].stop - width)
-        of_b: list[Tensor] = []
-        of_x: Tensor | None = None
-        for number, gradient in enumerate(gradients):
-            g, place = gradient.reshape(len(wide_x), -1), places[number]
-            part = of_h[:, place.start - width : place.stop - width]
-            scaling = ctx.scalings[number]
-            torch.addmm(part, g, b[number], beta=0, alpha=scaling, out=part)
-            of_b.append(torch.addmm(b[number], g.t(), wide_x[:, place], beta=0, alpha=scaling))
-            if ctx.needs_input_grad[0]:
-                weight = weights[number]
-                of_x = g @ weight if of_x is None else of_x.addmm_(g, weight)
-        if of_x is not None:
-            of_x = of_x.addmm_(of_h, torch.cat(a)).view_as(x)
+        g = [gradient.reshape(len(wide_x), -1) for gradient in gradients]
+        of_b = []
+        for number, place in enumerate(places):
+            part, scaling = of_h[:, _behind(place, width)], ctx.scalings[number]
+            torch.addmm(part, g[number], b[number], beta=0, alpha=scaling, out=part)
+            h = wide_x[:, place]
+            of_b.append(torch.addmm(b[number], g[number].t(), h, beta=0, alpha=scaling))
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            # The thin product first: the others then add to it in passing.
+            of_x = of_h @ torch.cat(a)
+            for one, weight in zip(g, weights, strict=True):
+                of_x.addmm_(one, weight)
+            of_x = of_x.view_as(x)
         of_all = of_h.t() @ wide_x[:, :width]
-        of_a = [of_all[place.start - width : place.stop - width] for place in places]
+        of_a = [of_all[_behind(place, width)] for place in places]
         of_matrices = [one for pair in zip(of_a, of_b, strict=True) for one in (None, *pair)]
         return of_x, None, *of_matrices
 
@@ -139,3 +140,8 @@ def _find_places(width: int, a: Sequence[Tensor]) -> list[slice]:
         places.append(slice(first, first + len(one)))
         first += len(one)
     return places
+
+
+def _behind(place: slice, width: int) -> slice:
+    """Counted from the end of x."""
+    return slice(place.start - width, place.stop - width)
