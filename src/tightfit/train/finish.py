@@ -18,7 +18,7 @@ from tightfit.runtime.folded_adapters import fold_adapters
 from tightfit.runtime.fp8_linear import use_fp8
 from tightfit.runtime.kernels import apply_fused_kernels
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.readers import join_readers
+from tightfit.runtime.readers import can_join_trained, join_adapters, join_trained
 from tightfit.runtime.unpacked import unpack_base
 
 
@@ -41,7 +41,9 @@ def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
     if strategy.folded_adapters:
         fold_adapters(model)
     if leaves_spare_columns(model.config.model_type, strategy):
-        join_readers(model)
+        join_adapters(model)
+    if can_join_trained(model.config.model_type, strategy):
+        join_trained(model)
     # bitsandbytes repacks weights in eval mode, which no gradient passes through.
     model.train()
     layers = decoder_layers(model)

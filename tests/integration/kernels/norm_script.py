@@ -17,7 +17,7 @@ from tightfit.core.training import Training
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.folded_adapters import fold_adapters
 from tightfit.runtime.norm_kernels import RmsNorm, quicken_norms
-from tightfit.runtime.readers import READERS, join_readers
+from tightfit.runtime.readers import READERS, join_adapters
 
 EPSILON = 1e-6
 SHAPES = ((19, 96), (40, 128), (3, 2048), (2, 4100))
@@ -91,7 +91,7 @@ def compare_models(family: str, method: Method) -> dict[str, float]:
     found = {"norms": patch_norms(quick)}
     if method is Method.LORA:
         fold_adapters(quick)
-        found["roomy"] = join_readers(quick)
+        found["roomy"] = join_adapters(quick)
         assert sum(hasattr(m, READERS) for m in quick.modules()) == found["roomy"]
     wanted, got = gradients(plain), gradients(quick)
     assert wanted.keys() == got.keys()

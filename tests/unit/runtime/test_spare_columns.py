@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tightfit.core.dtypes import Dtype
 from tightfit.estimate.spare_columns import SPARE_FAMILIES, SPARE_READERS, leaves_spare_columns
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.readers import READERS, join_readers
+from tightfit.runtime.readers import READERS, join_adapters
 from tightfit.runtime.spare_columns import SPARE, has_spare_columns, widen
 from tightfit.train.finish import recompute_layers
 
@@ -29,7 +29,7 @@ def write_with_room(norm: Any, x: Tensor) -> Tensor:
 def make_room(model: Any) -> Any:
     """A folded copy whose norms leave room, and whose adapters use it."""
     roomy = fold(model)
-    assert join_readers(roomy) > 0
+    assert join_adapters(roomy) > 0
     for module in roomy.modules():
         if hasattr(module, SPARE):
             module.forward = MethodType(write_with_room, module)
