@@ -25,6 +25,7 @@ from tightfit.runtime.fp8_casts import (
     turn,
 )
 from tightfit.runtime.layers import decoder_layers
+from tightfit.runtime.unpacked import is_unpacked, mark_unpacked
 
 ALIGNED = 16
 """Values that both widths of a matrix are multiples of. Source: torch `_scaled_mm`."""
@@ -173,6 +174,8 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight_scale", scales, persistent=False)
         self.bias = linear.bias
         self.is_followed = bool(vars(linear).get("is_followed"))
+        if is_unpacked(linear):
+            mark_unpacked(self)
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,6 +27,11 @@ def is_unpacked(module: nn.Module) -> bool:
     return "was_packed" in vars(module)
 
 
+def mark_unpacked(module: nn.Module) -> None:
+    """Note that this layer was: whatever stands in its place."""
+    vars(module)["was_packed"] = True
+
+
 def _unpack(packed: Any) -> nn.Linear:
     from bitsandbytes import functional
 
@@ -36,6 +41,6 @@ def _unpack(packed: Any) -> nn.Linear:
         plain: Any = nn.Linear(packed.in_features, packed.out_features, bias=False)
     plain.weight = nn.Parameter(values, requires_grad=False)
     plain.bias = packed.bias
-    plain.was_packed = True
+    mark_unpacked(plain)
     layer: nn.Linear = plain.train(packed.training)
     return layer

@@ -13,6 +13,8 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.core.training import Training
 from tightfit.runtime.devices import torch_dtype
+from tightfit.runtime.fp8_casts import scale_matrix
+from tightfit.runtime.fp8_linear import Fp8Linear
 from tightfit.runtime.load import LoadRequest, load_base
 from tightfit.runtime.unpacked import is_unpacked, unpack_base
 from tightfit.train.finish import finish_model
@@ -114,3 +116,26 @@ def test_adapters_fold_over_it_as_over_plain_weights() -> None:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_fp8_is_made_of_what_bitsandbytes_unpacks(family: str) -> None:
+    model = load(family, Dtype.BF16)
+    wanted = values_of(model)
+    strategy = Strategy(weights=Dtype.NF4, unpacked_base=True, folded_adapters=True, fp8=True)
+    training = Training(model_path="model", learning_rate=1e-4)
+    model = finish_model(model, strategy, training)
+
+    assert len(wanted) == NUM_LINEARS[family]
+    for name, values in wanted.items():
+        layer: Any = model.get_submodule(f"base_model.model.{name}")
+        assert "forward" in vars(layer), "folded"
+        base = layer.base_layer
+        assert isinstance(base, Fp8Linear)
+        assert is_unpacked(base)
+        rounded, scale = scale_matrix(values)
+        assert torch.equal(base.weight.float(), rounded.float())
+        assert torch.equal(base.weight_scale[: len(scale)], scale[: len(base.weight_scale)])
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    assert kinds == {"Parameter"}
+    assert model.base_model.model.is_loaded_in_4bit  # it is still the nf4 base
