@@ -85,4 +85,4 @@ def test_in_fp8_a_step_holds_what_one_of_lora_in_fp8_holds(tmp_path: Path) -> No
         for stage in traced.stages
         if stage.name == "load"
     ]
-    assert loads[0] == pytest.approx(loads[1], rel=1e-4), "all of it is bf16 once"
+    assert loads[0] < 0.7 * loads[1], "never is all of it bf16"

@@ -2,8 +2,9 @@
 
 Follows `runtime.load.load_base` and `train.finish.finish_model`: the base's tensors, packed on
 the way, then the cast of what stays unpacked, the packed ones unpacked where the plan keeps them
-so, then adapters and their cast, and last what becomes fp8. Left out is what DoRA computes when it is attached, the norms of
-one matrix at a time, and that a matrix which gets spare columns is there twice for a moment.
+so, then adapters and their cast, and last what becomes fp8. Left out is what DoRA computes when it
+is attached, the norms of one matrix at a time, and that a matrix which gets spare columns is there
+twice for a moment.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class _Loading:
     def unpack(self) -> None:
         """`unpack_base` of the runtime: matrix by matrix, each one's codes gone before the next."""
         for name in self._unpacked:
+            if self._wanted[name].dtype is FP8:
+                continue  # it waits
             with self._at(name):
                 values = self._codes.pop(name).unpack()
                 if has_spare_columns(self._wanted[name]):
@@ -170,8 +173,12 @@ class _Loading:
         for name in reversed(self.base):
             if self._wanted[name].dtype is FP8:
                 with self._at(name):
-                    values, _ = scale_matrix(self._module.get_parameter(name).detach())
+                    values, _ = scale_matrix(self._take_matrix(name))
                     self._put(name, nn.Parameter(values, requires_grad=False))
+
+    def _take_matrix(self, name: str) -> Tensor:
+        codes = self._codes.pop(name, None)
+        return self._module.get_parameter(name).detach() if codes is None else codes.unpack()
 
     def _put_empty(self, name: str, dtype: torch.dtype) -> None:
         """With the spare columns it ends with, though it gets them once it is there."""
