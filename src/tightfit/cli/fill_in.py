@@ -35,6 +35,7 @@ def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) 
     method = choices.read_word(flags.method or "lora", choices.METHODS, option="--method")
     dtypes = _choose_dtypes(flags, method=method, card_half=choose_half(spec, group.node.gpu))
     attention = choose_attention(spec, group.node, compute=dtypes["compute"])
+    is_fp8 = bool(settings.get("fp8"))
     given: dict[str, Any] = {
         **dtypes,
         "attention": attention,
@@ -42,8 +43,10 @@ def choose_strategy(flags: EstimateFlags, *, spec: ModelSpec, group: NodeGroup) 
             spec, group.node, attention=attention, compute=dtypes["compute"]
         ),
         "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
-        # fp8 keeps frozen matrices in a form that folded adapters alone can read.
-        "folded_adapters": bool(settings.get("fp8")) and method == "lora",
+        # fp8 is made of unpacked matrices, and keeps frozen ones in a form that folded adapters
+        # alone can read.
+        "unpacked_base": is_fp8 and dtypes["weights"] is Dtype.NF4,
+        "folded_adapters": is_fp8 and method in ("lora", "qlora"),
         **_choose_layout(flags, group),
         **_stated(flags),
         "method": Method.LORA if method == "qlora" else Method(method),

@@ -170,7 +170,7 @@ class Strategy(BaseModel):
     kept so too. Never chosen for anybody: it rounds more coarsely than bf16."""
     unpacked_base: bool = False
     """Unpack nf4 matrices once, after loading, and keep them in the compute dtype: the values that
-    each step would unpack, in the memory and time of 16-bit LoRA."""
+    each step would unpack, in the memory and time of 16-bit LoRA. With `fp8` in fp8, from there."""
     compile: bool = False
     sharding: Sharding = Sharding.SINGLE
     offload: Offload = Offload.NONE

@@ -44,13 +44,14 @@ def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
     """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed.
 
     An unpacked base comes packed too. The last matrix is unpacked beside its codes and scales,
-    which with double quantization are unpacked first. fp8 comes last: all matrices are there in
-    bf16, and each becomes half as large in its turn.
+    which with double quantization are unpacked first. fp8 comes last, matrix by matrix: scaled in
+    bf16 on the way, from bf16 in which all are there, or from codes that are unpacked for it.
     """
     unpacked = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
     if strategy.stores_fp8:
-        unpacked = spec.linear_params + largest_matrix(spec)
-    if strategy.unpacked_base:
+        others = 0 if strategy.unpacked_base else spec.linear_params - largest_matrix(spec)
+        unpacked = others + 4 * largest_matrix(spec)
+    elif strategy.unpacked_base:
         scales = largest_matrix(spec) // NF4_BLOCK
         unpacked = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0

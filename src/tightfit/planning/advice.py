@@ -15,6 +15,7 @@ from tightfit.estimate.trace.result import Peak, PeakTensor, TracedMemory
 from tightfit.planning.case import Case
 from tightfit.planning.request import describe_recomputing
 from tightfit.planning.rules import find_first_violation
+from tightfit.planning.rules_unpacked import without_unpacking
 
 MOST_ALTERNATIVES = 5
 LEAST_SAVING_FRACTION = 0.02
@@ -181,13 +182,14 @@ def _list_batches(case: Case, peak: Peak) -> Iterator[_Wish]:
 def _list_weights(case: Case, peak: Peak) -> Iterator[_Wish]:
     strategy = case.strategy
     if strategy.unpacked_base:
-        saved = _sum(peak, "weights") * (1 - 4.5 / (8 * strategy.compute.value_bytes)) * 0.9
-        yield "packed base", {"unpacked_base": False}, saved
-    stored = {Dtype.FP32: 32, Dtype.BF16: 16, Dtype.FP16: 16, Dtype.INT8: 8}
-    bits = stored.get(strategy.weights)
-    if strategy.method is Method.LORA and bits is not None:
-        # Embeddings, norms and head stay as they are.
+        bits = 8 if strategy.stores_fp8 else 8 * strategy.compute.value_bytes
         saved = _sum(peak, "weights") * (1 - 4.5 / bits) * 0.9
+        yield "packed base", without_unpacking(strategy), saved
+    stored = {Dtype.FP32: 32, Dtype.BF16: 16, Dtype.FP16: 16, Dtype.INT8: 8}
+    wide = stored.get(strategy.weights)
+    if strategy.method is Method.LORA and wide is not None:
+        # Embeddings, norms and head stay as they are.
+        saved = _sum(peak, "weights") * (1 - 4.5 / wide) * 0.9
         yield "nf4 weights", {"weights": Dtype.NF4}, saved
 
 

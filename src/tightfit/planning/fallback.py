@@ -17,6 +17,7 @@ from tightfit.planning.cost import estimate_cost
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import describe_recomputing
 from tightfit.planning.rules import find_first_violation, find_warnings
+from tightfit.planning.rules_unpacked import without_unpacking
 from tightfit.planning.sift import name_share
 
 _CHEAPER_LOSSES = {
@@ -61,7 +62,7 @@ def list_fallbacks(plan: Plan) -> list[Plan]:
 
 def _list_packed(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
     if strategy.unpacked_base:
-        yield {"unpacked_base": False}
+        yield without_unpacking(strategy)
 
 
 def _list_smaller_batches(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:

@@ -11,9 +11,11 @@ _FP8 = "tightfit/runtime/fp8_linear.py"
 _OTHER_LINEARS = UNPACKED_FAMILIES | {"gpt2"}
 
 
-def _is_plain_bf16(case: Case) -> bool:
+def _is_bf16(case: Case) -> bool:
+    """Whether matrices are bf16 once they are plain, and everything else is."""
     s = case.strategy
-    return s.weights is s.compute is Dtype.BF16 and not s.is_autocast
+    has_bf16 = s.weights in (Dtype.BF16, Dtype.NF4) and s.compute is Dtype.BF16
+    return has_bf16 and not s.is_autocast
 
 
 FP8_RULES: tuple[Rule, ...] = (
@@ -44,7 +46,16 @@ FP8_RULES: tuple[Rule, ...] = (
         reason="fp8 products are made of plain bf16 weights and activations: weights are "
         "{s.weights.value}, arithmetic is {s.compute.value}",
         source=_FP8,
-        violated=lambda c: c.strategy.fp8 and not _is_plain_bf16(c),
+        violated=lambda c: c.strategy.fp8 and not _is_bf16(c),
+    ),
+    Rule(
+        name="fp8-packed",
+        reason="fp8 products are made of matrices that are unpacked once, and these stay packed in "
+        "nf4: --set unpacked_base=true",
+        source=_FP8,
+        violated=lambda c: (
+            c.strategy.fp8 and c.strategy.weights is Dtype.NF4 and not c.strategy.unpacked_base
+        ),
     ),
     Rule(
         name="fp8-family",

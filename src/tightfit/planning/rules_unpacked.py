@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method
+from tightfit.core.strategy import Method, Strategy
 from tightfit.estimate.weights import UNPACKED_FAMILIES
 from tightfit.planning.case import Rule
 
@@ -40,3 +42,8 @@ UNPACKED_RULES: tuple[Rule, ...] = (
         violated=lambda c: c.strategy.unpacked_base and c.strategy.upcast_unquantized,
     ),
 )
+
+
+def without_unpacking(strategy: Strategy) -> dict[str, Any]:
+    """What keeps an nf4 base packed: fp8 products are made of unpacked matrices alone."""
+    return {"unpacked_base": False} | ({"fp8": False} if strategy.fp8 else {})

@@ -145,7 +145,8 @@ def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strateg
 
 
 def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Strategy]:
-    """Unpacked once where nothing stands against it, then packed: what there is room for.
+    """Unpacked once where nothing stands against it, then packed: what there is room for. fp8 is
+    made of unpacked matrices alone.
 
     Only where nf4 was asked for: of an open method, 16-bit LoRA is as large and as fast, and
     loses nothing.
@@ -155,7 +156,9 @@ def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Str
         return [strategy]
     unpacked = strategy.model_copy(update={"unpacked_base": True})
     is_refused = _is_refused(UNPACKED_RULES, request.spec, unpacked, node)
-    return [strategy] if is_refused else [unpacked, strategy]
+    if is_refused:
+        return [strategy]
+    return [unpacked] if strategy.fp8 else [unpacked, strategy]
 
 
 def _is_refused(rules: Iterable[Rule], spec: ModelSpec, strategy: Strategy, node: Node) -> bool:

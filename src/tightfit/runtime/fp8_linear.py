@@ -25,6 +25,7 @@ from tightfit.runtime.fp8_casts import (
     turn,
 )
 from tightfit.runtime.layers import decoder_layers
+from tightfit.runtime.unpacked import is_unpacked, mark_unpacked, take_matrix
 
 ALIGNED = 16
 """Values that both widths of a matrix are multiples of. Source: torch `_scaled_mm`."""
@@ -165,7 +166,7 @@ class Fp8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype = linear.weight.dtype
         with torch.no_grad():
-            values, scale = scale_matrix(linear.weight)
+            values, scale = scale_matrix(take_matrix(linear))
         self.weight = nn.Parameter(values, requires_grad=False)
         self.weight_scale: Tensor
         # Once for each row that a product can have, which is how it is read.
@@ -173,6 +174,8 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight_scale", scales, persistent=False)
         self.bias = linear.bias
         self.is_followed = bool(vars(linear).get("is_followed"))
+        if is_unpacked(linear):
+            mark_unpacked(self)
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:

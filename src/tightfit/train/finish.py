@@ -19,7 +19,7 @@ from tightfit.runtime.fp8_linear import use_fp8
 from tightfit.runtime.kernels import apply_fused_kernels
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.readers import can_join_trained, join_adapters, join_trained
-from tightfit.runtime.unpacked import unpack_base
+from tightfit.runtime.unpacked import unpack_base, unpack_waiting
 
 
 def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
@@ -32,12 +32,13 @@ def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
     if strategy.fused_kernels:
         apply_fused_kernels(model)
     if strategy.unpacked_base:
-        unpack_base(model)
+        unpack_base(model, waits=strategy.stores_fp8)
     if strategy.method is Method.LORA:
         torch.manual_seed(training.seed)
         model = add_adapters(model, strategy, training)
     if strategy.fp8:
         use_fp8(model)
+        unpack_waiting(model)
     if strategy.folded_adapters:
         fold_adapters(model)
     if leaves_spare_columns(model.config.model_type, strategy):

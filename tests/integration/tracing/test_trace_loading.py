@@ -181,7 +181,9 @@ def test_fp8_comes_in_bf16_and_is_cast_when_all_is_there(tmp_path: Path) -> None
     strategy = _strategy(fp8=True, folded_adapters=True)
     module, recording = _load(folder, strategy)
     values = 4096 * 4096
-    assert _list_events(recording, "q_proj.base_layer") == [2 * values, values, -2 * values]
+    events = [e for e in _list_events(recording, "q_proj.base_layer") if abs(e) >= values]
+    scaled = [2 * values, values, -2 * values]
+    assert events == [2 * values, *scaled, -2 * values]
     kept = [p for p in module.parameters() if p.dtype is torch.float8_e4m3fn]
     assert len(kept) == 7
 

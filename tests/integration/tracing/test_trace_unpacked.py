@@ -33,10 +33,13 @@ LLAMA = {
 }
 UNPACKED: dict[str, Any] = {"weights": "nf4", "unpacked_base": True}
 FP16: dict[str, Any] = {"compute": "fp16", "autocast": True, "adapter_dtype": "fp32"}
+FP8: dict[str, Any] = {"fp8": True, "folded_adapters": True}
 CASES: list[dict[str, Any]] = [
     {"checkpointing": False, "folded_adapters": True},
     {"checkpointing": True},
     {"checkpointing": True, **FP16},
+    {"checkpointing": False, **FP8},
+    {"checkpointing": True, "double_quant": False, **FP8},
 ]
 
 
@@ -70,3 +73,16 @@ def test_a_step_holds_what_one_of_16_bit_lora_holds(tmp_path: Path) -> None:
     # The holes that codes leave are filled: loading reserves little more than what stays.
     load = next(stage for stage in unpacked.stages if stage.name == "load")
     assert load.peak_reserved_bytes < 1.1 * load.peak_allocated_bytes
+
+
+def test_in_fp8_a_step_holds_what_one_of_lora_in_fp8_holds(tmp_path: Path) -> None:
+    unpacked, _ = _look(tmp_path, **UNPACKED, **FP8)
+    lora, _ = _look(tmp_path, weights="bf16", **FP8)
+    assert unpacked.peak_allocated_bytes == pytest.approx(lora.peak_allocated_bytes, rel=1e-4)
+    loads = [
+        stage.peak_allocated_bytes
+        for traced in (unpacked, lora)
+        for stage in traced.stages
+        if stage.name == "load"
+    ]
+    assert loads[0] < 0.7 * loads[1], "never is all of it bf16"

@@ -22,6 +22,7 @@ IDS = torch.arange(1, 17).reshape(2, 8)
 NUM_PACKED = 4 * 7
 PLAIN: dict[str, Any] = {"method": "lora", "weights": "nf4", "lora_targets": ("all-linear",)}
 BF16: dict[str, Any] = {"compute": "bf16", "adapter_dtype": "bf16"}
+FP8: dict[str, Any] = BF16 | {"unpacked_base": True, "folded_adapters": True, "fp8": True}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,22 @@ def test_ten_steps_have_the_losses_of_the_packed_base(
     assert unpacked.train(0, 10) == pytest.approx(losses, rel=within)
 
 
+def test_in_fp8_losses_stay_near(model: Path, store: TokenStore) -> None:
+    """Half as far off as packing itself has them."""
+    wide, exact = (
+        _trainer(model, store, **(FP8 | fields | {"fp8": False})).train(0, 20)
+        for fields in ({}, {"weights": "bf16", "unpacked_base": False})
+    )
+    trainer = _trainer(model, store, **FP8)
+    assert _count_unpacked(trainer) == NUM_PACKED
+    narrow = trainer.train(0, 20)
+    assert 0 < _apart(narrow, wide) < 0.5 * _apart(wide, exact)
+
+
+def _apart(losses: list[float], others: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(losses, others, strict=True)) / len(losses)
+
+
 def test_plain_weights_would_have_other_losses(model: Path, store: TokenStore) -> None:
     """What packing rounds away is far above what the comparison allows."""
     rounded = _trainer(model, store, unpacked_base=True).train(0, 3)
@@ -95,6 +112,33 @@ def test_the_adapter_is_one_for_the_packed_base(
         torch.testing.assert_close(reloaded(input_ids=IDS).logits, logits, atol=1e-4, rtol=0)
         with reloaded.disable_adapter():
             assert not torch.allclose(reloaded(input_ids=IDS).logits, logits, atol=1e-2)
+
+
+def test_an_adapter_that_fp8_trained_is_one_for_the_packed_base(
+    tmp_path: Path, model: Path, store: TokenStore
+) -> None:
+    files = {}
+    for name, fields in (("packed", BF16 | {"folded_adapters": True}), ("fp8", FP8)):
+        trainer = _trainer(model, store, **fields)
+        trainer.train(0, 10)
+        folder = write_artefact(
+            RunFolder(path=tmp_path / name), trainer.engine, trainer.plan, lone_place()
+        )
+        settings = (folder / "adapter_config.json").read_text("utf-8")
+        files[name] = (settings, sorted(path.name for path in folder.iterdir()))
+        trained = _adapter_of(trainer.engine.model)
+    assert files["fp8"] == files["packed"]
+
+    request = LoadRequest(weights=Dtype.NF4, compute=Dtype.BF16)
+    base = load_base(model, request, torch.device("cpu"))
+    reloaded = _adapter_of(load_adapter(base, tmp_path / "fp8" / "adapter"))
+    assert len(trained) == 2 * NUM_PACKED
+    assert reloaded.keys() == trained.keys()
+    assert all(torch.equal(reloaded[name], trained[name]) for name in trained)
+
+
+def _adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if "lora_" in name}
 
 
 @pytest.mark.parametrize("goes_on_unpacked", [True, False])

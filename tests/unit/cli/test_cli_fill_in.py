@@ -126,12 +126,29 @@ def test_everything_stated_arrives() -> None:
         ("lora", ["fp8=true", "folded_adapters=false"], False),
         ("lora", ["fp8=false"], False),
         ("full", ["fp8=true"], False),
+        ("qlora", ["fp8=true"], True),
     ],
 )
 def test_fp8_folds_the_adapters_it_needs_folded(
     method: str, settings: list[str], is_folded: bool
 ) -> None:
     assert choose("H100-SXM", method=method, settings=settings).folded_adapters is is_folded
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "is_unpacked"),
+    [
+        ("qlora", ["fp8=true"], True),
+        ("qlora", ["fp8=true", "unpacked_base=false"], False),
+        ("qlora", ["fp8=false"], False),
+        ("lora", ["fp8=true"], False),
+        ("lora", ["fp8=true", "weights=nf4"], True),
+    ],
+)
+def test_fp8_unpacks_the_base_it_needs_unpacked(
+    method: str, settings: list[str], is_unpacked: bool
+) -> None:
+    assert choose("H100-SXM", method=method, settings=settings).unpacked_base is is_unpacked
 
 
 def test_qlora_refuses_other_weights() -> None:

@@ -325,6 +325,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_FP8 | {"weights": "fp32"}, gpu="H100-SXM"),
         lambda: _case(_FP8, gpu="H100-SXM"),
     ),
+    "fp8-packed": (
+        lambda: _case(_FP8 | _FOLDED | {"weights": "nf4"}, gpu="H100-SXM"),
+        lambda: _case(_FP8 | _FOLDED | {"weights": "nf4", "unpacked_base": True}, gpu="H100-SXM"),
+    ),
     "fp8-family": (
         lambda: _case(_FP8, gpu="H100-SXM", model="gpt2-xl"),
         lambda: _case(_FP8, gpu="H100-SXM", model="Llama-2-7b"),

@@ -14,10 +14,12 @@ from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
+from tightfit.planning.case import Case
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan
 from tightfit.planning.ranking import measure_seconds
 from tightfit.planning.request import name_method
+from tightfit.planning.rules import find_violations
 from tightfit.planning.search import search
 
 
@@ -115,3 +117,72 @@ def test_a_step_is_that_of_lora_and_disk_that_of_qlora() -> None:
 
 def test_falcon_has_nothing_to_unpack() -> None:
     assert not _plans("H200", model="falcon-7b")[0].strategy.unpacked_base
+
+
+# With fp8
+
+
+def test_fp8_over_nf4_is_unpacked_without_being_asked_to() -> None:
+    plans = _plans("H200", fixed={"fp8": True})
+    assert plans
+    for plan in plans:
+        assert plan.strategy.fp8
+        assert plan.strategy.unpacked_base
+        assert plan.strategy.folded_adapters
+        assert name_method(plan.strategy) == "qlora"
+    assert any(line.startswith("fp8 products:") for line in plans[0].why)
+
+
+def test_fp8_over_a_base_that_stays_packed_is_refused_by_name() -> None:
+    request = make_request(method="qlora", fixed={"fp8": True, "unpacked_base": False})
+    result = search(request, make_cluster((1, "H200")))
+    assert not result.plans
+    reasons = {exclusion.rule: exclusion.reason for exclusion in result.excluded}
+    assert "--set unpacked_base=true" in reasons["fp8-packed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [({"compute": Dtype.FP16}, "fp8-dtype"), ({"sharding": Sharding.FSDP}, "unpacked-sharding")],
+    ids=str,
+)
+def test_fp8_over_nf4_needs_bf16_and_whole_weights(fields: dict[str, Any], rule: str) -> None:
+    plan = _plans("H200", 2, fixed={"fp8": True})[0]
+    case = Case(
+        spec=plan.model,
+        strategy=plan.strategy.model_copy(update=fields),
+        node=plan.hardware.node,
+        num_nodes=1,
+    )
+    assert rule in {violation.rule for violation in find_violations(case)}
+
+
+def test_after_out_of_memory_fp8_goes_with_the_unpacked_base() -> None:
+    plan = _plans("H200", fixed={"fp8": True})[0]
+    first, *others = list_fallbacks(plan)
+    packed = {"unpacked_base": False, "fp8": False}
+    assert first.strategy == plan.strategy.model_copy(update=packed)
+    assert others
+
+
+def test_fp8_steps_are_those_of_lora_in_fp8() -> None:
+    node = Node(gpu=find_gpu("H200"), num_gpus=1)
+    spec = resolve_model("Llama-2-7b")
+    asked: dict[str, Any] = {"fp8": True, "folded_adapters": True, "checkpointing": False}
+    nf4: dict[str, Any] = {"weights": "nf4", "unpacked_base": True}
+    lora, unpacked, wide = (
+        estimate_job(spec=spec, strategy=Strategy.model_validate(asked | fields), node=node)
+        for fields in ({}, nf4, nf4 | {"fp8": False})
+    )
+    assert unpacked.time == lora.time
+    assert unpacked.gpu == lora.gpu
+    assert wide.gpu.components["weights"] - unpacked.gpu.components["weights"] == spec.linear_params
+    phases, of_lora, of_wide = (
+        {phase.name: phase for phase in estimate.phases} for estimate in (unpacked, lora, wide)
+    )
+    # Codes become fp8 matrix by matrix: bf16 is there of one alone, and once more scaled.
+    beside = phases["load"].components["dequantized"]
+    assert beside == 4 * 4096 * 11008
+    others = spec.linear_params - 4096 * 11008
+    assert of_lora["load"].components["dequantized"] == beside + others
+    assert phases["inference"] == of_wide["inference"], "both answer packed"

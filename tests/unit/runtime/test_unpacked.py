@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,9 +16,12 @@ from torch import nn
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.core.training import Training
+from tightfit.runtime import fp8_linear
 from tightfit.runtime.devices import torch_dtype
+from tightfit.runtime.fp8_casts import scale_matrix
+from tightfit.runtime.fp8_linear import Fp8Linear
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.runtime.unpacked import is_unpacked, unpack_base
+from tightfit.runtime.unpacked import is_unpacked, unpack_base, unpack_waiting
 from tightfit.train.finish import finish_model
 
 CPU = torch.device("cpu")
@@ -76,20 +83,21 @@ def test_biases_stay() -> None:
 
 
 def test_one_matrix_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When one is unpacked, those before it are packed no more and those after it still are."""
+    """When one is unpacked, codes of those before it are gone and of those after it still there."""
     from bitsandbytes import functional
 
     model = load("llama", Dtype.FP32)
     real: Any = functional.dequantize_4bit
+    codes = codes_of(model)
     num_packed: list[int] = []
 
     def count(*args: Any, **kwargs: Any) -> Any:
-        kinds = [type(parameter).__name__ for parameter in model.parameters()]
-        num_packed.append(kinds.count("Params4bit"))
+        num_packed.append(sum(code() is not None for code in codes))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(functional, "dequantize_4bit", count)
-    unpack_base(model)
+    with without_collector():
+        unpack_base(model)
     assert num_packed == list(range(14, 0, -1))
 
 
@@ -114,3 +122,72 @@ def test_adapters_fold_over_it_as_over_plain_weights() -> None:
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_fp8_is_made_of_what_bitsandbytes_unpacks(family: str) -> None:
+    model = load(family, Dtype.BF16)
+    wanted = values_of(model)
+    strategy = Strategy(weights=Dtype.NF4, unpacked_base=True, folded_adapters=True, fp8=True)
+    training = Training(model_path="model", learning_rate=1e-4)
+    model = finish_model(model, strategy, training)
+
+    assert len(wanted) == NUM_LINEARS[family]
+    for name, values in wanted.items():
+        layer: Any = model.get_submodule(f"base_model.model.{name}")
+        assert "forward" in vars(layer), "folded"
+        base = layer.base_layer
+        assert isinstance(base, Fp8Linear)
+        assert is_unpacked(base)
+        rounded, scale = scale_matrix(values)
+        assert torch.equal(base.weight.float(), rounded.float())
+        assert torch.equal(base.weight_scale[: len(scale)], scale[: len(base.weight_scale)])
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    assert kinds == {"Parameter"}
+    assert model.base_model.model.is_loaded_in_4bit  # it is still the nf4 base
+
+
+def test_fp8_has_one_plain_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one becomes fp8 its codes are gone, and those of the next are still packed."""
+    model = load("llama", Dtype.BF16)
+    codes = codes_of(model)
+    num_packed: list[int] = []
+    plain: list[weakref.ref[torch.Tensor]] = []
+
+    def count(weight: torch.Tensor) -> Any:
+        num_packed.append(sum(code() is not None for code in codes))
+        assert not any(matrix() is not None for matrix in plain)
+        plain.append(weakref.ref(weight))
+        return scale_matrix(weight)
+
+    monkeypatch.setattr(fp8_linear, "scale_matrix", count)
+    strategy = Strategy(weights=Dtype.NF4, unpacked_base=True, folded_adapters=True, fp8=True)
+    with without_collector():
+        finish_model(model, strategy, Training(model_path="model", learning_rate=1e-4))
+    assert num_packed == list(range(13, -1, -1))
+
+
+def codes_of(model: nn.Module) -> list[weakref.ref[torch.Tensor]]:
+    found = [p for p in model.parameters() if type(p).__name__ == "Params4bit"]
+    return [weakref.ref(parameter) for parameter in found]
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Nobody knows when it comes: what only it would free may stay."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_what_fp8_cannot_take_is_unpacked_all_the_same() -> None:
+    model = load("llama", Dtype.BF16)
+    wanted = values_of(model)
+    assert unpack_base(model, waits=True) == len(wanted)
+    waiting = [model.get_submodule(name).weight for name in wanted]
+    assert {weight.untyped_storage().nbytes() for weight in waiting} == {2}
+    unpack_waiting(model)
+    for name, values in wanted.items():
+        assert torch.equal(model.get_submodule(name).weight, values)

@@ -2,8 +2,9 @@
 
 Follows `runtime.load.load_base` and `train.finish.finish_model`: the base's tensors, packed on
 the way, then the cast of what stays unpacked, the packed ones unpacked where the plan keeps them
-so, then adapters and their cast. Left out is what DoRA computes when it is attached, the norms of
-one matrix at a time, and that a matrix which gets spare columns is there twice for a moment.
+so, then adapters and their cast, and last what becomes fp8. Left out is what DoRA computes when it
+is attached, the norms of one matrix at a time, and that a matrix which gets spare columns is there
+twice for a moment.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.trace.recorder import Recorder
 from tightfit.estimate.trace.recording import LOAD_RESERVE, TEMPORARY
-from tightfit.runtime.fp8_casts import FP8
+from tightfit.runtime.fp8_casts import FP8, scale_matrix
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import LoadRequest
 from tightfit.runtime.packing_check import list_widths, pack_and_unpack
@@ -58,6 +59,7 @@ def load_fake(
     loading.unpack()
     loading.add_adapters()
     loading.settle(loading.added)
+    loading.use_fp8()
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:
@@ -139,6 +141,8 @@ class _Loading:
     def unpack(self) -> None:
         """`unpack_base` of the runtime: matrix by matrix, each one's codes gone before the next."""
         for name in self._unpacked:
+            if self._wanted[name].dtype is FP8:
+                continue  # it waits
             with self._at(name):
                 values = self._codes.pop(name).unpack()
                 if has_spare_columns(self._wanted[name]):
@@ -155,12 +159,26 @@ class _Loading:
     def settle(self, names: list[str]) -> None:
         """Cast what the plan has in another dtype than it came in, one after the other."""
         for name in names:
-            now: Tensor = self._module.get_parameter(name)
             wanted = self._wanted[name]
+            if wanted.dtype is FP8:
+                continue  # its turn comes last
+            now: Tensor = self._module.get_parameter(name)
             if now.dtype != wanted.dtype:
                 with self._at(name):
                     values = now.detach().to(wanted.dtype)
                     self._put(name, nn.Parameter(values, wanted.requires_grad))
+
+    def use_fp8(self) -> None:
+        """`use_fp8` of the runtime, from the last matrix to the first."""
+        for name in reversed(self.base):
+            if self._wanted[name].dtype is FP8:
+                with self._at(name):
+                    values, _ = scale_matrix(self._take_matrix(name))
+                    self._put(name, nn.Parameter(values, requires_grad=False))
+
+    def _take_matrix(self, name: str) -> Tensor:
+        codes = self._codes.pop(name, None)
+        return self._module.get_parameter(name).detach() if codes is None else codes.unpack()
 
     def _put_empty(self, name: str, dtype: torch.dtype) -> None:
         """With the spare columns it ends with, though it gets them once it is there."""
