@@ -30,9 +30,9 @@ def join(model: Any) -> Any:
     return joined
 
 
-class CountOperations(TorchDispatchMode):
+class CountOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
