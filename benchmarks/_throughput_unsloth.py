@@ -34,6 +34,7 @@ def run_unsloth(
         scratch = Path(name)
         os.environ["UNSLOTH_COMPILE_LOCATION"] = str(scratch / "compiled")
         os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"  # it would ask the network
+        os.environ["UNSLOTH_DISABLE_CPU_FALLBACK"] = "1"  # no silent run without the card
         fast_model = import_module("unsloth").FastLanguageModel  # before trl, which it patches
         from trl import SFTConfig
 
@@ -76,12 +77,14 @@ def _write_weights(job: Job, folder: Path, written: Path, device: str) -> None:
 def _load(fast_model: Any, job: Job, switches: Switches, written: Path) -> tuple[Any, Any]:
     import torch
 
+    checkpointing = "unsloth" if switches.checkpointing else False
     model, tokenizer = fast_model.from_pretrained(
         model_name=str(written),
         max_seq_length=job.seq_len,
         dtype=torch.bfloat16,
         load_in_4bit=job.method == "qlora",
         full_finetuning=job.method == "full",
+        use_gradient_checkpointing=checkpointing,
     )
     if job.has_adapters:
         model = fast_model.get_peft_model(
@@ -91,7 +94,7 @@ def _load(fast_model: Any, job: Job, switches: Switches, written: Path) -> tuple
             lora_dropout=0,
             bias="none",
             target_modules=list(LINEARS),
-            use_gradient_checkpointing="unsloth" if switches.checkpointing else False,
+            use_gradient_checkpointing=checkpointing,
             random_state=SEED,
         )
     return model, tokenizer

@@ -17,6 +17,8 @@ MOST_POINTS = 600
 """More than a screen has columns for; a run of a million steps still makes a small page."""
 LARGEST_LOSS = 1e9
 """One that has exploded past this would flatten every other."""
+LEAST_SPAN_FRACTION = 1e-12
+"""Of its ends, that a range must span to be divided: steps of it are then floats of their own."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#0099bb", "#b8860b", "#666666", "#994455")
 """One per run, told apart with the common colour blindnesses; after Paul Tol's bright set."""
 
@@ -96,9 +98,9 @@ def thin(points: Sequence[tuple[float, float]], pick: Callable[[Sequence[float]]
 
 
 def pick_ticks(low: float, high: float, *, most: int = 6) -> list[float]:
-    """Round numbers inside the range, evenly apart."""
+    """Round numbers inside the range, evenly apart; one, where floats cannot tell more apart."""
     span = high - low
-    if not isfinite(span) or span <= 0:
+    if not isfinite(span) or span <= LEAST_SPAN_FRACTION * max(abs(low), abs(high)):
         return [low]
     step = 10.0 ** _floor_log10(span / most)
     step *= next((factor for factor in (1, 2, 5) if span / (step * factor) <= most), 10)

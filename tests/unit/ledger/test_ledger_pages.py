@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from made_runs import make_plan, make_records, make_run, make_step
@@ -170,6 +170,7 @@ def test_thinning_covers_the_whole_run(count: int) -> None:
 
 
 @given(st.floats(-1e12, 1e12), st.floats(1e-6, 1e12))
+@example(5443434375.0, 1e-6)
 def test_ticks_are_few_inside_and_even(low: float, span: float) -> None:
     ticks = pick_ticks(low, low + span)
     assert len(ticks) <= 8
