@@ -91,6 +91,12 @@ CASES: tuple[Case, ...] = (
     Case(name="packing", changes={"packing": True}),
     Case(name="fused optimizer", changes={"optimizer": Optimizer.ADAMW}),
     Case(
+        name="clipping in the optimizer",
+        changes={"optimizer": Optimizer.ADAMW_KERNEL},
+        against="fused optimizer",
+        needs=(CUDA,),
+    ),
+    Case(
         name="8-bit optimizer",
         changes={"optimizer": Optimizer.ADAMW_8BIT},
         needs=(CUDA, "bitsandbytes"),

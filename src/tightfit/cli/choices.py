@@ -20,6 +20,7 @@ WEIGHTS = ("fp32", "bf16", "fp16", "int8", "nf4", "gptq4")
 COMPUTE = ("fp32", "fp16", "bf16")
 OPTIMIZERS = (
     "adamw",
+    "adamw-kernel",
     "adamw-foreach",
     "adamw-8bit",
     "adamw-paged-8bit",

@@ -80,7 +80,8 @@ def _prices(strategy: Strategy, best: Strategy) -> Iterator[str]:
         yield f"offload ties up host memory and the bus: {setting} plans it first"
     if strategy.compile and not best.compile:
         yield "compiling takes minutes before the first step: --set compile=true plans it first"
-    if strategy.optimizer is not best.optimizer and strategy.optimizer is not Optimizer.ADAMW:
+    is_exact = strategy.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_KERNEL)
+    if strategy.optimizer is not best.optimizer and not is_exact:
         name = strategy.optimizer.value
         yield f"{name} costs some quality: --set optimizer={name} plans it first"
     if strategy.sharding is not best.sharding:

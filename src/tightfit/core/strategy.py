@@ -84,6 +84,8 @@ class Optimizer(str, Enum):
 
     ADAMW = "adamw"
     """Fused AdamW: no temporaries."""
+    ADAMW_KERNEL = "adamw-kernel"
+    """The same in a kernel of ours, which clips gradients as it reads them."""
     ADAMW_FOREACH = "adamw-foreach"
     ADAMW_8BIT = "adamw-8bit"
     ADAMW_PAGED_8BIT = "adamw-paged-8bit"

@@ -59,6 +59,7 @@ def optimizer_bytes_per_value(strategy: Strategy, trained_bytes: int) -> float:
     value = 4 if is_zero else trained_bytes
     moments = {
         Optimizer.ADAMW: 2.0 * value,
+        Optimizer.ADAMW_KERNEL: 2.0 * value,
         Optimizer.ADAMW_FOREACH: 2.0 * value,
         Optimizer.ADAMW_8BIT: BLOCKWISE_STATE_BYTES,
         Optimizer.ADAMW_PAGED_8BIT: BLOCKWISE_STATE_BYTES,

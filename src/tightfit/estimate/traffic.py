@@ -183,6 +183,7 @@ def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
 
 OPTIMIZER_BYTES: dict[Optimizer, tuple[float, float]] = {
     Optimizer.ADAMW: (13.0, 6.0),
+    Optimizer.ADAMW_KERNEL: (0.0, 7.0),
     Optimizer.ADAMW_FOREACH: (21.0, 18.0),
     Optimizer.SGD_MOMENTUM: (0.0, 8.0),
     Optimizer.ADAFACTOR: (60.0, 12.0),
@@ -190,7 +191,8 @@ OPTIMIZER_BYTES: dict[Optimizer, tuple[float, float]] = {
 """Traffic, or its equal in time, per parameter: fixed, and per byte of a value.
 
 AdamW: 6.0e-12 s per bf16 and 8.9e-12 s per fp32 parameter fused, 14.1 and 23.0e-12 s foreach, on
-H200 (h200_rates.json). A plain count of fused AdamW is 7 values. SGD and Adafactor: counted.
+H200 (h200_rates.json). A plain count is 7 values, which our kernel takes. SGD and Adafactor:
+counted.
 """
 EIGHT_BIT_SECONDS_PER_PARAM = 30e-12
 """bitsandbytes' 8-bit AdamW is bound by arithmetic: 27 to 39e-12 s on H200 (h200_steps.json),
@@ -212,7 +214,7 @@ def optimizer_seconds_per_param(strategy: Strategy, rates: Rates) -> float:
         num_bytes = max(num_bytes, ZERO_MASTER_BYTES)
     told = {} if rates.measured is None else rates.measured.adamw_seconds_per_param
     fused = told.get("fp32" if value == 4 else "bf16")
-    if fused is not None:
+    if fused is not None and strategy.optimizer is not Optimizer.ADAMW_KERNEL:
         fixed, per_byte = OPTIMIZER_BYTES[Optimizer.ADAMW]
         return fused * num_bytes / (fixed + per_byte * value)
     return num_bytes / rates.stream_bytes_per_second

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Loss, Method, Strategy
+from tightfit.core.strategy import Loss, Method, Optimizer, Strategy
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.spec import ModelSpec
 
@@ -89,4 +89,5 @@ def is_halved(case: Case) -> bool:
 def wants_triton(case: Case) -> bool:
     """Whether kernels are written or compiled for the card."""
     s = case.strategy
-    return s.fused_kernels or s.loss is Loss.FUSED or s.compile
+    has_kernels = s.fused_kernels or s.optimizer is Optimizer.ADAMW_KERNEL
+    return has_kernels or s.loss is Loss.FUSED or s.compile

@@ -17,6 +17,12 @@ CPU_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="cpu-adamw-kernel",
+        reason="adamw-kernel is written in Triton, which runs on GPUs; adamw is torch's own",
+        source="tightfit.runtime.adamw_kernels",
+        violated=lambda c: c.is_cpu and c.strategy.optimizer is Optimizer.ADAMW_KERNEL,
+    ),
+    Rule(
         name="cpu-flash",
         reason="flash attention over packed rows runs on GPUs; sdpa has a fused kernel for CPUs",
         source="torch.nn.attention.varlen, torch 2.13",

@@ -90,6 +90,15 @@ SHARDING_RULES: tuple[Rule, ...] = (
     ),
     # The optimizer
     Rule(
+        name="adamw-kernel-sharded",
+        reason="adamw-kernel updates whole tensors on one GPU; {s.sharding.value} shards their "
+        "state: use adamw",
+        source="tightfit.runtime.adamw",
+        violated=lambda c: (
+            c.strategy.optimizer is Optimizer.ADAMW_KERNEL and c.strategy.sharding.shards_optimizer
+        ),
+    ),
+    Rule(
         name="8bit-optimizer-fsdp",
         reason="8-bit optimizers fail on FSDP's sharded tensors (illegal memory access)",
         source="https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",

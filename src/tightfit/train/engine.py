@@ -14,10 +14,14 @@ from torch.optim import Optimizer
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
+from tightfit.runtime.adamw import KernelAdamW
 from tightfit.runtime.devices import torch_dtype
 from tightfit.train.scaler import AgreedScaler
 from tightfit.train.state import gather_trained, load_state, save_state
 from tightfit.train.step import Update
+
+CLIP_EPSILON = 1e-6
+"""As in torch's `clip_grad_norm_`."""
 
 
 class TorchEngine:
@@ -68,7 +72,7 @@ class TorchEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.scaler.unscale_(self.optimizer)
-        norm = _whole(nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm or float("inf")))
+        norm = self._clip(self._max_grad_norm or float("inf"))
         # A skipped step moves nothing, so every rank must come to the same verdict: the norm is
         # over all shards, and so is the scaler's.
         is_skipped = not bool(torch.isfinite(norm)) or self.scaler.has_overflowed(self.optimizer)
@@ -80,6 +84,14 @@ class TorchEngine:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm, is_skipped=is_skipped)
+
+    def _clip(self, most: float) -> Tensor:
+        """The norm of all gradients; they are shortened here, or by the update that reads them."""
+        if not isinstance(self.optimizer, KernelAdamW):
+            return _whole(nn.utils.clip_grad_norm_(self._trained, most))
+        norm = nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
+        self.optimizer.scale_next((most / (norm.float() + CLIP_EPSILON)).clamp(max=1.0))
+        return norm
 
     @property
     def objective(self) -> nn.Module:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.strategy import Optimizer as Kind
 from tightfit.core.training import Training
+from tightfit.runtime.adamw import KernelAdamW
 
 MOMENTUM = 0.9
 
@@ -28,6 +29,8 @@ def build_optimizer(
     rate = training.learning_rate
     if kind is Kind.ADAMW:
         return AdamW(groups, lr=rate, fused=True)
+    if kind is Kind.ADAMW_KERNEL:
+        return KernelAdamW(groups, lr=rate)
     if kind is Kind.ADAMW_FOREACH:
         return AdamW(groups, lr=rate, foreach=True)
     if kind is Kind.SGD_MOMENTUM:

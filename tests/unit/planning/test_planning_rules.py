@@ -235,6 +235,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_ZERO3 | {"optimizer": "adamw-8bit", "offload": "optimizer"}),
         lambda: _case(_ZERO3 | {"optimizer": "adamw", "offload": "optimizer"}),
     ),
+    "adamw-kernel-sharded": (
+        lambda: _case(_FSDP4 | {"optimizer": "adamw-kernel"}),
+        lambda: _case({"sharding": "ddp", "gpus_per_node": 4, "optimizer": "adamw-kernel"}),
+    ),
     "adafactor-flattened": (
         lambda: _case(_ZERO3 | {"optimizer": "adafactor"}),
         lambda: _case({"optimizer": "adafactor"}),
@@ -364,6 +368,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "cpu-kernels": (
         lambda: _on_cpu(_case({"loss": "fused"})),
         lambda: _on_cpu(_case({"loss": "chunked"})),
+    ),
+    "cpu-adamw-kernel": (
+        lambda: _on_cpu(_case({"optimizer": "adamw-kernel"})),
+        lambda: _on_cpu(_case({"optimizer": "adamw"})),
     ),
     "cpu-flash": (
         lambda: _on_cpu(_case(_BF16 | {"attention": "flash"})),

@@ -57,11 +57,17 @@ def make_engine(training: Training, **fields: Any) -> TorchEngine:
 
 
 def run_steps(
-    folder: Path, *, micro_batch: int, is_packed: bool, num_steps: int = 20, **fields: Any
+    folder: Path,
+    *,
+    micro_batch: int,
+    is_packed: bool,
+    num_steps: int = 20,
+    max_grad_norm: float | None = 1.0,
+    **fields: Any,
 ) -> list[float]:
     """Losses of a run over sixteen rows a step; packed, all rows share a step either way."""
     store = make_store(folder, draw_rows(16), seq_len=48)
-    training = Training(model_path="none", learning_rate=1e-2)
+    training = Training(model_path="none", learning_rate=1e-2, max_grad_norm=max_grad_norm)
     feed = Feed(store, effective_batch=16, seq_len=48, is_packed=is_packed, seed=0, shuffle=True)
     collate = choose_collate(store.description, is_packed=is_packed)
     loader = Loader(feed, collate, micro_batch=micro_batch, place=ALONE)
@@ -99,6 +105,23 @@ def test_every_optimizer_learns(tmp_path: Path, optimizer: str) -> None:
     losses = run_steps(tmp_path, micro_batch=16, is_packed=False, optimizer=optimizer)
 
     assert losses[-1] < losses[0] - 0.01
+
+
+def test_clipping_inside_the_update_is_clipping_before_it(tmp_path: Path) -> None:
+    """Gradients of this run are far longer than 0.05 at first."""
+    names = ("adamw", "adamw-kernel")
+    before, inside = (
+        run_steps(
+            tmp_path / name, micro_batch=16, is_packed=False, optimizer=name, max_grad_norm=0.05
+        )
+        for name in names
+    )
+    free = run_steps(
+        tmp_path / "free", micro_batch=16, is_packed=False, optimizer="adamw", max_grad_norm=None
+    )
+
+    torch.testing.assert_close(inside, before, rtol=0, atol=1e-5)
+    assert abs(free[-1] - before[-1]) > 1e-3
 
 
 @pytest.mark.parametrize("schedule", [Schedule.COSINE, Schedule.LINEAR])

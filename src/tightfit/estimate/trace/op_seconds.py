@@ -8,7 +8,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Strategy
+from tightfit.core.strategy import Optimizer, Strategy
 from tightfit.estimate import efficiency as eff
 from tightfit.estimate import traffic
 from tightfit.estimate.measured import FP8, bandwidth_at, find_fp8_table, find_table
@@ -240,11 +240,15 @@ class DeviceSeconds:
     def _update(self, one: Operation) -> float:
         if one.dtype == "int8":
             return one.shape[0] * traffic.EIGHT_BIT_SECONDS_PER_PARAM
+        if self._strategy.optimizer is Optimizer.ADAMW_KERNEL:
+            return one.num_bytes / self.rates.stream_bytes_per_second
         told = self._gpu.measured
         each = None if told is None else told.adamw_seconds_per_param.get(one.dtype)
-        if each is not None:
-            return one.shape[0] * each
-        return one.num_bytes / self.rates.stream_bytes_per_second
+        if each is None:
+            fixed, per_byte = traffic.OPTIMIZER_BYTES[Optimizer.ADAMW]
+            num_bytes = fixed + per_byte * Dtype(one.dtype).value_bytes
+            each = num_bytes / self.rates.stream_bytes_per_second
+        return one.shape[0] * each
 
 
 _PLAIN = ("fp32", "fp16", "bf16")
