@@ -4,6 +4,7 @@
     .venv/bin/python benchmarks/h200_throughput.py --check    # fails if a ratio fell
 
 `measure_throughput.py` measured the jobs. "trl best" is the fastest of trl's rows but its default.
+Errors are of what the plan predicted, too high above zero.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ NOISE = 0.03
 LOSS_TOLERANCE = 0.02
 """Between first losses: kernels round differently, and packed rows are other rows."""
 
+PREDICTED = {"tokens per second": "speed", "GPU memory, allocated": "memory"}
+"""Of what a run's report compares."""
+
 Rows = dict[str, dict[str, Any]]
 
 
@@ -43,6 +47,19 @@ def compare(rows: Rows) -> dict[str, float]:
     if of_trl and fp8 is not None:
         ratios[FP8_BEST] = round(fp8 / speeds[BEST], 3)
     return ratios
+
+
+def find_errors(rows: Rows) -> dict[str, dict[str, float]]:
+    """Of our predictions, by contestant: relative, by name of what was predicted."""
+    return {
+        name: {
+            PREDICTED[row["name"]]: round(row["error_percent"] / 100, 5)
+            for row in rows[name]["compared"]
+            if row["name"] in PREDICTED
+        }
+        for name in (OURS, FP8)
+        if "compared" in rows.get(name, {})
+    }
 
 
 def _is_tuned_trl(name: str) -> bool:
@@ -73,6 +90,13 @@ def render_job(name: str, rows: Rows, ratios: dict[str, float]) -> str:
             f"  loss {row['first_losses'][0]:.3f}  {_describe_fallback(row)}"
         )
     return "\n".join(lines)
+
+
+def render_errors(errors: dict[str, dict[str, float]]) -> str:
+    return "\n".join(
+        f"  {who:13} predicted: {told['speed']:+.1%} tokens/s, {told['memory']:+.2%} allocated"
+        for who, told in errors.items()
+    )
 
 
 def _times(ratios: dict[str, float], peer: str) -> str:
@@ -110,6 +134,7 @@ def main() -> int:
     strange = []
     for name, job in jobs.items():
         print(render_job(name, job["contestants"], ratios[name]))
+        print(render_errors(find_errors(job["contestants"])))
         strange += [
             f"{name}: {who} trains something else"
             for who in list_strange_losses(job["contestants"])
@@ -120,7 +145,14 @@ def main() -> int:
         print("\n".join(f"fault: {fault}" for fault in faults) or "throughput: all good")
         return 1 if faults else 0
     print("\n".join(f"fault: {fault}" for fault in strange))
-    write_result(RATIOS, "benchmarks/h200_throughput.py", noise=NOISE, ratios=ratios)
+    errors = {name: find_errors(job["contestants"]) for name, job in jobs.items()}
+    write_result(
+        RATIOS,
+        "benchmarks/h200_throughput.py",
+        noise=NOISE,
+        ratios=ratios,
+        prediction_errors=errors,
+    )
     return 1 if strange else 0
 
 
