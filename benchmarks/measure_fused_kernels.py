@@ -4,7 +4,9 @@
 
 `norms`: RMS norm forward and backward by Liger, by torch and by `runtime/norm_kernels.py`, with a
 frozen weight and a trained one. `products`: a LoRA layer's two products apart, and as one of
-`runtime/spare_columns.py` with so many columns more. Needs a GPU, triton and liger-kernel.
+`runtime/spare_columns.py` with so many columns more. `updates`: AdamW with clipping, torch's passes
+and `runtime/adamw.py`'s one, and how far apart their weights are after it. Needs a GPU, triton and
+liger-kernel.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import AdamW
 
 from _provenance import write_result
+from tightfit.runtime.adamw import KernelAdamW
 from tightfit.runtime.calibrate.bench import Bench
 
 EPSILON = 1e-6
@@ -28,7 +33,10 @@ NORM_SHAPES = ((8192, 4096), (32768, 2048), (8192, 2048), (262_144, 128))
 PRODUCT_SHAPES = ((8192, 4096, 4096), (8192, 4096, 11008))
 """Tokens, inputs, outputs."""
 RANK = 16
+RATE = 1e-3
 SPARE = (16, 64, 128)
+UPDATES = ((16, 4096 * 11008), (448, 16 * 4096))
+"""Tensors, and values of each: matrices of a 7B model, and its adapters."""
 
 
 def list_norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -93,6 +101,46 @@ def measure_products(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
+def measure_updates(bench: Bench) -> list[dict[str, Any]]:
+    found = []
+    factor = torch.tensor(0.5, device=bench.device)
+    for dtype, (count, size) in product((torch.bfloat16, torch.float32), UPDATES):
+        drawn = [bench.randn(size, dtype=dtype) for _ in range(count)]
+        ours, theirs = ([nn.Parameter(x.clone()) for x in drawn] for _ in range(2))
+        for weights in (ours, theirs):
+            torch.manual_seed(0)
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+        mine = KernelAdamW([{"params": ours}], lr=RATE)
+        torchs = AdamW(theirs, lr=RATE, fused=True)
+
+        def update(mine: KernelAdamW = mine) -> None:
+            mine.scale_next(factor)
+            mine.step()
+
+        def clip_and_update(weights: list[Any] = theirs, torchs: AdamW = torchs) -> None:
+            torch._foreach_mul_([weight.grad for weight in weights], factor)
+            torchs.step()
+
+        update()
+        clip_and_update()
+        apart = max(
+            float((x - y).detach().float().abs().max()) for x, y in zip(ours, theirs, strict=True)
+        )
+        row: dict[str, Any] = {
+            "dtype": str(dtype).removeprefix("torch."),
+            "tensors": count,
+            "values": size,
+        }
+        row |= {"largest_difference": apart, "of_rate": apart / RATE}
+        for name, work in (("tightfit", update), ("torch", clip_and_update)):
+            row[f"{name}_us"] = _us(bench, work)
+        moved = 7 * drawn[0].element_size() * count * size
+        row["tb_per_second"] = round(moved / row["tightfit_us"] / 1e6, 2)
+        found.append(row)
+    return found
+
+
 def _us(bench: Bench, work: Callable[[], object]) -> float:
     return round(1e6 * bench.seconds(work), 1)
 
@@ -108,7 +156,8 @@ def main() -> None:
         deadline=float("inf"),
     )
     norms, products = measure_norms(bench), measure_products(bench)
-    for row in norms + products:
+    updates = measure_updates(bench)
+    for row in norms + products + updates:
         print(row)
     write_result(
         arguments.out,
@@ -117,6 +166,7 @@ def main() -> None:
         torch=torch.__version__,
         norms=norms,
         products=products,
+        updates=updates,
     )
 
 

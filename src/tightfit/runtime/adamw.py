@@ -29,6 +29,7 @@ class KernelAdamW(AdamW):
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float) -> None:
         super().__init__(groups, lr=lr, fused=True)
         self._factor: Tensor | None = None
+        self._has_triton = find_spec("triton") is not None
 
     def scale_next(self, factor: Tensor) -> None:
         """Multiply the gradients of the next step by this."""
@@ -40,7 +41,7 @@ class KernelAdamW(AdamW):
             raise ValueError("gradients are there before the step")
         factor, self._factor = self._factor, None
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if find_spec("triton") is not None and all(map(_suits_kernel, trained)):
+        if self._has_triton and all(map(_suits_kernel, trained)):
             self._run_kernel(factor)
             return None
         self.grad_scale = None if factor is None else factor.reciprocal()
