@@ -17,16 +17,27 @@ from tightfit.hardware.calibration import BACKWARD_FLOPS, CAUSAL_FLOPS, Calibrat
 from tightfit.models.spec import ModelSpec
 
 MATMUL, LORA, ATTENTION, UNPACKING = "matmul", "LoRA products", "attention", "nf4 unpacking"
+FP8, CASTS = "fp8 products", "casts to fp8"
 ELEMENTWISE, LOSS, OPTIMIZER = "norms, rotary, activations", "loss", "optimizer"
 COPIES, OTHER, IDLE = "copies", "other", "idle"
-PARTS = (MATMUL, LORA, ATTENTION, ELEMENTWISE, UNPACKING, LOSS, OPTIMIZER, COPIES, OTHER, IDLE)
+PARTS = (
+    *(MATMUL, FP8, LORA, ATTENTION, ELEMENTWISE, CASTS, UNPACKING, LOSS, OPTIMIZER),
+    *(COPIES, OTHER, IDLE),
+)
 
-PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1}
+SCALED = "aten::_scaled_mm"
+PRODUCTS = {
+    **{"aten::mm": 0, "aten::bmm": 0, SCALED: 0},
+    **{"aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1},
+}
 """Where in their shapes the two operands stand."""
+MOST_READERS = 3
+"""Adapters that go through one input together."""
 UNPACKERS = {"bitsandbytes::dequantize_4bit": 0, "bitsandbytes::gemm_4bit": 1}
 """Where the codes stand. The second's product is an operation of its own inside it."""
 PASSES = {
     "LigerRMSNormFunctionBackward": 3,
+    "RmsNormBackward": 3,
     "LigerSiLUMulFunctionBackward": 5,
     "LigerGELUMulFunctionBackward": 5,
 }
@@ -61,8 +72,12 @@ _ELEMENTWISE = frozenset(
         *("cos", "sin", "sigmoid_backward", "threshold_backward", "relu", "masked_fill"),
     )
 )
-_FUSED = ("triton_", "compiledfunction", "liger")
-"""Compiled layers and Liger's kernels, whatever attention and loss have not claimed."""
+_FUSED = ("triton_", "compiledfunction", "liger", "rmsnorm")
+"""Compiled layers, Liger's kernels and ours, whatever attention and loss have not claimed."""
+_CASTS = frozenset(
+    f"{name}{end}" for name in ("_TrainedProduct", "_FrozenProduct") for end in ("", "Backward")
+)
+"""What `runtime/fp8_linear.py` does beside its products."""
 
 Shapes = Sequence[Sequence[int]]
 
@@ -109,6 +124,8 @@ def classify(name: str, shapes: Shapes, facts: Facts) -> str:
     lower = name.lower()
     is_product = name in PRODUCTS
     rules = (
+        (name == SCALED, FP8),
+        (name in _CASTS, CASTS),
         (is_product and _is_thin(name, shapes, facts), LORA),
         (is_product, MATMUL),
         (name in UNPACKERS, UNPACKING),
@@ -122,8 +139,11 @@ def classify(name: str, shapes: Shapes, facts: Facts) -> str:
 
 
 def _is_thin(name: str, shapes: Shapes, facts: Facts) -> bool:
+    if facts.lora_rank is None:
+        return False
     left, right = shapes[PRODUCTS[name] : PRODUCTS[name] + 2]
-    return facts.lora_rank is not None and facts.lora_rank in (*left, *right)
+    ranks = {facts.lora_rank * count for count in range(1, MOST_READERS + 1)}
+    return not ranks.isdisjoint((*left, *right))
 
 
 def _has_logits(shapes: Shapes, facts: Facts) -> bool:
@@ -136,6 +156,7 @@ class Ceilings:
     """The best rates that one device was measured at."""
 
     matmul_flops_per_second: float
+    fp8_flops_per_second: float | None
     sustained_flops_per_second: float | None
     """When the card does nothing but products."""
     attention_forward_flops_per_second: float
@@ -146,7 +167,15 @@ class Ceilings:
 
 
 def read_ceilings(calibration: Calibration, facts: Facts) -> Ceilings:
-    best = max(one.flops_per_second for one in calibration.matmuls if one.dtype == "bf16")
+    best = {
+        dtype: max(
+            (one.flops_per_second for one in calibration.matmuls if one.dtype == dtype),
+            default=None,
+        )
+        for dtype in ("bf16", "fp8")
+    }
+    if best["bf16"] is None:
+        raise ValueError("the calibration has no products in bf16")
     hot = calibration.sustained
     near = min(
         (one for one in calibration.attention if one.kind == "sdpa" and one.is_causal),
@@ -161,7 +190,8 @@ def read_ceilings(calibration: Calibration, facts: Facts) -> Ceilings:
         if one.kind in ("copy", "elementwise") and one.tensor_bytes >= SETTLED_BYTES
     ]
     return Ceilings(
-        matmul_flops_per_second=best,
+        matmul_flops_per_second=best["bf16"],
+        fp8_flops_per_second=best["fp8"],
         sustained_flops_per_second=None if hot is None else hot.flops_per_second,
         attention_forward_flops_per_second=near.forward_flops / near.forward_seconds,
         attention_backward_flops_per_second=(
@@ -185,13 +215,13 @@ def count_work(part: str, row: dict[str, Any], facts: Facts, ceilings: Ceilings)
     """Of all repeats of one operation; None where its shapes do not tell."""
     name, shapes, count = row["op"], row["shapes"], row["count"]
     bandwidth = ceilings.stream_bytes_per_second
-    if part in (MATMUL, LORA):
-        flops, moved = _count_product(name, shapes)
-        seconds = flops / ceilings.matmul_flops_per_second
-        if part == MATMUL:
-            return Work(amount=count * flops, unit="flop", seconds=count * seconds)
-        seconds = max(seconds, moved / bandwidth)
-        return Work(amount=count * moved, unit="byte", seconds=count * seconds)
+    if part in (MATMUL, FP8, LORA):
+        flops, moved = (count * amount for amount in _count_product(name, shapes))
+        rate = ceilings.fp8_flops_per_second if part == FP8 else ceilings.matmul_flops_per_second
+        if part == LORA:
+            seconds = max(flops / ceilings.matmul_flops_per_second, moved / bandwidth)
+            return Work(amount=moved, unit="byte", seconds=seconds)
+        return None if rate is None else Work(amount=flops, unit="flop", seconds=flops / rate)
     if part == ATTENTION:
         return _count_attention(name, shapes, count, facts, ceilings)
     if part == UNPACKING and ceilings.nf4_weights_per_second is not None:

@@ -34,18 +34,24 @@ from tightfit.models.resolve import resolve_model
 
 SOMEWHERE = "H200"
 """What is planned for where there is no GPU to plan for."""
-NAMES = tuple(name for name, job in JOBS.items() if not job.is_alpaca)
+FP8_END = "-fp8"
+"""Of the name of a job that is asked to multiply in fp8."""
+NAMES = tuple(
+    f"{name}{end}" for end in ("", FP8_END) for name, job in JOBS.items() if not job.is_alpaca
+)
 """Rows are full: the length of each decides what attention costs."""
+DEFAULT_NAMES = tuple(name for name in NAMES if not name.endswith(FP8_END))
 
 
 def ask_plan(name: str, device: str, *, is_traced: bool) -> Job:
     """The job as the planner would run it."""
-    asked = JOBS[name]
+    asked = JOBS[name.removesuffix(FP8_END)]
     model = asked.model.rpartition("--")[2]
     words = [sys.executable, "-m", "tightfit", "plan", model, "--method", asked.method]
     words += ["--on", "here" if device == "cuda" else SOMEWHERE, "--top", "1", "--json"]
     words += ["--effective-batch", str(asked.num_rows), "--seq-len", str(asked.seq_len)]
     words += ["--trace" if is_traced else "--no-trace"]
+    words += ["--set", "fp8=true"] if name.endswith(FP8_END) else []
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words[2:])}: exit {done.returncode}\n{done.stderr[-2000:]}")
@@ -127,7 +133,7 @@ def write_document(path: Path, document: dict[str, Any]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--calibration", type=Path, required=True, help="of this machine's GPU")
-    parser.add_argument("--jobs", default=",".join(NAMES), help="names, comma-separated")
+    parser.add_argument("--jobs", default=",".join(DEFAULT_NAMES), help=", ".join(NAMES))
     parser.add_argument("--out", type=Path, default=Path("profile.json"))
     parser.add_argument("--again", type=Path, help="an earlier output, to be shown again")
     parser.add_argument("--no-trace", action="store_true", help="plan by closed forms, sooner")
