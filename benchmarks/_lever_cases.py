@@ -86,6 +86,12 @@ CASES: tuple[Case, ...] = (
     ),
     Case(name="fused kernels", changes={"fused_kernels": True}, needs=_LIGER),
     Case(name="fused loss", changes={"loss": Loss.FUSED}, needs=_LIGER),
+    Case(
+        name="wide loss slices",
+        changes={"loss": Loss.FUSED, "loss_slice_factor": 4},
+        against="fused loss",
+        needs=_LIGER,
+    ),
     Case(name="loss in one kernel", changes={"loss": Loss.KERNEL}, needs=_LIGER),
     Case(name="chunked loss", changes={"loss": Loss.CHUNKED}),
     Case(name="packing", changes={"packing": True}),

@@ -194,7 +194,7 @@ def draw_sharded(job: Job, training: Training, place: Place) -> Objective:
     skeleton: Any = load_meta(Path(training.model_path), request)
     if request.weights is Dtype.NF4:
         pack_skeleton(skeleton, [name for name, _ in list_packable(skeleton)], request)
-    module = Objective(finish_model(skeleton, job.strategy, training), job.strategy.loss)
+    module = Objective.from_strategy(finish_model(skeleton, job.strategy, training), job.strategy)
     source: Any = DrawnSource(module, request, place.device)
     filler, sharder = Filler(module, source, place.device), Sharder(job.strategy, place)
     for layer in decoder_layers(module):

@@ -16,6 +16,7 @@ from tightfit.core.quirks import NO_QUIRKS, Quirks
 MAX_MICRO_BATCH = 65_536
 MAX_SEQ_LEN = 16_777_216
 MAX_WORLD_SIZE = 65_536
+MAX_SLICE_FACTOR = 1024
 
 
 class Method(str, Enum):
@@ -162,6 +163,9 @@ class Strategy(BaseModel):
     """Expand grouped keys and values before SDPA, which has no fused kernel for grouped heads
     before Ampere or in fp32 and would hold the whole score matrix."""
     loss: Loss = Loss.PLAIN
+    loss_slice_factor: PositiveInt = Field(default=1, le=MAX_SLICE_FACTOR)
+    """How many times wider than by default the fused loss cuts its slices of tokens: fewer, larger
+    products, and so many times the logits at once. Liger's `chunk_mem_const`."""
     fused_kernels: bool = False
     """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
     folded_adapters: bool = False

@@ -17,6 +17,11 @@ CHANGED_LOGITS = frozenset({"granite", "cohere", "cohere2"})
 that are trained are copied out of them. Source: transformers modelling files."""
 
 
+def has_head_apart(spec: ModelSpec) -> bool:
+    """Whether the loss may apply the head itself: the fused one then walks in slices."""
+    return spec.model_type not in CHANGED_LOGITS and not spec.is_encoder_decoder
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBytes:
     """What the head and the loss hold at the two moments that can set the peak."""
@@ -48,7 +53,7 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     value = strategy.compute.value_bytes
     softcap = value * table if spec.has_logit_softcap else 0
     dropped = 0 if strategy.quirks.keeps_logits else value * table
-    is_apart = spec.model_type not in CHANGED_LOGITS and not spec.is_encoder_decoder
+    is_apart = has_head_apart(spec)
     if strategy.loss is Loss.FUSED and is_apart:
         return _fused(spec, strategy)
     if strategy.loss is Loss.CHUNKED:
@@ -96,13 +101,21 @@ def _narrow(strategy: Strategy, *, table: int, softcap: int) -> LossBytes:
     )
 
 
+def count_slice_tokens(spec: ModelSpec, *, tokens: int, factor: int) -> int:
+    """Tokens of the fused loss's largest slice: a power of two, or all there are.
+
+    Source: liger-kernel 0.8.5, fused_linear_cross_entropy_forward, `chunk_mem_const`.
+    """
+    num_slices = -(-spec.vocab_size // (factor * spec.hidden_size))
+    return min(tokens, 1 << max(0, (-(-tokens // num_slices) - 1).bit_length()))
+
+
 def _fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     """One slice of logits at a time; slices shrink as the vocabulary grows."""
     tokens = strategy.tokens_per_micro_batch
     value = strategy.compute.value_bytes
-    num_slices = -(-spec.vocab_size // spec.hidden_size)
-    slice_tokens = 1 << max(0, (-(-tokens // num_slices) - 1).bit_length())
-    logits = 2 * min(slice_tokens, tokens) * spec.vocab_size * value
+    slice_tokens = count_slice_tokens(spec, tokens=tokens, factor=strategy.loss_slice_factor)
+    logits = 2 * slice_tokens * spec.vocab_size * value
     hidden_gradient = tokens * spec.hidden_size * value
     trains_head = strategy.method is Method.FULL or strategy.train_embeddings
     head_gradient = 2 * spec.embedding_params * value if trains_head else 0

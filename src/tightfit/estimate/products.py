@@ -52,7 +52,8 @@ class Batch:
         """The fused loss reads the head once per slice of tokens."""
         if self.strategy.loss is not Loss.FUSED:
             return 1.0
-        return min(ceil(self.work.vocab_size / self.work.hidden_size), max(1.0, self.tokens))
+        width = self.strategy.loss_slice_factor * self.work.hidden_size
+        return min(ceil(self.work.vocab_size / width), max(1.0, self.tokens))
 
 
 def estimate_products(batch: Batch) -> Products:

@@ -130,6 +130,9 @@ def _list_losses(case: Case, peak: Peak) -> Iterator[_Wish]:
         yield "chunked loss", {"loss": Loss.CHUNKED}, 0.6 * logits
     if used is not Loss.FUSED:
         yield "fused loss", {"loss": Loss.FUSED}, 0.9 * logits
+    if case.strategy.loss_slice_factor > 1:
+        gone = 1 - 1 / case.strategy.loss_slice_factor
+        yield "narrow loss slices", {"loss_slice_factor": 1}, gone * logits
 
 
 def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Wish]:

@@ -36,11 +36,11 @@ _ZERO_LADDER = (Offload.OPTIMIZER, Offload.ALL)
 def list_fallbacks(plan: Plan) -> list[Plan]:
     """Plans for the same training that need less and less memory; what costs least time first.
 
-    A base that stays packed, then smaller micro-batches with more accumulation, then recomputing,
-    first of half the layers, then a loss that holds less of the logits, then sharding and offload
-    by the same engine, whose checkpoints the run goes on from. Each keeps the step before it, is
-    legal, and is predicted to need less; the sequences of a step, the method and the number
-    formats stay.
+    Narrow slices of the fused loss, then a base that stays packed, then smaller micro-batches with
+    more accumulation, then recomputing, first of half the layers, then a loss that holds less of
+    the logits, then sharding and offload by the same engine, whose checkpoints the run goes on
+    from. Each keeps the step before it, is legal, and is predicted to need less; the sequences of
+    a step, the method and the number formats stay.
     """
     found: list[Plan] = []
     strategy, estimate = plan.strategy, _estimate(plan, plan.strategy)
@@ -58,6 +58,11 @@ def list_fallbacks(plan: Plan) -> list[Plan]:
             found.append(_replan(plan, smaller, less, f"after out of memory, {change} {share}"))
             strategy, estimate = smaller, less
     return found
+
+
+def _list_slices(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    if strategy.loss_slice_factor > 1:
+        yield {"loss_slice_factor": 1}
 
 
 def _list_packed(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
@@ -99,6 +104,7 @@ def _list_shardings(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
 
 
 _KINDS = (
+    _list_slices,
     _list_packed,
     _list_smaller_batches,
     _list_recomputing,
@@ -108,6 +114,8 @@ _KINDS = (
 
 
 def _describe(strategy: Strategy, fields: dict[str, Any]) -> str:
+    if "loss_slice_factor" in fields:
+        return "narrow loss slices"
     if "unpacked_base" in fields:
         return "packed base"
     if "micro_batch" in fields:

@@ -103,6 +103,7 @@ def count_levers(strategy: Strategy) -> int:
         s.packing,
         s.fused_kernels,
         s.unpacked_base,
+        s.loss_slice_factor > 1,
         s.sharding.shards_optimizer,
         s.offload is not Offload.NONE,
         s.optimizer is not Optimizer.ADAMW,

@@ -155,6 +155,7 @@ def name_kernel_levers(strategy: Strategy) -> list[str]:
     s = strategy
     levers = (
         ("fused kernels", s.fused_kernels),
+        ("wide loss slices", s.loss_slice_factor > 1),
         ("folded adapters", s.folded_adapters),
         ("fp8 products", s.fp8),
         ("unpacked base", s.unpacked_base),

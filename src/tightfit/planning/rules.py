@@ -12,6 +12,7 @@ from tightfit.core.strategy import (
     Optimizer,
 )
 from tightfit.core.suggest import did_you_mean
+from tightfit.estimate.logits import has_head_apart
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.case import T5_TYPES, Case, Rule, Violation, is_halved, wants_triton
 from tightfit.planning.rules_adapters import ADAPTER_RULES
@@ -24,6 +25,7 @@ _BNB = "https://huggingface.co/docs/bitsandbytes/main/en/installation"
 _FLASH = "https://github.com/Dao-AILab/flash-attention#nvidia-cuda-support"
 _VARLEN = "torch.nn.attention.varlen of torch 2.10 on, else the flash-attn package; " + _FLASH
 _LIGER = "https://github.com/linkedin/Liger-Kernel (monkey_patch.py, 0.8)"
+_SLICES = "tightfit/train/objective.py; liger-kernel 0.8.5, fused_linear_cross_entropy.py"
 _SCALER = "https://huggingface.co/docs/peft/developer_guides/troubleshooting"
 _WHEELS = "https://github.com/pytorch/pytorch/issues/190385"
 
@@ -313,6 +315,19 @@ _RULES: tuple[Rule, ...] = (
             (c.strategy.fused_kernels or c.strategy.loss is Loss.FUSED)
             and c.spec.model_type not in LIGER_TYPES
         ),
+    ),
+    Rule(
+        name="loss-slices",
+        reason="only the fused loss walks in slices that can be widened, and this is the "
+        "{s.loss.value} loss",
+        source=_SLICES,
+        violated=lambda c: c.strategy.loss_slice_factor > 1 and c.strategy.loss is not Loss.FUSED,
+    ),
+    Rule(
+        name="loss-slices-family",
+        reason="{m.model_type} makes all logits itself, so that the loss has no slices to widen",
+        source=_SLICES,
+        violated=lambda c: c.strategy.loss_slice_factor > 1 and not has_head_apart(c.spec),
     ),
     Rule(
         name="compile-over-fused",

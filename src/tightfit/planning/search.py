@@ -20,6 +20,7 @@ from tightfit.planning.rules import find_warnings
 from tightfit.planning.sift import Shortfall, Sieve, resize
 from tightfit.planning.space import Layout, list_layouts, list_micro_batches
 from tightfit.planning.why import explain_choice
+from tightfit.planning.wide_slices import widen_slices
 
 NUM_PLANS = 5
 _NUM_REFINED = 12
@@ -149,7 +150,8 @@ def _refine_first(sieve: Sieve, count: int) -> list[Candidate]:
 
 
 def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
-    """The same strategy at the micro-batch that is fastest, which need not be the largest."""
+    """The same strategy at the micro-batch that is fastest, which need not be the largest; then its
+    loss in wide slices, where there is memory left for them."""
     best = candidate
     for size in list_micro_batches(sieve.request, candidate.strategy):
         if size[0] >= candidate.strategy.micro_batch:
@@ -159,7 +161,7 @@ def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
         other = replace(candidate, strategy=strategy, estimate=estimate)
         if estimate.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
             best = other
-    return best
+    return widen_slices(sieve, best)
 
 
 def _choose_all(sieve: Sieve, num_plans: int) -> list[Candidate]:

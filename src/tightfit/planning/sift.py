@@ -146,6 +146,11 @@ class Sieve:
             num_checkpoints=self.request.count_checkpoints(strategy.method),
         )
 
+    def is_known_to_fail(self, layout: Layout, strategy: Strategy) -> bool:
+        """Whether a run that was predicted to need no more has run out of memory here."""
+        limit = self.limits.get(layout.group.name)
+        return limit is not None and self._estimate_peak(layout, strategy) >= limit.need_bytes
+
     def list_exclusions(self) -> tuple[Exclusion, ...]:
         """Rules first, then memory; the commonest reason first among each."""
         found = [tally for tally in self._tallies.values() if tally.rule != "host-memory"]
@@ -167,6 +172,15 @@ class Sieve:
             spec=self.request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes
         )
 
+    def _estimate_peak(self, layout: Layout, strategy: Strategy) -> int:
+        gpu = layout.group.node.gpu
+        return estimate_step_peak_bytes(
+            self.request.spec,
+            strategy,
+            is_cpu=gpu.is_cpu,
+            measured_context_bytes=gpu.measured_context_bytes,
+        )
+
     def _find_largest(
         self, layout: Layout, strategy: Strategy, sizes: list[tuple[int, int]]
     ) -> _Fit | None:
@@ -175,18 +189,12 @@ class Sieve:
         Where none fits with room to spare, the smallest may still be a tight fit.
         """
         capacity = capacity_of(layout.group.node)
-        gpu = layout.group.node.gpu
         low, high, probe = 0, len(sizes), 0  # the smallest first: most misses end here
         smallest = 0
         limit = self.limits.get(layout.group.name)
         failed = capacity * 2 if limit is None else limit.need_bytes
         while low < high:
-            peak = estimate_step_peak_bytes(
-                self.request.spec,
-                resize(strategy, sizes[probe]),
-                is_cpu=gpu.is_cpu,
-                measured_context_bytes=gpu.measured_context_bytes,
-            )
+            peak = self._estimate_peak(layout, resize(strategy, sizes[probe]))
             smallest = smallest or peak
             if peak * (1 + MODEL_ERROR_FRACTION) <= capacity and peak < failed:
                 low = probe + 1

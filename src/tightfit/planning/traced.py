@@ -26,6 +26,7 @@ NUM_HALVINGS = 2
 _STAGE_PHASES = {"load": "load", "eval": "eval", "save": "save", "generate": "inference"}
 """A trace's stages that the closed form knows as phases."""
 RECOMPUTE_LEVERS = ("recomputing activations", "no recomputation")
+_SLICES_LEVER = "wide loss slices"
 """As `why.py` names them."""
 UNTRACED_PHASES = ("merge", "quantize")
 """What a trace does not run: other programs do it, later."""
@@ -136,16 +137,16 @@ def trace_plans(result: SearchResult, trace: Trace, *, num_traced: int) -> Trace
     """Trace the first plans and order them anew.
 
     What may recompute layers recomputes no more than it must. What does not fit after all
-    tries half its micro-batch, and is lost when that is of no use. A plan that cannot be
-    traced keeps its formulas and its place among the others.
+    tries narrow slices of the loss, then half its micro-batch, and is lost when that is of no use.
+    A plan that cannot be traced keeps its formulas and its place among the others.
     """
     chosen, rest = result.plans[:num_traced], result.plans[num_traced:]
     settled = _trace_all(chosen, trace)
-    for _ in range(NUM_HALVINGS):
-        smaller = {place: _halve(one.plan) for place, one in enumerate(settled) if one.is_lost}
+    for shrink in (_narrow, *[_halve] * NUM_HALVINGS):
+        smaller = {place: shrink(one.plan) for place, one in enumerate(settled) if one.is_lost}
         tried = {place: plan for place, plan in smaller.items() if plan is not None}
         if not tried:
-            break
+            continue
         for place, one in zip(tried, _trace_all(list(tried.values()), trace), strict=True):
             settled[place] = one
     fitting = _sort([one for one in settled if not one.is_lost], result.wanted_batch)
@@ -191,6 +192,15 @@ def _sort(settled: Sequence[_Settled], wanted_batch: int | None) -> list[_Settle
         )
 
     return sorted(settled, key=rank)
+
+
+def _narrow(plan: Plan) -> Plan | None:
+    """With the slices that the loss has by default; None where it has them."""
+    if plan.strategy.loss_slice_factor == 1:
+        return None
+    narrow = _change(plan, plan.strategy.model_copy(update={"loss_slice_factor": 1}))
+    why = "narrow loss slices: traced, and wide ones do not fit"
+    return narrow.model_copy(update={"why": (*_drop_reasons(plan.why, _SLICES_LEVER), why)})
 
 
 def _halve(plan: Plan) -> Plan | None:

@@ -89,7 +89,12 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         name="a loss that never holds all logits",
         is_pulled=lambda s: s.loss is not Loss.PLAIN,
-        turned_back={"loss": Loss.PLAIN},
+        turned_back={"loss": Loss.PLAIN, "loss_slice_factor": 1},
+    ),
+    Lever(
+        name="wide loss slices",
+        is_pulled=lambda s: s.loss_slice_factor > 1,
+        turned_back={"loss_slice_factor": 1},
     ),
     Lever(name="compiled layers", is_pulled=lambda s: s.compile, turned_back={"compile": False}),
     Lever(name="packing", is_pulled=lambda s: s.packing, turned_back={"packing": False}),

@@ -34,7 +34,7 @@ def build_engine(plan: Plan, place: Place) -> Any:
     else:
         request = make_request(strategy, training)
         model = load_base(prefer_staged(Path(training.model_path)), request, place.device)
-        module = Objective(finish_model(model, strategy, training), strategy.loss)
+        module = Objective.from_strategy(finish_model(model, strategy, training), strategy)
         if strategy.sharding is Sharding.DDP and place.world_size > 1:
             module = replicate(module, place)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tightfit.core.strategy import Loss
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.strategy import Loss, Strategy
 from tightfit.estimate.logits import CHUNKS
 from tightfit.train.batches import IGNORED
 
@@ -30,10 +32,17 @@ class Objective(nn.Module):
     so that head and loss run inside the wrapped forward.
     """
 
-    def __init__(self, model: Any, loss: Loss) -> None:
+    def __init__(self, model: Any, loss: Loss, *, slice_factor: int = 1) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
+        self._slice_factor = slice_factor
+        if slice_factor > 1:
+            _load_sliced_loss()  # a fault is told now, and not at the first step
+
+    @classmethod
+    def from_strategy(cls, model: Any, strategy: Strategy) -> Objective:
+        return cls(model, strategy.loss, slice_factor=strategy.loss_slice_factor)
 
     def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
         model = _unwrap(self.model)
@@ -54,7 +63,7 @@ class Objective(nn.Module):
         head = model.get_output_embeddings()
         softcap = getattr(model.config, "final_logit_softcapping", None)
         if self._loss is Loss.FUSED:
-            return _fused_loss(head, hidden, targets, softcap)
+            return _fused_loss(head, hidden, targets, softcap, self._slice_factor)
         logits = head(hidden)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
@@ -94,13 +103,45 @@ def _chunked_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def _fused_loss(head: Any, hidden: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+def _fused_loss(
+    head: Any, hidden: Tensor, targets: Tensor, softcap: float | None, slice_factor: int
+) -> Tensor:
     """Head and loss a slice at a time in one kernel; the logits never exist whole."""
     if not len(targets):
         nothing: Tensor = (head.weight.sum() + hidden.sum()) * 0.0
         return nothing
+    bias = getattr(head, "bias", None)
+    if slice_factor > 1:
+        total: Tensor = _load_sliced_loss()(
+            hidden,
+            head.weight,
+            targets,
+            bias,
+            reduction="sum",
+            softcap=softcap,
+            chunk_mem_const=slice_factor,
+        )
+        return total
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap)
-    summed: Tensor = loss(head.weight, hidden, targets, getattr(head, "bias", None))
+    summed: Tensor = loss(head.weight, hidden, targets, bias)
     return summed
+
+
+def _load_sliced_loss() -> Any:
+    """Liger's fused loss as a function that takes the width of its slices; older ones do not."""
+    remedy = "pip install -U liger-kernel, or --set loss_slice_factor=1"
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError as fault:
+        raise EnvironmentFaultError(
+            "The plan's fused loss needs liger-kernel, which cannot be imported here.",
+            remedy=remedy,
+        ) from fault
+    if "chunk_mem_const" not in signature(liger_fused_linear_cross_entropy).parameters:
+        raise EnvironmentFaultError(
+            "The plan widens the slices of the fused loss, which this liger-kernel cannot.",
+            remedy=remedy,
+        )
+    return liger_fused_linear_cross_entropy

@@ -56,9 +56,10 @@ def load_sharded(plan: Plan, training: Training, place: Place) -> Objective:
     pack_skeleton(skeleton, packed_names, request)
     source = None
     if whole is not None:
-        source = _take_tensors(Objective(finish_model(whole, strategy, training), strategy.loss))
+        finished = finish_model(whole, strategy, training)
+        source = _take_tensors(Objective.from_strategy(finished, strategy))
         whole = None
-    module = Objective(finish_model(skeleton, strategy, training), strategy.loss)
+    module = Objective.from_strategy(finish_model(skeleton, strategy, training), strategy)
     _fill_and_shard(module, Filler(module, source, place.device), Sharder(strategy, place))
     return module
 

@@ -169,7 +169,7 @@ def build_zero_engine(plan: Plan, place: Place) -> ZeroEngine:
     config = make_zero_config(plan)
     loading = announce_partitioning(config) if _is_partitioned_at_once(strategy) else None
     model = finish_model(_load(strategy, training, place), strategy, training)
-    objective = Objective(model, strategy.loss)
+    objective = Objective.from_strategy(model, strategy)
     if strategy.sharding is Sharding.ZERO3 and strategy.loss is Loss.FUSED:
         # The fused loss reads the head's weight without calling the head, which is what gathers.
         deepspeed.zero.register_external_parameter(objective, model.get_output_embeddings().weight)

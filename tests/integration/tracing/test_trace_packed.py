@@ -64,7 +64,9 @@ def _make_fake(folder: Path, strategy: Strategy) -> Objective:
 def _make_real(folder: Path, strategy: Strategy) -> Objective:
     request = LoadRequest.from_strategy(strategy, is_packed=False)
     model = load_base(folder, request, torch.device("cpu"))
-    return Objective(finish_model(model, strategy, make_training(strategy, folder)), strategy.loss)
+    return Objective.from_strategy(
+        finish_model(model, strategy, make_training(strategy, folder)), strategy
+    )
 
 
 def _describe(module: nn.Module) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def train_alone(folder: Path, method: Method) -> Reference:
     assert training is not None
     base = load_base(folder, LoadRequest.from_strategy(strategy, is_packed=False), device)
     model = finish_model(base, strategy, training)
-    module = Objective(model, strategy.loss)
+    module = Objective.from_strategy(model, strategy)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
     engine = TorchEngine(
         module, optimizer, strategy=strategy, device=device, max_grad_norm=training.max_grad_norm

@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tightfit.core.errors import EnvironmentFaultError
+from tightfit.estimate.logits import count_slice_tokens
 from tightfit.estimate.trace.no_kernels import liger_without_kernels, triton_without_kernels
 from tightfit.estimate.trace.shadows import Shadows, give_shadow
+from tightfit.models.resolve import resolve_model
 
 CARD = (9, 0)
 OLD_CARD = (7, 5)
@@ -103,6 +105,36 @@ def test_fused_loss_of_a_frozen_head() -> None:
         (one_slice, torch.bfloat16),  # logits, then their gradient, in the same place each time
     ]
     assert made == expected
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize(
+    ("tokens", "width", "vocab"),
+    [
+        (8192, 4096, 128_256),
+        (32_768, 2048, 128_256),
+        (8192, 4096, 32_000),
+        (1000, 896, 151_936),
+        (1, 16, 100),
+        (96, 128, 100),
+    ],
+)
+def test_our_slices_are_ligers_own(tokens: int, width: int, vocab: int, factor: int) -> None:
+    wanted = torch.ones(tokens, dtype=torch.long)
+    with _notebook() as notebook:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        hidden, head = _values(tokens, width), _values(vocab, width, is_trained=False)
+        targets = give_shadow(torch.empty(tokens, dtype=torch.long), wanted)
+        notebook.know(hidden, head, targets)
+        notebook.made.clear()
+        liger_fused_linear_cross_entropy(hidden, head, targets, chunk_mem_const=factor)
+    spec = resolve_model("Llama-2-7b").model_copy(
+        update={"hidden_size": width, "vocab_size": vocab}
+    )
+    rows = count_slice_tokens(spec, tokens=tokens, factor=factor)
+    slices = {shape for shape, dtype in notebook.made if shape[-1] == vocab}
+    assert slices == {(rows, vocab)}
 
 
 def test_fused_loss_of_a_trained_head() -> None:

@@ -83,6 +83,7 @@ SLOWER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("recomputation", {"checkpointing": False}, {"checkpointing": True}),
     ("separate kernels", {"fused_kernels": True}, {"fused_kernels": False}),
     ("adapters in passes", {"folded_adapters": True}, {"folded_adapters": False}),
+    ("narrow slices", {"loss": "fused", "loss_slice_factor": 4}, {"loss": "fused"}),
     ("no compiler", {"compile": True}, {"compile": False}),
     ("fp32 adapters", {"adapter_dtype": "bf16"}, {"adapter_dtype": "fp32"}),
     ("4-bit weights", {"weights": "bf16"}, {"weights": "nf4"}),

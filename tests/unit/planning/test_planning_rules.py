@@ -263,6 +263,14 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"checkpointing": False, "recomputed_layers": 4}),
         lambda: _case({"checkpointing": True, "recomputed_layers": 4}),
     ),
+    "loss-slices": (
+        lambda: _case({"loss": "chunked", "loss_slice_factor": 4}),
+        lambda: _case({"loss": "fused", "loss_slice_factor": 4}),
+    ),
+    "loss-slices-family": (
+        lambda: _case({"loss": "fused", "loss_slice_factor": 4}, model="PowerLM-3b"),
+        lambda: _case({"loss": "fused"}, model="PowerLM-3b"),
+    ),
     "flash-softcap": (
         lambda: _case(_BF16 | {"attention": "flash"}, model="gemma-2-9b"),
         lambda: _case(_BF16 | {"attention": "flash"}),

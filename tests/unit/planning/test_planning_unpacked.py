@@ -86,7 +86,7 @@ def test_several_gpus_each_hold_it_whole() -> None:
 
 @pytest.mark.parametrize(("gpu", "count"), [("H200", 1), ("A100-80GB", 4)])
 def test_after_out_of_memory_it_is_packed_first(gpu: str, count: int) -> None:
-    plan = _plans(gpu, count)[0]
+    plan = _plans(gpu, count, fixed={"loss_slice_factor": 1})[0]
     first, *others = list_fallbacks(plan)
     assert first.strategy == plan.strategy.model_copy(update={"unpacked_base": False})
     assert first.why[0].startswith("after out of memory, packed base: -")
@@ -158,7 +158,7 @@ def test_fp8_over_nf4_needs_bf16_and_whole_weights(fields: dict[str, Any], rule:
 
 
 def test_after_out_of_memory_fp8_goes_with_the_unpacked_base() -> None:
-    plan = _plans("H200", fixed={"fp8": True})[0]
+    plan = _plans("H200", fixed={"fp8": True, "loss_slice_factor": 1})[0]
     first, *others = list_fallbacks(plan)
     packed = {"unpacked_base": False, "fp8": False}
     assert first.strategy == plan.strategy.model_copy(update=packed)

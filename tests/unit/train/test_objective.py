@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ from tiny_sizes import SIZES, VOCAB
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tightfit.core.strategy import Loss
+from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.strategy import Loss, Strategy
 from tightfit.train.batches import IGNORED
 from tightfit.train.objective import Objective, has_plain_head
 
@@ -107,3 +111,62 @@ def test_a_batch_without_loss_still_reaches_every_parameter(loss: Loss) -> None:
     assert float(total.detach()) == 0
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+SLICED = Strategy(loss=Loss.FUSED, loss_slice_factor=4)
+
+
+def _old_liger(**_given: Any) -> Tensor:
+    raise AssertionError("it cannot take the factor")
+
+
+def _put_liger(monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> None:
+    names = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.functional")
+    for name in names:
+        module: Any = ModuleType(name)
+        module.liger_fused_linear_cross_entropy = loss
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_the_fused_loss_is_told_how_wide_its_slices_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+
+    def loss(
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Any,
+        *,
+        chunk_mem_const: int,
+        **how: Any,
+    ) -> Tensor:
+        told.append(chunk_mem_const)
+        logits, softcap = torch.nn.functional.linear(hidden, weight, bias), how["softcap"]
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return torch.nn.functional.cross_entropy(logits, targets, reduction=how["reduction"])
+
+    _put_liger(monkeypatch, loss)
+    for family in ("llama", "gemma2", "phi"):
+        model, batch = make_model(family), make_batch()
+        with torch.no_grad():
+            ours = Objective.from_strategy(model, SLICED)(**batch)
+            plain = Objective(model, Loss.PLAIN)(**batch)
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
+    assert told == [4, 4, 4]
+
+
+def test_an_older_liger_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    _put_liger(monkeypatch, _old_liger)
+    model = make_model("llama")
+    Objective.from_strategy(model, Strategy(loss=Loss.FUSED))
+    with pytest.raises(EnvironmentFaultError, match="widens the slices") as caught:
+        Objective.from_strategy(model, SLICED)
+    assert "--set loss_slice_factor=1" in caught.value.remedy
+
+
+def test_no_liger_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(EnvironmentFaultError, match="cannot be imported") as caught:
+        Objective.from_strategy(make_model("llama"), SLICED)
+    assert "pip install" in caught.value.remedy

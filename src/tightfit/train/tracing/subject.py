@@ -47,7 +47,7 @@ def build_skeleton(
     name = choose_attention_name(strategy, is_packed=strategy.packing, has_varlen=has_varlen)
     model = load_meta(folder, replace(request, attention=name))
     pack_skeleton_fake(model, request)
-    return Objective(finish_model(model, strategy, training), strategy.loss)
+    return Objective.from_strategy(finish_model(model, strategy, training), strategy)
 
 
 def build_fake_engine(

@@ -1,0 +1,116 @@
+"""The fused loss walks in wide slices where nothing is recomputed and memory is left."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from planning_cases import make_cluster, make_request
+
+from tightfit.core.strategy import Loss, Strategy
+from tightfit.estimate.allocator import MODEL_ERROR_FRACTION
+from tightfit.estimate.result import Verdict
+from tightfit.planning.fallback import list_fallbacks
+from tightfit.planning.known import KnownOutcome
+from tightfit.planning.plan import Plan
+from tightfit.planning.request import JobRequest, describe_strategy
+from tightfit.planning.search import search
+from tightfit.planning.wide_slices import WIDE_FACTOR
+
+FIXED: dict[str, Any] = {
+    **{"checkpointing": False, "micro_batch": 16, "optimizer": "adamw"},
+    **{"weights": "bf16", "sharding": "single"},
+}
+
+
+def _request(model: str = "Llama-3.2-1B", **fixed: Any) -> JobRequest:
+    return make_request(model, method="full", seq_len=2048, fixed=FIXED | fixed)
+
+
+def _plan(request: JobRequest, gpu: str = "H200", **node: Any) -> Plan:
+    return search(request, make_cluster((1, gpu), **node)).plans[0]
+
+
+def test_a_roomy_card_gets_wide_slices_and_is_told_what_they_bring() -> None:
+    plan = _plan(make_request("Llama-3.2-1B", method="full", seq_len=2048))
+    assert plan.strategy.loss is Loss.FUSED
+    assert not plan.strategy.checkpointing
+    assert plan.strategy.loss_slice_factor == WIDE_FACTOR
+    [why] = [line for line in plan.why if line.startswith("wide loss slices:")]
+    assert "x faster" in why
+    assert any(line.startswith("a loss that never holds all logits:") for line in plan.why)
+    assert "wide loss slices" in describe_strategy(plan.strategy)
+
+    narrow = _plan(_request(loss_slice_factor=1))
+    assert narrow.estimate.time.seconds_per_step > plan.estimate.time.seconds_per_step
+    assert narrow.estimate.gpu.peak_reserved_bytes < plan.estimate.gpu.peak_reserved_bytes
+
+
+def test_slices_stay_narrow_where_wide_ones_would_not_fit() -> None:
+    needs = [
+        _plan(_request(loss_slice_factor=factor)).estimate.gpu.peak_reserved_bytes
+        for factor in (1, WIDE_FACTOR)
+    ]
+    for need, factor in ((sum(needs) // 2, 1), (needs[1] + 2**20, WIDE_FACTOR)):
+        room = int(need * (1 + MODEL_ERROR_FRACTION))
+        plan = _plan(_request(), free_gpu_memory_bytes=room)
+        assert plan.estimate.verdict is Verdict.FITS
+        assert plan.strategy.loss_slice_factor == factor
+
+
+def test_a_tight_fit_is_not_made_tighter() -> None:
+    need = _plan(_request(loss_slice_factor=1)).estimate.gpu.peak_reserved_bytes
+    plan = _plan(_request(), free_gpu_memory_bytes=need)
+    assert plan.estimate.verdict is Verdict.TIGHT
+    assert plan.strategy.loss_slice_factor == 1
+
+
+def test_what_recomputes_has_no_memory_to_give_away() -> None:
+    plan = _plan(_request(checkpointing=True))
+    assert plan.strategy.loss is Loss.FUSED
+    assert plan.strategy.loss_slice_factor == 1
+
+
+@pytest.mark.parametrize("factor", [1, 2, 8])
+def test_what_is_fixed_stays(factor: int) -> None:
+    assert _plan(_request(loss_slice_factor=factor)).strategy.loss_slice_factor == factor
+
+
+@pytest.mark.parametrize("loss", [Loss.PLAIN, Loss.CHUNKED])
+def test_other_losses_have_no_slices_to_widen(loss: Loss) -> None:
+    assert _plan(_request(loss=loss)).strategy.loss_slice_factor == 1
+
+
+def test_families_that_make_all_logits_have_none_either() -> None:
+    plan = _plan(make_request("PowerLM-3b", method="lora", fixed={"loss": "fused"}))
+    assert plan.strategy.loss_slice_factor == 1
+
+
+def test_what_ran_out_of_memory_is_narrowed() -> None:
+    wide = _plan(_request())
+    outcome = KnownOutcome(
+        model_name=wide.model.name,
+        gpu_name=wide.hardware.node.gpu.name,
+        strategy=wide.strategy,
+        status="out-of-memory",
+        peak_bytes=None,
+        date="2026-03-04T10:00:00",
+    )
+    plan = search(_request(), make_cluster((1, "H200")), known=[outcome]).plans[0]
+    assert plan.strategy == wide.strategy.model_copy(update={"loss_slice_factor": 1})
+
+
+def test_after_out_of_memory_slices_are_narrowed_first() -> None:
+    plan = _plan(_request())
+    first, *others = list_fallbacks(plan)
+    assert first.strategy == plan.strategy.model_copy(update={"loss_slice_factor": 1})
+    assert first.why[0].startswith("after out of memory, narrow loss slices: -")
+    assert {other.strategy.loss_slice_factor for other in others} == {1}
+
+
+def test_plans_from_before_have_the_slices_they_ran_with() -> None:
+    told = json.loads(_plan(_request()).model_dump_json())
+    del told["strategy"]["loss_slice_factor"]
+    assert Plan.model_validate(told).strategy.loss_slice_factor == 1
+    assert Strategy(loss=Loss.FUSED).loss_slice_factor == 1
