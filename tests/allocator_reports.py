@@ -12,6 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 _MARK_BYTES = 1_234_567
+_MEMORY = "[memory]"
+_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
 @dataclass(slots=True)
@@ -45,14 +47,34 @@ def listening() -> Iterator[Told]:
 
 
 def _list_sizes(events: Any) -> list[int]:
-    """Bytes taken, or given back if negative, in order."""
+    """Bytes taken, or given back if negative, in order; without the scratch of products."""
     found: list[tuple[int, int]] = []
 
     def walk(some: Any) -> None:
         for event in some:
-            if event.name == "[memory]":
-                found.append((event.start_time_ns, event.extra_fields.alloc_size))
+            if event.name in _PRODUCTS:
+                found.extend(_list_kept(event.children))
+                continue
+            if event.name == _MEMORY:
+                found.append(_read(event))
             walk(event.children)
 
     walk(events)
     return [num_bytes for _, num_bytes in sorted(found, key=lambda pair: pair[0])]
+
+
+def _list_kept(events: Any) -> list[tuple[int, int]]:
+    """Of one product, what it does not give back itself: a CPU without 16-bit instructions has a
+    copy in fp32 meanwhile."""
+    kept: list[tuple[int, int]] = []
+    for event in events:
+        if event.name == _MEMORY:
+            when, num_bytes = _read(event)
+            taken = next((one for one in kept if one[1] == -num_bytes > 0), None)
+            kept.remove(taken) if taken else kept.append((when, num_bytes))
+        kept += _list_kept(event.children)
+    return kept
+
+
+def _read(event: Any) -> tuple[int, int]:
+    return event.start_time_ns, event.extra_fields.alloc_size

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.strategy import Loss, Strategy
 from tightfit.estimate.logits import CHUNKS
 from tightfit.train.batches import IGNORED
@@ -37,8 +36,6 @@ class Objective(nn.Module):
         self.model = model
         self._loss = loss
         self._slice_factor = slice_factor
-        if slice_factor > 1:
-            _load_sliced_loss()  # a fault is told now, and not at the first step
 
     @classmethod
     def from_strategy(cls, model: Any, strategy: Strategy) -> Objective:
@@ -106,13 +103,17 @@ def _chunked_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def _fused_loss(
     head: Any, hidden: Tensor, targets: Tensor, softcap: float | None, slice_factor: int
 ) -> Tensor:
-    """Head and loss a slice at a time in one kernel; the logits never exist whole."""
+    """Head and loss a slice at a time in one kernel; the logits never exist whole.
+
+    An older Liger cannot widen its slices: they take less memory then than was planned.
+    """
     if not len(targets):
         nothing: Tensor = (head.weight.sum() + hidden.sum()) * 0.0
         return nothing
     bias = getattr(head, "bias", None)
-    if slice_factor > 1:
-        total: Tensor = _load_sliced_loss()(
+    sliced = _find_sliced_loss() if slice_factor > 1 else None
+    if sliced is not None:
+        total: Tensor = sliced(
             hidden,
             head.weight,
             targets,
@@ -129,19 +130,9 @@ def _fused_loss(
     return summed
 
 
-def _load_sliced_loss() -> Any:
+def _find_sliced_loss() -> Any | None:
     """Liger's fused loss as a function that takes the width of its slices; older ones do not."""
-    remedy = "pip install -U liger-kernel, or --set loss_slice_factor=1"
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError as fault:
-        raise EnvironmentFaultError(
-            "The plan's fused loss needs liger-kernel, which cannot be imported here.",
-            remedy=remedy,
-        ) from fault
-    if "chunk_mem_const" not in signature(liger_fused_linear_cross_entropy).parameters:
-        raise EnvironmentFaultError(
-            "The plan widens the slices of the fused loss, which this liger-kernel cannot.",
-            remedy=remedy,
-        )
-    return liger_fused_linear_cross_entropy
+    from liger_kernel.transformers import functional
+
+    found = functional.liger_fused_linear_cross_entropy
+    return found if "chunk_mem_const" in signature(found).parameters else None

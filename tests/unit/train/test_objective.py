@@ -13,7 +13,6 @@ from tiny_sizes import SIZES, VOCAB
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.strategy import Loss, Strategy
 from tightfit.train.batches import IGNORED
 from tightfit.train.objective import Objective, has_plain_head
@@ -126,6 +125,8 @@ def _put_liger(monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> 
         module: Any = ModuleType(name)
         module.liger_fused_linear_cross_entropy = loss
         monkeypatch.setitem(sys.modules, name, module)
+    transformers: Any = sys.modules[names[1]]
+    transformers.functional = sys.modules[names[2]]
 
 
 def test_the_fused_loss_is_told_how_wide_its_slices_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,17 +157,20 @@ def test_the_fused_loss_is_told_how_wide_its_slices_are(monkeypatch: pytest.Monk
     assert told == [4, 4, 4]
 
 
-def test_an_older_liger_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_liger_takes_the_slices_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OldLoss:
+        def __init__(self, *, reduction: str, softcap: float | None) -> None:
+            assert (reduction, softcap) == ("sum", None)
+
+        def __call__(self, weight: Tensor, hidden: Tensor, targets: Tensor, bias: Any) -> Tensor:
+            logits = torch.nn.functional.linear(hidden, weight, bias)
+            return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
     _put_liger(monkeypatch, _old_liger)
-    model = make_model("llama")
-    Objective.from_strategy(model, Strategy(loss=Loss.FUSED))
-    with pytest.raises(EnvironmentFaultError, match="widens the slices") as caught:
-        Objective.from_strategy(model, SLICED)
-    assert "--set loss_slice_factor=1" in caught.value.remedy
-
-
-def test_no_liger_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(EnvironmentFaultError, match="cannot be imported") as caught:
-        Objective.from_strategy(make_model("llama"), SLICED)
-    assert "pip install" in caught.value.remedy
+    module: Any = sys.modules["liger_kernel.transformers"]
+    module.LigerFusedLinearCrossEntropyLoss = OldLoss
+    model, batch = make_model("llama"), make_batch()
+    with torch.no_grad():
+        ours = Objective.from_strategy(model, SLICED)(**batch)
+        plain = Objective(model, Loss.PLAIN)(**batch)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
