@@ -26,8 +26,8 @@ NUM_HALVINGS = 2
 _STAGE_PHASES = {"load": "load", "eval": "eval", "save": "save", "generate": "inference"}
 """A trace's stages that the closed form knows as phases."""
 RECOMPUTE_LEVERS = ("recomputing activations", "no recomputation")
-_SLICES_LEVER = "wide loss slices"
 """As `why.py` names them."""
+_SLICES_LEVER = "wide loss slices"
 UNTRACED_PHASES = ("merge", "quantize")
 """What a trace does not run: other programs do it, later."""
 

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 
-del os.environ["TRITON_INTERPRET"]
-
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
+from compiled import list_steps  # before what imports triton
 
 from tightfit.runtime import adamw_kernels
 
 TYPES = ("*i64", "*i32", "*fp32", "*fp32", "i32", *("fp32",) * 5)
-KINDS = {"bf16": tl.bfloat16, "fp32": tl.float32}
-STEPS = re.compile(r"(?:ld|st)\.global\S*")
+KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def compile_kernel(kind: str, capability: int) -> list[str]:
-    kernel = adamw_kernels._update
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    signature |= dict(zip(kernel.arg_names, TYPES, strict=False))
-    fixed = {"dtype": KINDS[kind], "tile": adamw_kernels.TILE}
-    source = ASTSource(kernel, signature, constexprs=fixed)
-    options = {"num_warps": adamw_kernels.NUM_WARPS}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return STEPS.findall(made.asm["ptx"])
+    return list_steps(
+        adamw_kernels._update,
+        TYPES,
+        {"dtype": adamw_kernels._WORDS[KINDS[kind]], "tile": adamw_kernels.TILE},
+        capability=capability,
+        num_warps=adamw_kernels.NUM_WARPS,
+        is_aligned=False,
+    )
 
 
 def main() -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 
-del os.environ["TRITON_INTERPRET"]
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compiled import list_steps  # before what imports triton
 
 from tightfit.runtime import fp8_kernels
 
@@ -25,20 +20,18 @@ KERNELS = {
     "_cast_turned": ((NARROW, SCALES, LARGEST, WIDE, *SIZES), fp8_kernels.TURNED_TILE),
     "_turn": ((BYTES, BYTES, *SIZES), fp8_kernels.TURNED_TILE),
 }
-STEPS = re.compile(r"(?:ld|st)\.global\S*")
 
 
 def compile_kernel(name: str, capability: int) -> list[str]:
-    """How it reads and writes, in the card's own words."""
     types, tile = KERNELS[name]
-    kernel = getattr(fp8_kernels, name)
-    signature = dict.fromkeys(kernel.arg_names, "constexpr")
-    signature |= dict(zip(kernel.arg_names, types, strict=False))
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(len(types))}
-    source = ASTSource(kernel, signature, constexprs=dict(tile), attrs=aligned)
-    target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target=target, options={"num_warps": fp8_kernels.NUM_WARPS})
-    return STEPS.findall(made.asm["ptx"])
+    return list_steps(
+        getattr(fp8_kernels, name),
+        types,
+        tile,
+        capability=capability,
+        num_warps=fp8_kernels.NUM_WARPS,
+        is_aligned=True,
+    )
 
 
 def main() -> None:
