@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightfit.cli import choices
 from tightfit.cli.describe import count_of
@@ -16,10 +16,11 @@ from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
 from tightfit.core.training import DataSource
 from tightfit.core.workload import DataProfile
-from tightfit.data.meter import ReadProgress
-from tightfit.data.profile import profile_dataset
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.request import JobRequest
+
+if TYPE_CHECKING:
+    from tightfit.data.meter import ReadProgress
 
 RECIPE_ENDINGS = (".yaml", ".yml")
 
@@ -91,6 +92,8 @@ def refuse_plain_qlora(recipe: Recipe, fixed: dict[str, Any]) -> None:
 
 def profile_sources(sources: tuple[DataSource, ...], *, seq_len: int, model: str) -> DataProfile:
     """Read the data, counting aloud where somebody watches."""
+    from tightfit.data.profile import profile_dataset
+
     is_watched = sys.stderr is not None and sys.stderr.isatty()
 
     def tell(state: ReadProgress) -> None:

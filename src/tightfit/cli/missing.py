@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tightfit.hardware import surroundings
 from tightfit.planning.needs import Need, list_missing
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult
@@ -14,6 +13,8 @@ def find_missing(plan: Plan) -> tuple[Need, ...]:
     """Nothing for a plan of another machine: what it has is not known."""
     if plan.hardware.source != "here":
         return ()
+    from tightfit.hardware import surroundings
+
     return list_missing(plan.strategy, surroundings.read_version)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tightfit.cli.buy import buy
-from tightfit.cli.chart import Chart, check_chart_path, make_panel, write_chart
 from tightfit.cli.describe import describe_how, describe_levers
 from tightfit.cli.faults import report_fault
 from tightfit.cli.flags.plan import PlanFlags
@@ -20,15 +18,18 @@ from tightfit.cli.json_output import show_json
 from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
 from tightfit.cli.output import announce
+from tightfit.cli.require import has_packages
 from tightfit.cli.saved_plan import read_saved_plans, refuse_new_wishes
-from tightfit.cli.traced_plans import draw_traces, trace_search
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.files import check_writable, write_atomic
-from tightfit.estimate.trace.result import TracedMemory
 from tightfit.hardware.types import Cluster
-from tightfit.planning.by_group import GroupBest
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
+
+if TYPE_CHECKING:
+    from tightfit.cli.chart import Chart
+    from tightfit.estimate.trace.result import TracedMemory
+    from tightfit.planning.by_group import GroupBest
 
 NUM_DRAWN = 3
 """Plans in the chart."""
@@ -37,6 +38,8 @@ NUM_DRAWN = 3
 def plan(flags: PlanFlags) -> None:
     """Search, then show, save and draw."""
     if flags.chart is not None:
+        from tightfit.cli.chart import check_chart_path
+
         check_chart_path(flags.chart)
     if flags.save is not None:
         check_writable(flags.save)
@@ -49,6 +52,8 @@ def plan(flags: PlanFlags) -> None:
         _refuse_unused(flags)
     job = read_job(flags)
     if flags.buy:
+        from tightfit.cli.buy import buy
+
         buy(flags, job)
         return
     cluster = choose_cluster(job.on, command=_repeat(flags))
@@ -56,8 +61,20 @@ def plan(flags: PlanFlags) -> None:
     result = search(job.request, cluster, num_plans=flags.top)
     if not result.plans:
         _refuse(flags, result)
-    traced = trace_search(warn_of_missing(result), asked=flags.trace)
-    _tell(flags, traced.result, cluster=cluster, traces=traced.traces)
+    result, traces = _trace(warn_of_missing(result), asked=flags.trace)
+    _tell(flags, result, cluster=cluster, traces=traces)
+
+
+def _trace(
+    result: SearchResult, *, asked: bool | None
+) -> tuple[SearchResult, Sequence[TracedMemory | None]]:
+    """Plans traced where that is possible; where it is not, nothing of it is loaded."""
+    if asked is None and not has_packages("torch", "transformers", "peft"):
+        return result, ()
+    from tightfit.cli.traced_plans import trace_search
+
+    traced = trace_search(result, asked=asked)
+    return traced.result, traced.traces
 
 
 def _tell(
@@ -85,6 +102,9 @@ def _write_files(
         save_plan(result.plans[0], flags.save)
     if flags.chart is None:
         return
+    from tightfit.cli.chart import write_chart
+    from tightfit.cli.traced_plans import draw_traces
+
     drawn = [pair for pair in zip(result.plans, traces, strict=False) if pair[1] is not None]
     if drawn:
         draw_traces(drawn[:NUM_DRAWN], flags.chart)
@@ -169,6 +189,8 @@ def _refuse_unused(flags: PlanFlags) -> None:
 
 
 def _draw(plans: Sequence[Plan]) -> Chart:
+    from tightfit.cli.chart import Chart, make_panel
+
     drawn = plans[:NUM_DRAWN]
     is_cut = len(drawn) < len(plans)
     return Chart(

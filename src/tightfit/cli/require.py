@@ -5,12 +5,17 @@ from __future__ import annotations
 from tightfit.core.errors import EnvironmentFaultError
 
 
-def require_packages(what: str, *names: str, extra: str = "train") -> None:
-    """`what` begins the sentence: `Merging needs peft, which is not installed.`"""
+def has_packages(*names: str) -> bool:
+    """Told without importing any of them."""
     from importlib.util import find_spec
 
+    return all(find_spec(name) is not None for name in names)
+
+
+def require_packages(what: str, *names: str, extra: str = "train") -> None:
+    """`what` begins the sentence: `Merging needs peft, which is not installed.`"""
     for name in names:
-        if find_spec(name) is None:
+        if not has_packages(name):
             raise EnvironmentFaultError(
                 f"{what} needs {name}, which is not installed.",
                 remedy=f"pip install 'tightfit[{extra}]'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 
 
 class Dtype(str, Enum):
@@ -15,12 +16,12 @@ class Dtype(str, Enum):
     NF4 = "nf4"
     GPTQ4 = "gptq4"
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         """Stored packed; arithmetic happens in another dtype, and the weight takes no gradient."""
         return self in (Dtype.INT8, Dtype.NF4, Dtype.GPTQ4)
 
-    @property
+    @cached_property
     def value_bytes(self) -> int:
         """Bytes of one unpacked value. Quantized formats have none: see `estimate/weights.py`."""
         if self.is_quantized:

@@ -9,8 +9,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from tightfit.core.suggest import did_you_mean
-from tightfit.core.yaml_text import Place
 
+Place = tuple[str | int, ...]
+"""Keys and list positions from the top of a file to a value."""
 _KINDS = {
     "string_type": "text",
     "int_type": "a whole number",

@@ -18,7 +18,7 @@ from pydantic import (
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
-from tightfit.core.faults import describe_faults, describe_value, dotted
+from tightfit.core.faults import Place, describe_faults, describe_value, dotted
 from tightfit.core.strategy import MAX_SEQ_LEN, Method, Strategy
 from tightfit.core.training import (
     DEFAULT_LEARNING_RATES,
@@ -28,7 +28,9 @@ from tightfit.core.training import (
     Training,
     TrainOn,
 )
-from tightfit.core.yaml_text import Place, YamlDocument, read_yaml
+
+if TYPE_CHECKING:
+    from tightfit.core.yaml_text import YamlDocument
 
 MAX_COUNT = 10**9
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
@@ -207,6 +209,8 @@ def make_training(recipe: Recipe, *, method: Method, model_path: Path | str) -> 
 
 def read_recipe(path: Path | str) -> Recipe:
     """A recipe from its YAML file; relative paths in it start at the recipe's own folder."""
+    from tightfit.core.yaml_text import read_yaml  # most commands name a model and read none
+
     document = read_yaml(Path(path))
     if not isinstance(document.value, dict):
         raise _refused(document, [_not_a_recipe(document.value)])

@@ -7,6 +7,7 @@ stack really does, and each field is the only home of its default.
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
@@ -42,23 +43,23 @@ class Sharding(str, Enum):
     ZERO2 = "zero2"
     ZERO3 = "zero3"
 
-    @property
+    @cached_property
     def shards_optimizer(self) -> bool:
         return self not in (Sharding.SINGLE, Sharding.DDP)
 
-    @property
+    @cached_property
     def shards_gradients(self) -> bool:
         return self.shards_optimizer and self is not Sharding.ZERO1
 
-    @property
+    @cached_property
     def shards_weights(self) -> bool:
         return self.shards_gradients and self is not Sharding.ZERO2
 
-    @property
+    @cached_property
     def is_fsdp(self) -> bool:
         return self in (Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.FSDP_HYBRID)
 
-    @property
+    @cached_property
     def is_zero(self) -> bool:
         return self in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 
@@ -71,11 +72,11 @@ class Offload(str, Enum):
     PARAMS = "params"
     ALL = "all"
 
-    @property
+    @cached_property
     def moves_optimizer(self) -> bool:
         return self in (Offload.OPTIMIZER, Offload.ALL)
 
-    @property
+    @cached_property
     def moves_params(self) -> bool:
         return self in (Offload.PARAMS, Offload.ALL)
 

@@ -11,15 +11,13 @@ from typing import Any
 import yaml
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.faults import Place
 from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.units import KIB, MIB
 
 MAX_BYTES = 256 * 1024
 """Far above any file written by hand; keeps a wrong file from being parsed for minutes."""
-
-Place = tuple[str | int, ...]
-"""Keys and list positions from the top to a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from tightfit.estimate.result import (
     Estimate,
     GpuMemory,
     HostMemory,
+    Outline,
     ParameterCounts,
     Phase,
     Verdict,
@@ -42,6 +43,21 @@ def lacks_host(host: HostMemory) -> bool:
     return capacity is not None and host.peak_bytes > HOST_SHARE_FRACTION * capacity
 
 
+def outline_job(
+    *,
+    spec: ModelSpec,
+    strategy: Strategy,
+    node: Node,
+    network_bytes_per_second: float | None = None,
+    profile: DataProfile | None = None,
+) -> Outline:
+    """Whether `strategy` fits on nodes like `node`, and how long its step takes."""
+    strategy = as_loaded(spec, strategy)
+    return _outline(
+        spec, strategy, node, _list_moments(spec, strategy, node), network_bytes_per_second, profile
+    )
+
+
 def estimate_job(
     *,
     spec: ModelSpec,
@@ -56,29 +72,22 @@ def estimate_job(
     `num_checkpoints` are kept on disk beside the one being written.
     """
     asked, strategy = strategy, as_loaded(spec, strategy)
-    gpu, phases = _gpu_memory(spec, strategy, node)
-    host = _host_memory(spec, strategy, node, gpu)
+    moments = _list_moments(spec, strategy, node)
+    outline = _outline(spec, strategy, node, moments, network_bytes_per_second, profile)
     disk = estimate_disk_components(spec, strategy, num_checkpoints=num_checkpoints)
-    trainable = num_trainable(spec, strategy) if strategy.is_trained else 0
-    verdict, reason = _verdict(gpu, host, node)
     return Estimate(
-        verdict=verdict,
-        reason=reason,
+        verdict=outline.verdict,
+        reason=outline.reason,
         parameters=ParameterCounts(
-            total=spec.num_params, trainable=trainable, active=spec.num_active_params
+            total=spec.num_params,
+            trainable=_count_trainable(spec, strategy),
+            active=spec.num_active_params,
         ),
-        gpu=gpu,
-        host=host,
+        gpu=outline.gpu,
+        host=outline.host,
         disk=DiskSpace(bytes=sum(disk.values()), components=disk),
-        time=estimate_step_time(
-            spec=spec,
-            strategy=strategy,
-            node=node,
-            network_bytes_per_second=network_bytes_per_second,
-            profile=profile,
-            num_trainable=trainable,
-        ),
-        phases=phases,
+        time=outline.time,
+        phases=_phases(spec, strategy, node, moments, outline.gpu),
         assumptions=(
             *_describe_unpacked(spec, asked, strategy),
             *_assumptions(spec, strategy, node, network_bytes_per_second),
@@ -94,17 +103,52 @@ def _describe_unpacked(spec: ModelSpec, asked: Strategy, loaded: Strategy) -> It
         )
 
 
+def _list_moments(spec: ModelSpec, strategy: Strategy, node: Node) -> list[Moment]:
+    """Of the step; none where nothing is trained."""
+    if not strategy.is_trained:
+        return []
+    return estimate_moments(spec, strategy, is_cpu=node.gpu.is_cpu)
+
+
+def _count_trainable(spec: ModelSpec, strategy: Strategy) -> int:
+    return num_trainable(spec, strategy) if strategy.is_trained else 0
+
+
+def _outline(
+    spec: ModelSpec,
+    strategy: Strategy,
+    node: Node,
+    moments: list[Moment],
+    network_bytes_per_second: float | None,
+    profile: DataProfile | None,
+) -> Outline:
+    gpu = _gpu_memory(spec, strategy, node, moments)
+    host = _host_memory(spec, strategy, node, gpu)
+    verdict, reason = _verdict(gpu, host, node)
+    return Outline(
+        verdict=verdict,
+        reason=reason,
+        gpu=gpu,
+        host=host,
+        time=estimate_step_time(
+            spec=spec,
+            strategy=strategy,
+            node=node,
+            network_bytes_per_second=network_bytes_per_second,
+            profile=profile,
+            num_trainable=_count_trainable(spec, strategy),
+        ),
+    )
+
+
 def _gpu_memory(
-    spec: ModelSpec, strategy: Strategy, node: Node
-) -> tuple[GpuMemory, tuple[Phase, ...]]:
+    spec: ModelSpec, strategy: Strategy, node: Node, moments: list[Moment]
+) -> GpuMemory:
     is_cpu = node.gpu.is_cpu
     context = node.gpu.measured_context_bytes
-    held = partial(hold, strategy=strategy, is_cpu=is_cpu, measured_context_bytes=context)
-    moments = estimate_moments(spec, strategy, is_cpu=is_cpu) if strategy.is_trained else []
-    around = estimate_phases(spec, strategy, is_cpu=is_cpu)
-    peak = peak_moment(moments or [m for m in around if m.name in ("load", "inference")][:1])
-    components = held(peak, moments)
-    gpu = GpuMemory(
+    peak = peak_moment(moments or estimate_phases(spec, strategy, is_cpu=is_cpu)[:1])
+    components = hold(peak, moments, strategy, is_cpu=is_cpu, measured_context_bytes=context)
+    return GpuMemory(
         peak_phase=peak.name,
         peak_allocated_bytes=peak.allocated_bytes,
         peak_reserved_bytes=sum(components.values()),
@@ -113,6 +157,18 @@ def _gpu_memory(
         ),
         capacity_bytes=node.free_gpu_memory_bytes or node.gpu.memory_bytes,
         components=components,
+    )
+
+
+def _phases(
+    spec: ModelSpec, strategy: Strategy, node: Node, moments: list[Moment], gpu: GpuMemory
+) -> tuple[Phase, ...]:
+    is_cpu = node.gpu.is_cpu
+    held = partial(
+        hold,
+        strategy=strategy,
+        is_cpu=is_cpu,
+        measured_context_bytes=node.gpu.measured_context_bytes,
     )
     host = estimate_phase_host_bytes(spec, strategy)
 
@@ -128,8 +184,9 @@ def _gpu_memory(
         )
 
     steps = (phase(m, _within(gpu, held(m, moments))) for m in moments)
+    around = estimate_phases(spec, strategy, is_cpu=is_cpu)
     load, *later = (phase(m, held(m, [])) for m in around)
-    return gpu, (load, *steps, *later)
+    return (load, *steps, *later)
 
 
 def _within(gpu: GpuMemory, held: dict[str, int]) -> dict[str, int]:

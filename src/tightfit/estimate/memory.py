@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tightfit.core.strategy import Method, Sharding, Strategy
-from tightfit.estimate.activations import (
-    LayerBytes,
-    cache_bytes,
-    estimate_layer_bytes,
-    fuses_pointwise,
-)
+from tightfit.estimate.activations import LayerBytes
 from tightfit.estimate.allocator import (
     estimate_context_bytes,
     estimate_cpu_slack_bytes,
@@ -19,6 +15,11 @@ from tightfit.estimate.allocator import (
 )
 from tightfit.estimate.buffers import BufferBytes, estimate_buffer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
+from tightfit.estimate.model_activations import (
+    ActivationBytes,
+    estimate_activation_bytes,
+    list_layers,
+)
 from tightfit.estimate.state import StateBytes, estimate_state_bytes, trained_value_bytes
 from tightfit.estimate.weights import as_loaded
 from tightfit.models.spec import ModelSpec
@@ -47,93 +48,29 @@ class Moment:
         return sum(size for name, size in self.components.items() if name not in PERSISTENT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationBytes:
-    """Activations of the whole micro-batch."""
+class Standing(NamedTuple):
+    """What does not follow the micro-batch: a search that tries several finds it once."""
 
-    kept: int
-    """Everything alive at the end of the forward pass."""
-    in_layers: int
-    """Of it, what is there when the forward pass is in the last layer but one."""
-    first_layer: int
-    """What is left of it at the end of the backward pass: the first layer's own."""
-    recomputed: int
-    """With some layers recomputed and some not: all that is alive in the backward pass of the
-    last recomputed one, when the others' activations are gone. 0 otherwise."""
-    of_recomputed: int
-    """The inputs of the recomputed layers among it."""
-    dropped: int
-    """What recomputed layers made and freed in the forward pass."""
-    working: int
-    """Gradients of activations inside the worst layer, recomputed tensors included."""
-    cache: int
-    """Keys and values of all layers, until the model's output is dropped."""
+    state: StateBytes
+    layers: list[tuple[int, LayerBytes]]
 
 
-def estimate_activation_bytes(
-    spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
-) -> ActivationBytes:
-    """Sum over layers of what checkpointing keeps of each, and of the final norm."""
-    tokens = strategy.tokens_per_micro_batch
-    layers = [
-        (b.num_layers, estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu)) for b in spec.blocks
-    ]
-    worst = max((layer for _, layer in layers), key=lambda layer: layer.saved + layer.working)
-    final = _final_norm_bytes(spec, strategy, worst)
-
-    def whole(layer: LayerBytes) -> int:
-        return tokens * layer.saved + layer.adapted_weights
-
-    left = strategy.count_recomputed(spec.num_layers)
-    is_selective = 0 < left < spec.num_layers
-    of_recomputed = of_others = dropped = 0
-    for count, layer in layers:
-        num_recomputed = min(count, left)
-        left -= num_recomputed
-        of_recomputed += num_recomputed * tokens * layer.checkpoint
-        of_others += (count - num_recomputed) * whole(layer)
-        dropped += num_recomputed * tokens * max(0, layer.saved - layer.checkpoint)
-    again = whole(worst) if strategy.checkpointing else 0
-    of_layers = of_recomputed + of_others
-    first = tokens * worst.checkpoint if strategy.checkpointing else whole(worst)
-    return ActivationBytes(
-        kept=of_layers + tokens * final,
-        in_layers=of_layers * (spec.num_layers - 1) // spec.num_layers,
-        first_layer=2 * of_layers if _pins_layer_inputs(strategy) else first,
-        recomputed=of_recomputed + again + tokens * worst.working if is_selective else 0,
-        of_recomputed=of_recomputed,
-        dropped=dropped,
-        # Where the last layers are not recomputed, the backward pass begins without.
-        working=(0 if is_selective else again) + tokens * worst.working,
-        cache=tokens * sum(b.num_layers * cache_bytes(spec, b, strategy) for b in spec.blocks),
+def find_standing(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> Standing:
+    """`strategy` at any micro-batch."""
+    strategy = as_loaded(spec, strategy)
+    return Standing(
+        state=estimate_state_bytes(spec, strategy),
+        layers=list_layers(spec, strategy, is_cpu=is_cpu),
     )
 
 
-def _pins_layer_inputs(strategy: Strategy) -> bool:
-    """Whether each layer's input, and its gradient beside it, outlives the layer's backward.
-
-    FSDP1 frees a frozen layer's gathered weights by a hook on the layer's inputs, and holds
-    that hook until the whole backward pass is over. A reentrant checkpoint hands the layer
-    detached inputs, which are leaves: the hook then holds the leaf and the gradient in it.
-    Source: torch.distributed.fsdp._runtime_utils `_register_post_backward_reshard_only_hook`,
-    torch.utils.checkpoint `CheckpointFunction`; counted on two CPU ranks: 2 x 2 bytes x hidden
-    per layer at the end of the backward pass, and nothing of it without reentrance.
-    """
-    is_wrapped = strategy.sharding.is_fsdp and strategy.quirks.flat_shards
-    is_nested = (
-        strategy.checkpointing and strategy.quirks.reentrant and strategy.quirks.recomputes_shards
-    )
-    return is_wrapped and is_nested and strategy.method is Method.LORA
-
-
-def _final_norm_bytes(spec: ModelSpec, strategy: Strategy, layer: LayerBytes) -> int:
-    """The last norm's fp32 copy, its output, and the stream it read."""
-    value = strategy.compute.value_bytes
-    kept = (4 + value) if spec.is_rms_norm and not fuses_pointwise(strategy) else value
-    return kept * spec.hidden_size + layer.checkpoint
-
-
-def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> list[Moment]:
+def estimate_moments(
+    spec: ModelSpec,
+    strategy: Strategy,
+    *,
+    is_cpu: bool = False,
+    standing: Standing | None = None,
+) -> list[Moment]:
     """Each moment of a steady training step that can be its peak, on the fullest GPU.
 
     Scope: one micro-batch of full-length rows after the first optimizer step.
@@ -141,21 +78,20 @@ def estimate_moments(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fals
     so the peak is at one of them.
     """
     strategy = as_loaded(spec, strategy)
-    state = estimate_state_bytes(spec, strategy)
+    state, layers = standing or find_standing(spec, strategy, is_cpu=is_cpu)
     buffers = estimate_buffer_bytes(spec, strategy)
-    activations = estimate_activation_bytes(spec, strategy, is_cpu=is_cpu)
+    activations = estimate_activation_bytes(spec, strategy, layers)
     loss = estimate_loss_bytes(spec, strategy)
     gradients = _estimate_gradients(spec, strategy, state)
+    persistent = _persistent(_at_home(state) if is_cpu else state)
 
     def moment(name: str, **parts: int) -> Moment:
         return Moment(
             name=name,
-            components=_persistent(state) | {k: v for k, v in parts.items() if v},
+            components=persistent | {k: v for k, v in parts.items() if v},
             dropped_bytes=activations.dropped,
         )
 
-    if is_cpu:
-        state = _at_home(state)
     gather = moment(
         "gather",
         gradients=gradients.start,
@@ -382,10 +318,12 @@ def _missing_bytes(moment: Moment, other: Moment) -> int:
 
     Gradients are left out: they take the blocks that activations leave.
     """
-    return sum(
-        max(0, other.components.get(name, 0) - moment.components.get(name, 0))
-        for name in (*BATCH_SIZED, "communication")
-    )
+    missing = 0
+    for name in (*BATCH_SIZED, "communication"):  # no generator: a search asks this by the thousand
+        more = other.components.get(name, 0) - moment.components.get(name, 0)
+        if more > 0:
+            missing += more
+    return missing
 
 
 def estimate_step_peak_bytes(
@@ -394,9 +332,10 @@ def estimate_step_peak_bytes(
     *,
     is_cpu: bool = False,
     measured_context_bytes: int | None = None,
+    standing: Standing | None = None,
 ) -> int:
     """What the process holds at the worst moment of the step: the planner's quick question."""
-    moments = estimate_moments(spec, strategy, is_cpu=is_cpu)
+    moments = estimate_moments(spec, strategy, is_cpu=is_cpu, standing=standing)
     held = hold(
         peak_moment(moments),
         moments,

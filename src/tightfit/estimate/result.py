@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
@@ -94,6 +95,17 @@ class StepTime(_Frozen):
     steps_per_epoch: NonNegativeInt | None = None
     tier: str = "closed-form"
     """`traced` once the seconds of traced operations replaced the formulas'."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """The parts of an estimate that decide between strategies: made by the hundred in a search."""
+
+    verdict: Verdict
+    reason: str
+    gpu: GpuMemory
+    host: HostMemory
+    time: StepTime
 
 
 class Estimate(_Frozen):

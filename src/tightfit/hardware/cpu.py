@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from tightfit.core.errors import InvalidInputError
 from tightfit.core.units import GIB
 from tightfit.hardware.machine import Machine, model_cache, read_free_disk, read_machine
 from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
 
-MAX_PROCESSES = 1024
 FLOPS_PER_CYCLE = {"avx512f": 64.0, "fma": 32.0, "asimd": 16.0}
 """fp32 per core: two fused multiply-add units of 16, 8 or 4 lanes, two operations each.
 Source: Intel 64 optimization manual; Arm Neoverse N1 optimization guide."""
@@ -33,8 +30,6 @@ MOST_BYTES_PER_SECOND = 150e9
 LOOPBACK_BYTES_PER_SECOND = 1.25e9
 """Between processes, before the losses that `communication.py` counts: an all-reduce of 16 MiB
 over gloo took two of them 34 ms."""
-
-_WORDS = re.compile(r"(?:(?P<count>[0-9]+)\s*[x×*]\s*)?cpus?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +67,6 @@ def _read_clock(megahertz: str) -> float | None:
         return float(megahertz) * 1e6 or None
     except ValueError:
         return None
-
-
-def read_cpu_words(text: str) -> int | None:
-    """Processes that `cpu` or `2xcpu` ask for; None where the words mean something else."""
-    parts = _WORDS.fullmatch(text.strip())
-    if parts is None:
-        return None
-    count = int(parts["count"]) if parts["count"] and len(parts["count"]) <= 9 else 1
-    if (parts["count"] and len(parts["count"]) > 9) or not 1 <= count <= MAX_PROCESSES:
-        raise InvalidInputError(
-            f"`{text.strip()[:40]}`: 1 to {MAX_PROCESSES} processes can share a CPU.",
-            remedy="--on cpu, or --on 2xcpu for two processes",
-        )
-    return count
 
 
 def probe_cpu(

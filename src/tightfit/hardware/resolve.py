@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tightfit.core.errors import UsageError
-from tightfit.hardware.cpu import probe_cpu, read_cpu_words
-from tightfit.hardware.inventory import Inventory
 from tightfit.hardware.types import Cluster
-from tightfit.hardware.words import EXAMPLES, parse_words
+from tightfit.hardware.words import EXAMPLES, parse_words, read_cpu_words
+
+if TYPE_CHECKING:
+    from tightfit.hardware.inventory import Inventory
 
 _SCHEDULERS = ("slurm", "k8s", "kubernetes")
 
@@ -22,6 +24,8 @@ def resolve_hardware(text: str) -> Cluster:
         return probe_here()
     num_processes = read_cpu_words(said)
     if num_processes is not None:
+        from tightfit.hardware.cpu import probe_cpu
+
         return probe_cpu(num_processes)
     inventory = probe_inventory(said)
     if inventory is not None:

@@ -12,6 +12,8 @@ MAX_COUNT = 65_536
 """Of nodes or GPUs; more is a slip of the keyboard."""
 MAX_USUAL_GPUS_PER_NODE = 16
 """No server holds more; a larger count was probably meant as nodes."""
+MAX_PROCESSES = 1024
+"""Of one CPU."""
 MAX_TEXT = 1_000
 EXAMPLES = "write it like V100-32GB, 4xV100-32GB, 2n x 4xA100-40GB or 6xT4 + 2xRTX6000"
 
@@ -23,7 +25,22 @@ _GROUP = re.compile(
 )
 _COUNT_AFTER = re.compile(r"(?P<gpu>.+?)\s*[:x×*]\s*(?P<count>[0-9]+)", re.IGNORECASE)
 _COUNT_WITHOUT_X = re.compile(r"(?P<count>[0-9]+)\s+(?P<gpu>.+)")
+_CPU = re.compile(r"(?:(?P<count>[0-9]+)\s*[x×*]\s*)?cpus?", re.IGNORECASE)
 _TWO_COUNTS = re.compile(r"(?P<gpus>[0-9]+)\s*[x×*]\s*(?P<gpu>.+)", re.IGNORECASE)
+
+
+def read_cpu_words(text: str) -> int | None:
+    """Processes that `cpu` or `2xcpu` ask for; None where the words mean something else."""
+    parts = _CPU.fullmatch(text.strip())
+    if parts is None:
+        return None
+    count = int(parts["count"]) if parts["count"] and len(parts["count"]) <= 9 else 1
+    if (parts["count"] and len(parts["count"]) > 9) or not 1 <= count <= MAX_PROCESSES:
+        raise InvalidInputError(
+            f"`{text.strip()[:40]}`: 1 to {MAX_PROCESSES} processes can share a CPU.",
+            remedy="--on cpu, or --on 2xcpu for two processes",
+        )
+    return count
 
 
 def parse_words(text: str) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.core.strategy import Attention, Method, Offload, Optimizer, Strategy
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.estimate.result import Estimate, Outline, Verdict
 from tightfit.planning.request import name_method
 from tightfit.planning.space import Layout
 
@@ -20,11 +20,11 @@ _VERDICT_ORDER = {Verdict.FITS: 0, Verdict.TIGHT: 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A legal strategy with its estimate."""
+    """A legal strategy, and what is predicted of it."""
 
     layout: Layout
     strategy: Strategy
-    estimate: Estimate
+    outline: Outline
     wanted_batch: int = 1
 
     @property
@@ -57,7 +57,7 @@ def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
     return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
 
 
-def measure_seconds(estimate: Estimate) -> float:
+def measure_seconds(estimate: Estimate | Outline) -> float:
     """Seconds per epoch where the data is known, else per million real tokens."""
     if estimate.time.seconds_per_epoch is not None:
         return estimate.time.seconds_per_epoch
@@ -114,10 +114,12 @@ def count_levers(strategy: Strategy) -> int:
 
 def rank(candidate: Candidate) -> tuple[float, ...]:
     """Smaller is better."""
-    return rank_estimate(candidate.strategy, candidate.estimate, overshoot=candidate.overshoot)
+    return rank_estimate(candidate.strategy, candidate.outline, overshoot=candidate.overshoot)
 
 
-def rank_estimate(strategy: Strategy, estimate: Estimate, *, overshoot: float) -> tuple[float, ...]:
+def rank_estimate(
+    strategy: Strategy, estimate: Estimate | Outline, *, overshoot: float
+) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 
     Sequences beyond the wanted batch count as no progress: more GPUs than sequences

@@ -157,9 +157,9 @@ def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
         if size[0] >= candidate.strategy.micro_batch:
             continue
         strategy = resize(candidate.strategy, size)
-        estimate = sieve.estimate(candidate.layout, strategy)
-        other = replace(candidate, strategy=strategy, estimate=estimate)
-        if estimate.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
+        outline = sieve.outline(candidate.layout, strategy)
+        other = replace(candidate, strategy=strategy, outline=outline)
+        if outline.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
             best = other
     return widen_slices(sieve, best)
 
@@ -188,14 +188,13 @@ def _choose_different(ordered: list[Candidate], num_plans: int) -> list[Candidat
 
 def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[str, ...]) -> Plan:
     request, strategy, group = sieve.request, candidate.strategy, candidate.layout.group
-    stated = next(found.node for found in cluster.groups if assume_host(found.node) == group.node)
+    stated = next(one.node for one in cluster.groups if assume_host(one.node) == group.node)
     said = describe_assumption(stated, group.node)
-    estimate = candidate.estimate.model_copy(
-        update={"assumptions": (*said, *candidate.estimate.assumptions)}
-    )
+    found = sieve.estimate(candidate.layout, strategy)
+    estimate = found.model_copy(update={"assumptions": (*said, *found.assumptions)})
     case = Case(spec=request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes)
-    num_epochs = request.count_epochs(candidate.estimate)
-    limit = warn_of_limit(group, candidate.estimate, num_epochs)
+    num_epochs = request.count_epochs(estimate)
+    limit = warn_of_limit(group, estimate, num_epochs)
     return Plan(
         tightfit_version=__version__,
         model=request.spec,
@@ -214,7 +213,7 @@ def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[
         cost=estimate_cost(
             gpu=group.node.gpu,
             num_gpus=strategy.world_size,
-            estimate=candidate.estimate,
+            estimate=estimate,
             num_epochs=num_epochs,
         ),
         training=request.training.get(strategy.method),

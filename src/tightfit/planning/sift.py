@@ -9,9 +9,9 @@ from typing import NamedTuple
 from tightfit.core.strategy import Loss, Offload, Optimizer, Sharding, Strategy
 from tightfit.core.units import render_bytes
 from tightfit.estimate.allocator import MODEL_ERROR_FRACTION
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.memory import estimate_step_peak_bytes
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.estimate.job import estimate_job, outline_job
+from tightfit.estimate.memory import Standing, estimate_step_peak_bytes, find_standing
+from tightfit.estimate.result import Estimate, Outline, Verdict
 from tightfit.hardware.types import Node, NodeGroup
 from tightfit.planning.case import Case, Violation
 from tightfit.planning.known import KnownLimit
@@ -136,7 +136,18 @@ class Sieve:
             if not self._is_beaten(strategy, fit, fitting):
                 self._time(layout, strategy, fit.size)
 
+    def outline(self, layout: Layout, strategy: Strategy) -> Outline:
+        """What decides between strategies."""
+        return outline_job(
+            spec=self.request.spec,
+            strategy=strategy,
+            node=layout.group.node,
+            network_bytes_per_second=self.network_bytes_per_second,
+            profile=self.request.profile,
+        )
+
     def estimate(self, layout: Layout, strategy: Strategy) -> Estimate:
+        """Everything, of a strategy that was chosen."""
         return estimate_job(
             spec=self.request.spec,
             strategy=strategy,
@@ -172,13 +183,16 @@ class Sieve:
             spec=self.request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes
         )
 
-    def _estimate_peak(self, layout: Layout, strategy: Strategy) -> int:
+    def _estimate_peak(
+        self, layout: Layout, strategy: Strategy, standing: Standing | None = None
+    ) -> int:
         gpu = layout.group.node.gpu
         return estimate_step_peak_bytes(
             self.request.spec,
             strategy,
             is_cpu=gpu.is_cpu,
             measured_context_bytes=gpu.measured_context_bytes,
+            standing=standing,
         )
 
     def _find_largest(
@@ -193,8 +207,10 @@ class Sieve:
         smallest = 0
         limit = self.limits.get(layout.group.name)
         failed = capacity * 2 if limit is None else limit.need_bytes
+        is_cpu = layout.group.node.gpu.is_cpu
+        standing = find_standing(self.request.spec, strategy, is_cpu=is_cpu)
         while low < high:
-            peak = self._estimate_peak(layout, resize(strategy, sizes[probe]))
+            peak = self._estimate_peak(layout, resize(strategy, sizes[probe]), standing)
             smallest = smallest or peak
             if peak * (1 + MODEL_ERROR_FRACTION) <= capacity and peak < failed:
                 low = probe + 1
@@ -213,15 +229,15 @@ class Sieve:
 
     def _time(self, layout: Layout, strategy: Strategy, size: tuple[int, int]) -> None:
         sized = resize(strategy, size)
-        estimate = self.estimate(layout, sized)
-        if estimate.verdict is Verdict.DOES_NOT_FIT:
-            self._tally_estimate(layout, sized, estimate)
+        outline = self.outline(layout, sized)
+        if outline.verdict is Verdict.DOES_NOT_FIT:
+            self._tally_outline(layout, sized, outline)
         else:
             self.candidates.append(
                 Candidate(
                     layout=layout,
                     strategy=sized,
-                    estimate=estimate,
+                    outline=outline,
                     wanted_batch=self.request.effective_batch,
                 )
             )
@@ -262,10 +278,10 @@ class Sieve:
                 what=name_share(group.node),
             )
 
-    def _tally_estimate(self, layout: Layout, strategy: Strategy, estimate: Estimate) -> None:
+    def _tally_outline(self, layout: Layout, strategy: Strategy, outline: Outline) -> None:
         """The step fits but something else does not: host memory, loading, saving."""
-        self._tally("host-memory", estimate.reason, strategy)
-        need, has = estimate.host.peak_bytes, estimate.host.capacity_bytes or 0
+        self._tally("host-memory", outline.reason, strategy)
+        need, has = outline.host.peak_bytes, outline.host.capacity_bytes or 0
         if need > has and (self.nearest_host is None or need < self.nearest_host.need_bytes):
             self.nearest_host = Shortfall(
                 group=layout.group.name,

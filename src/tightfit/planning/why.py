@@ -9,7 +9,7 @@ from typing import Any
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Sharding, Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.estimate.result import Outline, Verdict
 from tightfit.planning.case import Case
 from tightfit.planning.ranking import Candidate, measure_seconds
 from tightfit.planning.rules import find_first_violation
@@ -149,7 +149,7 @@ def measure_levers(sieve: Sieve, candidate: Candidate) -> Iterator[LeverEffect]:
             num_nodes=layout.group.num_nodes,
         )
         if find_first_violation(case) is None:
-            effect = _compare(lever.name, candidate.estimate, sieve.estimate(layout, without))
+            effect = _compare(lever.name, candidate.outline, sieve.outline(layout, without))
             effect = replace(effect, share=name_share(layout.group.node))
             if lever.is_for_memory:
                 effect = replace(effect, speedup=min(effect.speedup, 1.0))
@@ -162,7 +162,7 @@ def explain_choice(sieve: Sieve, candidate: Candidate) -> tuple[str, ...]:
     return (*sentences, *_explain_batch(sieve, candidate), *_explain_nodes(candidate))
 
 
-def _compare(name: str, with_it: Estimate, without: Estimate) -> LeverEffect:
+def _compare(name: str, with_it: Outline, without: Outline) -> LeverEffect:
     return LeverEffect(
         name=name,
         speedup=measure_seconds(without) / max(measure_seconds(with_it), 1e-12),

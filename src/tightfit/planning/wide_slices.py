@@ -30,8 +30,8 @@ def widen_slices(sieve: Sieve, candidate: Candidate) -> Candidate:
     wide = strategy.model_copy(update={"loss_slice_factor": WIDE_FACTOR})
     if sieve.is_known_to_fail(candidate.layout, wide):
         return candidate
-    estimate = sieve.estimate(candidate.layout, wide)
-    is_faster = measure_seconds(estimate) < measure_seconds(candidate.estimate)
-    if not is_faster or estimate.verdict is not Verdict.FITS:
+    outline = sieve.outline(candidate.layout, wide)
+    is_faster = measure_seconds(outline) < measure_seconds(candidate.outline)
+    if not is_faster or outline.verdict is not Verdict.FITS:
         return candidate
-    return replace(candidate, strategy=wide, estimate=estimate)
+    return replace(candidate, strategy=wide, outline=outline)

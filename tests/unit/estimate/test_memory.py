@@ -17,7 +17,13 @@ from tightfit.core.strategy import (
 )
 from tightfit.core.units import GIB
 from tightfit.estimate.job import estimate_job
-from tightfit.estimate.memory import estimate_moments, estimate_step_peak_bytes, hold, peak_moment
+from tightfit.estimate.memory import (
+    estimate_moments,
+    estimate_step_peak_bytes,
+    find_standing,
+    hold,
+    peak_moment,
+)
 from tightfit.estimate.phases import kv_cache_bytes
 from tightfit.estimate.weights import estimate_weight_bytes, num_trainable
 from tightfit.hardware.resolve import resolve_hardware
@@ -274,3 +280,27 @@ def test_the_quick_answer_is_the_full_one() -> None:
     held = hold(peak_moment(moments), moments, strategy)
 
     assert estimate_step_peak_bytes(spec, strategy) == sum(held.values())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "full", "sharding": "fsdp", "gpus_per_node": 4},
+        {"weights": "nf4", "attention": "eager", "loss": "plain"},
+        {"fp8": True, "checkpointing": False, "loss": "fused"},
+        {"method": "full", "optimizer": "adamw-8bit", "checkpointing": True, "dora": True},
+    ],
+)
+@pytest.mark.parametrize("size", [(1, 8), (2, 4), (8, 1)])
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_what_stands_is_the_same_at_every_micro_batch(
+    fields: dict[str, Any], size: tuple[int, int], is_cpu: bool
+) -> None:
+    spec = resolve_model("Qwen2.5-7B")
+    strategy = Strategy(**fields)
+    sized = strategy.model_copy(update={"micro_batch": size[0], "grad_accum": size[1]})
+    standing = find_standing(spec, strategy, is_cpu=is_cpu)
+
+    assert estimate_moments(spec, sized, is_cpu=is_cpu, standing=standing) == estimate_moments(
+        spec, sized, is_cpu=is_cpu
+    )

@@ -6,7 +6,12 @@ from tightfit.core.quirks import Quirks
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.activations import estimate_layer_bytes
 from tightfit.estimate.logits import estimate_loss_bytes
-from tightfit.estimate.memory import estimate_activation_bytes, estimate_moments, peak_moment
+from tightfit.estimate.memory import estimate_moments, peak_moment
+from tightfit.estimate.model_activations import (
+    ActivationBytes,
+    estimate_activation_bytes,
+    list_layers,
+)
 from tightfit.estimate.state import estimate_state_bytes
 from tightfit.models.resolve import resolve_model
 
@@ -15,17 +20,21 @@ TOKENS = 2048
 NARROW = Quirks(narrow_loss=True)
 
 
+def _activations(strategy: Strategy) -> ActivationBytes:
+    return estimate_activation_bytes(LLAMA, strategy, list_layers(LLAMA, strategy))
+
+
 def test_fsdp1_pins_inputs_and_gradients_of_recomputed_frozen_layers() -> None:
     plain = Strategy(sharding="fsdp", gpus_per_node=2)
     pinned = plain.model_copy(
         update={"quirks": Quirks(flat_shards=True, reentrant=True, recomputes_shards=True)}
     )
-    before = estimate_activation_bytes(LLAMA, plain).first_layer
-    after = estimate_activation_bytes(LLAMA, pinned).first_layer
+    before = _activations(plain).first_layer
+    after = _activations(pinned).first_layer
     assert before == TOKENS * 2 * 4096
     assert after == TOKENS * 2 * 4096 * 32 * 2  # an input and its gradient for each layer
     full = pinned.model_copy(update={"method": "full"})
-    assert estimate_activation_bytes(LLAMA, full).first_layer == before
+    assert _activations(full).first_layer == before
 
 
 def test_dropout_keeps_a_mask_per_adapter_as_measured() -> None:
@@ -38,7 +47,7 @@ def test_dropout_keeps_a_mask_per_adapter_as_measured() -> None:
 
 def test_old_bitsandbytes_keeps_inputs_unless_checkpoints_are_reentrant() -> None:
     kept = [
-        estimate_activation_bytes(LLAMA, Strategy(weights="nf4", quirks=quirks)).kept
+        _activations(Strategy(weights="nf4", quirks=quirks)).kept
         for quirks in (
             Quirks(),
             Quirks(keeps_quantized_inputs=True),
@@ -87,9 +96,7 @@ def test_a_loss_without_upcast_takes_half() -> None:
 def test_compiling_keeps_two_thirds_of_a_trained_layer() -> None:
     # counted under torch's min-cut partitioner: 42.4 and 29.1 bytes per hidden unit
     eager, compiled = (
-        estimate_activation_bytes(
-            LLAMA, Strategy(method="full", checkpointing=False, compile=compiled)
-        ).kept
+        _activations(Strategy(method="full", checkpointing=False, compile=compiled)).kept
         for compiled in (False, True)
     )
     assert 0.62 < compiled / eager < 0.75

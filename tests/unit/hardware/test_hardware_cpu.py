@@ -15,10 +15,10 @@ from tightfit.hardware.cpu import (
     describe_cpu_node,
     probe_cpu,
     read_cpu,
-    read_cpu_words,
 )
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.resolve import resolve_hardware
+from tightfit.hardware.words import read_cpu_words
 
 MACHINE = Machine(
     memory_bytes=64 * GIB,
