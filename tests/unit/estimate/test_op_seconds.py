@@ -54,6 +54,7 @@ SCORES = Operation(
     flops=10.0 * 32 * 1024**2 * 64,
     num_kernels=3,
 )
+READ = Operation(name="aten::item", kind=HOST, stage=FORWARD, waits=True)
 UNPACK = Operation(
     name="nf4",
     kind=DEQUANTIZE,
@@ -127,6 +128,36 @@ def test_a_slower_host_is_never_faster(part: str) -> None:
         estimate_traced_time(EVERYTHING, GPU, STRATEGY, pace=pace) for pace in (plain, slower)
     )
     assert slow.seconds_per_step > fast.seconds_per_step
+
+
+@pytest.mark.parametrize("slowness", [0.0, 0.3, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize(
+    "layer", [(VIEW, PRODUCT, SCORES), (PRODUCT, READ, VIEW), (VIEW,) * 40 + (MOVE, UNPACK)]
+)
+def test_layers_that_take_alike_are_not_walked_one_by_one(
+    slowness: float, layer: tuple[Operation, ...]
+) -> None:
+    """The host ahead, just behind and far behind, from a start where it is neither."""
+    operations = (VIEW, MOVE, *layer, ADAM)
+    first, layers, last = (0, 1), tuple(range(2, 2 + len(layer))), (2 + len(layer),)
+    at_once = Stretch(operations=layers, count=24)
+    one_by_one = [Stretch(operations=layers)] * 24
+    pace = HostPace(forward=slowness * 1e-5, backward=slowness * 1e-5, gap=1e-6)
+    quick, slow = (
+        estimate_traced_time(
+            OperationLog(
+                operations=operations,
+                stretches=(Stretch(operations=first), *middle, Stretch(operations=last)),
+            ),
+            GPU,
+            STRATEGY,
+            pace=pace,
+        )
+        for middle in ([at_once], one_by_one)
+    )
+    assert quick.seconds_per_step == pytest.approx(slow.seconds_per_step, rel=1e-9)
+    assert quick.stages == pytest.approx(slow.stages, rel=1e-9)
+    assert quick.components == pytest.approx(slow.components, rel=1e-6)
 
 
 def test_a_host_that_reads_a_value_waits_for_the_device() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from tightfit.estimate.trace.operations import (
     STAGES,
     Operation,
     OperationLog,
+    Stretch,
 )
 from tightfit.estimate.trace.time_result import TracedTime
 from tightfit.hardware.types import Gpu
@@ -57,6 +58,8 @@ REDUCTIONS = {
 }
 """On an H200: h200_kernels.json for the first three, profiles of gpt2-xl, bloom and falcon for the
 others."""
+SAME_SECONDS = 1e-10
+"""Far below anything measured, and above what adding seconds up rounds off."""
 CAUSAL_FRACTION = 0.5
 """Of all pairs, those that a causal mask leaves."""
 
@@ -72,7 +75,6 @@ def estimate_traced_time(
     """
     seconds = DeviceSeconds(gpu, strategy)
     pace = (pace or find_host_pace(seconds.rates)).with_adapters(log)
-    walk = _Walk(is_cpu=gpu.is_cpu)
     costs = [
         _Cost(
             work=one.count * seconds.of(one),
@@ -81,17 +83,32 @@ def estimate_traced_time(
         )
         for one in log.operations
     ]
-    costs = _slow_down(log, costs, gpu)
-    for stretch in log.stretches:
-        for _ in range(stretch.count):
-            for place in stretch.operations:
-                walk.run(log.operations[place], costs[place])
-    return walk.finish(flops=log.sum_flops())
-
-
-def _slow_down(log: OperationLog, costs: list[_Cost], gpu: Gpu) -> list[_Cost]:
-    """Products at the clock that the card's power limit leaves."""
     times = log.count_calls()
+    costs = _slow_down(log, costs, times, gpu)
+    walk = _Walk(operations=log.operations, costs=costs, is_cpu=gpu.is_cpu)
+    for stretch in log.stretches:
+        walk.repeat(stretch)
+    causes: dict[str, float] = {}
+    for one, cost, count in zip(log.operations, costs, times, strict=True):
+        causes[_cause(one)] = causes.get(_cause(one), 0.0) + count * cost.work
+    return TracedTime(
+        seconds_per_step=walk.end,
+        stages=walk.stages,
+        components={**causes, LAUNCH: max(0.0, walk.end - sum(causes.values()))},
+        host_seconds=_weigh(times, (cost.host for cost in costs)),
+        device_seconds=_weigh(times, (cost.work + cost.gaps for cost in costs)),
+        flops=log.sum_flops(),
+    )
+
+
+def _weigh(times: Sequence[int], seconds: Iterable[float]) -> float:
+    return sum(count * each for count, each in zip(times, seconds, strict=True))
+
+
+def _slow_down(
+    log: OperationLog, costs: list[_Cost], times: Sequence[int], gpu: Gpu
+) -> list[_Cost]:
+    """Products at the clock that the card's power limit leaves."""
     is_product = [one.kind in (MATMUL, ATTENTION) for one in log.operations]
     works = [count * cost.work for count, cost in zip(times, costs, strict=True)]
     share = sum(compress(works, is_product)) / max(sum(works), 1e-12)
@@ -112,18 +129,43 @@ class _Cost(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """When the host is free, when the device will have done all, and what it all went to."""
+    """When the host is free, when the device will have done all, and the stages' shares of it."""
 
+    operations: Sequence[Operation]
+    costs: Sequence[_Cost]
     is_cpu: bool
     host: float = 0.0
     device: float = 0.0
     end: float = 0.0
-    host_needs: float = 0.0
-    device_needs: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    causes: dict[str, float] = field(default_factory=dict)
 
-    def run(self, one: Operation, cost: _Cost) -> None:
+    def repeat(self, stretch: Stretch) -> None:
+        """Layers that are alike, one after the other, until they take alike; then the rest at once.
+
+        The further the host is ahead, the less the device waits for it: what two layers in a row
+        take does not change any more, unless the host falls behind.
+        """
+        before: list[float] = []
+        for done in range(1, stretch.count + 1):
+            start, lead = self._read(), self.device - self.host
+            for place in stretch.operations:
+                self._run(self.operations[place], self.costs[place])
+            taken = [after - at for after, at in zip(self._read(), start, strict=True)]
+            if self.device - self.host >= lead - SAME_SECONDS and _are_alike(taken, before):
+                self._add(taken, times=stretch.count - done)
+                return
+            before = taken
+
+    def _read(self) -> list[float]:
+        return [self.host, self.device, self.end, *self.stages.values()]
+
+    def _add(self, taken: Sequence[float], *, times: int) -> None:
+        host, device, end, *stages = (times * each for each in taken)
+        self.host, self.device, self.end = self.host + host, self.device + device, self.end + end
+        for name, each in zip(self.stages, stages, strict=True):
+            self.stages[name] += each
+
+    def _run(self, one: Operation, cost: _Cost) -> None:
         start = self.host
         self.host += cost.host + (cost.work if self.is_cpu else 0.0)
         if one.num_kernels and not self.is_cpu:
@@ -136,21 +178,12 @@ class _Walk:
             self.host = self.device = end
         self.stages[one.stage] += end - self.end
         self.end = end
-        cause = _cause(one)
-        self.causes[cause] = self.causes.get(cause, 0.0) + cost.work
-        self.host_needs += cost.host
-        self.device_needs += cost.work + cost.gaps
 
-    def finish(self, *, flops: float) -> TracedTime:
-        launch = max(0.0, self.end - sum(self.causes.values()))
-        return TracedTime(
-            seconds_per_step=self.end,
-            stages=self.stages,
-            components={**self.causes, LAUNCH: launch},
-            host_seconds=self.host_needs,
-            device_seconds=self.device_needs,
-            flops=flops,
-        )
+
+def _are_alike(taken: Sequence[float], before: Sequence[float]) -> bool:
+    if not before:
+        return False
+    return all(abs(a - b) < SAME_SECONDS for a, b in zip(taken, before, strict=True))
 
 
 def _cause(one: Operation) -> str:

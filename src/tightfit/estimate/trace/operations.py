@@ -108,7 +108,10 @@ class OperationLog(_Frozen):
         return counts
 
     def sum_flops(self) -> float:
-        return sum(one.count * one.flops for one in self.walk())
+        times = self.count_calls()
+        return sum(
+            calls * one.count * one.flops for calls, one in zip(times, self.operations, strict=True)
+        )
 
 
 _SUMMED = ("flops", "num_bytes", "num_indexed", "num_kernels", "num_tensors", "num_calls")
