@@ -5,7 +5,8 @@
 `norms`: RMS norm forward and backward by Liger, by torch and by `runtime/norm_kernels.py`, with a
 frozen weight and a trained one. `products`: a LoRA layer's two products apart, and as one of
 `runtime/spare_columns.py` with so many columns more. `updates`: AdamW with clipping, torch's passes
-and `runtime/adamw.py`'s one, and how far apart their weights are after it. Needs a GPU, triton and
+and `runtime/adamw.py`'s one, and how far apart their weights are after it. `losses`: Liger's fused
+head and loss, forward and backward, by the width of its slices. Needs a GPU, triton and
 liger-kernel.
 """
 
@@ -37,6 +38,10 @@ RATE = 1e-3
 SPARE = (16, 64, 128)
 UPDATES = ((16, 4096 * 11008), (448, 16 * 4096))
 """Tensors, and values of each: matrices of a 7B model, and its adapters."""
+
+LOSSES = ((8192, 4096, 128_256), (8192, 4096, 32_000), (32_768, 2048, 128_256))
+"""Tokens, width and words of Llama 3 8B, Llama 2 7B and Llama 3.2 1B."""
+SLICE_FACTORS = (1, 2, 4, 8)
 
 
 def list_norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -141,6 +146,27 @@ def measure_updates(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
+def measure_losses(bench: Bench) -> list[dict[str, Any]]:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    found = []
+    for (tokens, width, words), is_trained in product(LOSSES, (False, True)):
+        x = bench.randn(tokens, width).requires_grad_()
+        head = (0.02 * bench.randn(words, width)).requires_grad_(is_trained)
+        targets = torch.randint(words, (tokens,), device=bench.device)
+
+        def both(factor: int, x: Tensor = x, head: Tensor = head, to: Tensor = targets) -> None:
+            x.grad = head.grad = None
+            loss = liger_fused_linear_cross_entropy(x, head, to, chunk_mem_const=factor)
+            loss.backward()
+
+        row: dict[str, Any] = {"tokens": tokens, "width": width, "words": words}
+        row["is_trained"] = is_trained
+        row |= {f"factor_{n}_us": _us(bench, partial(both, n)) for n in SLICE_FACTORS}
+        found.append(row)
+    return found
+
+
 def _us(bench: Bench, work: Callable[[], object]) -> float:
     return round(1e6 * bench.seconds(work), 1)
 
@@ -156,8 +182,8 @@ def main() -> None:
         deadline=float("inf"),
     )
     norms, products = measure_norms(bench), measure_products(bench)
-    updates = measure_updates(bench)
-    for row in norms + products + updates:
+    updates, losses = measure_updates(bench), measure_losses(bench)
+    for row in norms + products + updates + losses:
         print(row)
     write_result(
         arguments.out,
@@ -167,6 +193,7 @@ def main() -> None:
         norms=norms,
         products=products,
         updates=updates,
+        losses=losses,
     )
 
 
