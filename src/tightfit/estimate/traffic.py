@@ -10,6 +10,7 @@ from tightfit.core.strategy import Loss, Method, Optimizer, Strategy
 from tightfit.estimate.efficiency import Rates
 from tightfit.estimate.flops import Adapters, Workload
 from tightfit.estimate.weights import is_dora, is_target
+from tightfit.hardware.measured_rates import MeasuredRates
 from tightfit.models.spec import ModelSpec
 
 EXPERT_LAYOUT_BYTES = 20.0
@@ -212,12 +213,24 @@ def optimizer_seconds_per_param(strategy: Strategy, rates: Rates) -> float:
     num_bytes = fixed + per_byte * value
     if strategy.sharding.is_zero and value == 2:
         num_bytes = max(num_bytes, ZERO_MASTER_BYTES)
-    told = {} if rates.measured is None else rates.measured.adamw_seconds_per_param
-    fused = told.get("fp32" if value == 4 else "bf16")
-    if fused is not None and strategy.optimizer is not Optimizer.ADAMW_KERNEL:
-        fixed, per_byte = OPTIMIZER_BYTES[Optimizer.ADAMW]
-        return fused * num_bytes / (fixed + per_byte * value)
-    return num_bytes / rates.stream_bytes_per_second
+    told = measured_update_seconds(rates.measured, strategy.optimizer, value_bytes=value)
+    if told is None:
+        return num_bytes / rates.stream_bytes_per_second
+    if strategy.optimizer is Optimizer.ADAMW_KERNEL:
+        return told
+    fixed, per_byte = OPTIMIZER_BYTES[Optimizer.ADAMW]
+    return told * num_bytes / (fixed + per_byte * value)
+
+
+def measured_update_seconds(
+    measured: MeasuredRates | None, optimizer: Optimizer, *, value_bytes: int
+) -> float | None:
+    """What AdamW was measured to take per parameter: our kernel, or torch's for all others."""
+    if measured is None:
+        return None
+    is_ours = optimizer is Optimizer.ADAMW_KERNEL
+    told = measured.adamw_kernel_seconds_per_param if is_ours else measured.adamw_seconds_per_param
+    return told.get("fp32" if value_bytes == 4 else "bf16")
 
 
 DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 9.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}

@@ -85,12 +85,23 @@ class TrafficTime(_Frozen):
         return self.moved_bytes / self.seconds
 
 
+TORCH: Literal["torch"] = "torch"
+KERNEL: Literal["kernel"] = "kernel"
+
+
 class OptimizerTime(_Frozen):
-    """One step of fused AdamW, with weights, gradients and state in one dtype."""
+    """One step of AdamW, with weights, gradients and state in one dtype."""
 
     dtype: str
     num_params: PositiveInt
     seconds: PositiveFloat
+    by: Literal["torch", "kernel"] = "torch"
+    """torch's fused one, or our kernel, which clips in the same pass and was found to update
+    as torch does."""
+
+    @property
+    def seconds_per_param(self) -> float:
+        return _short(self.seconds / self.num_params)
 
 
 class HostTimes(_Frozen):
@@ -191,14 +202,16 @@ class Calibration(_Frozen):
             loss_bytes_per_second=max(
                 (one.bytes_per_second for one in self.traffic if one.kind == "loss"), default=None
             ),
-            adamw_seconds_per_param={
-                one.dtype: _short(one.seconds / one.num_params) for one in self.optimizers
-            },
+            adamw_seconds_per_param=self._update_rates(TORCH),
+            adamw_kernel_seconds_per_param=self._update_rates(KERNEL),
             nf4_weights_per_second=self.nf4_weights_per_second,
             context_bytes=self.context_bytes,
             **self._host_rates(),
             **self._link_rates(),
         )
+
+    def _update_rates(self, by: str) -> dict[str, float]:
+        return {one.dtype: one.seconds_per_param for one in self.optimizers if one.by == by}
 
     @property
     def _gap_seconds(self) -> float:

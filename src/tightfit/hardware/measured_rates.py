@@ -44,6 +44,8 @@ class MeasuredRates(BaseModel):
     """Cross entropy in fp32 over 16-bit logits, by the traffic that the estimate counts."""
     adamw_seconds_per_param: dict[str, PositiveFloat] = {}
     """Fused, by the dtype of weights and state."""
+    adamw_kernel_seconds_per_param: dict[str, PositiveFloat] = {}
+    """Likewise by our kernel, clipping included; empty where it does not run or errs."""
     nf4_weights_per_second: PositiveFloat | None = None
     kernel_gap_seconds: NonNegativeFloat | None = None
     host_forward_seconds: PositiveFloat | None = None

@@ -12,6 +12,7 @@ from tightfit.planning.assume import assume_host, describe_assumption
 from tightfit.planning.by_group import GroupBest, warn_of_limit
 from tightfit.planning.case import Case
 from tightfit.planning.cost import estimate_cost
+from tightfit.planning.kernel_update import update_in_kernel
 from tightfit.planning.known import KnownOutcome, find_limit
 from tightfit.planning.plan import Exclusion, Plan, PlanHardware
 from tightfit.planning.ranking import Candidate, rank
@@ -150,8 +151,8 @@ def _refine_first(sieve: Sieve, count: int) -> list[Candidate]:
 
 
 def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
-    """The same strategy at the micro-batch that is fastest, which need not be the largest; then its
-    loss in wide slices, where there is memory left for them."""
+    """The same strategy at the micro-batch that is fastest, which need not be the largest; then
+    what is better wherever it can be had: a loss in wide slices, the update in our kernel."""
     best = candidate
     for size in list_micro_batches(sieve.request, candidate.strategy):
         if size[0] >= candidate.strategy.micro_batch:
@@ -161,7 +162,7 @@ def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
         other = replace(candidate, strategy=strategy, outline=outline)
         if outline.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
             best = other
-    return widen_slices(sieve, best)
+    return update_in_kernel(sieve, widen_slices(sieve, best))
 
 
 def _choose_all(sieve: Sieve, num_plans: int) -> list[Candidate]:

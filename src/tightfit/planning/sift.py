@@ -114,7 +114,7 @@ class Sieve:
         fitting: dict[Strategy, _Fit] = {}
         too_big: set[Strategy] = set()
         for strategy in enumerate_strategies(self.request, layout, is_coarse=is_coarse):
-            violation = find_first_violation(self._case(layout, strategy))
+            violation = self.find_violation(layout, strategy)
             if violation is not None:
                 self._tally_rule(violation, strategy)
                 continue
@@ -135,6 +135,18 @@ class Sieve:
         for strategy, fit in fitting.items():
             if not self._is_beaten(strategy, fit, fitting):
                 self._time(layout, strategy, fit.size)
+
+    def find_violation(self, layout: Layout, strategy: Strategy) -> Violation | None:
+        """Why the strategy cannot work on this layout; None where it can."""
+        group = layout.group
+        return find_first_violation(
+            Case(
+                spec=self.request.spec,
+                strategy=strategy,
+                node=group.node,
+                num_nodes=group.num_nodes,
+            )
+        )
 
     def outline(self, layout: Layout, strategy: Strategy) -> Outline:
         """What decides between strategies."""
@@ -176,12 +188,6 @@ class Sieve:
 
     def _is_beaten(self, strategy: Strategy, fit: _Fit, fitting: dict[Strategy, _Fit]) -> bool:
         return not self.keeps_beaten and _is_beaten(strategy, fit, fitting)
-
-    def _case(self, layout: Layout, strategy: Strategy) -> Case:
-        group = layout.group
-        return Case(
-            spec=self.request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes
-        )
 
     def _estimate_peak(
         self, layout: Layout, strategy: Strategy, standing: Standing | None = None

@@ -10,9 +10,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Sharding, Strategy
 from tightfit.core.units import render_bytes
 from tightfit.estimate.result import Outline, Verdict
-from tightfit.planning.case import Case
 from tightfit.planning.ranking import Candidate, measure_seconds
-from tightfit.planning.rules import find_first_violation
 from tightfit.planning.sift import Sieve, name_share
 
 
@@ -104,6 +102,11 @@ LEVERS: tuple[Lever, ...] = (
         turned_back={"attention": Attention.SDPA},
     ),
     Lever(
+        name="clipping in the optimizer",
+        is_pulled=lambda s: s.optimizer is Optimizer.ADAMW_KERNEL,
+        turned_back={"optimizer": Optimizer.ADAMW},
+    ),
+    Lever(
         name="8-bit optimizer state",
         is_pulled=lambda s: s.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT),
         turned_back={"optimizer": Optimizer.ADAMW},
@@ -142,13 +145,7 @@ def measure_levers(sieve: Sieve, candidate: Candidate) -> Iterator[LeverEffect]:
         if not lever.is_pulled(strategy):
             continue
         without = strategy.model_copy(update=lever.turned_back)
-        case = Case(
-            spec=sieve.request.spec,
-            strategy=without,
-            node=layout.group.node,
-            num_nodes=layout.group.num_nodes,
-        )
-        if find_first_violation(case) is None:
+        if sieve.find_violation(layout, without) is None:
             effect = _compare(lever.name, candidate.outline, sieve.outline(layout, without))
             effect = replace(effect, share=name_share(layout.group.node))
             if lever.is_for_memory:

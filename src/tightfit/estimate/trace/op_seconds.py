@@ -273,14 +273,13 @@ class DeviceSeconds:
     def _update(self, one: Operation) -> float:
         if one.dtype == "int8":
             return one.shape[0] * traffic.EIGHT_BIT_SECONDS_PER_PARAM
-        if self._strategy.optimizer is Optimizer.ADAMW_KERNEL:
-            return one.num_bytes / self.rates.stream_bytes_per_second
-        told = self._gpu.measured
-        each = None if told is None else told.adamw_seconds_per_param.get(one.dtype)
+        used = self._strategy.optimizer
+        used = used if used is Optimizer.ADAMW_KERNEL else Optimizer.ADAMW
+        value = Dtype(one.dtype).value_bytes
+        each = traffic.measured_update_seconds(self._gpu.measured, used, value_bytes=value)
         if each is None:
-            fixed, per_byte = traffic.OPTIMIZER_BYTES[Optimizer.ADAMW]
-            num_bytes = fixed + per_byte * Dtype(one.dtype).value_bytes
-            each = num_bytes / self.rates.stream_bytes_per_second
+            fixed, per_byte = traffic.OPTIMIZER_BYTES[used]
+            each = (fixed + per_byte * value) / self.rates.stream_bytes_per_second
         return one.shape[0] * each
 
 

@@ -14,7 +14,7 @@ from tightfit.estimate import efficiency as eff
 from tightfit.estimate import traffic
 from tightfit.estimate.allocator import estimate_context_bytes
 from tightfit.estimate.launches import ADAPTER_KERNELS
-from tightfit.hardware.calibration import BACKWARD_FLOPS, Calibration
+from tightfit.hardware.calibration import BACKWARD_FLOPS, KERNEL, Calibration
 from tightfit.hardware.types import Node
 
 Unit = Literal["FLOP/s", "B/s", "B", "s", "weights/s"]
@@ -149,9 +149,12 @@ def _compare_traffic(found: Calibration, node: Node) -> Iterator[ComparedRate]:
         )
     for update in found.optimizers:
         dtype = Dtype(update.dtype)
-        strategy = Strategy(method="full", weights=dtype, optimizer=Optimizer.ADAMW)
+        is_ours = update.by == KERNEL
+        optimizer = Optimizer.ADAMW_KERNEL if is_ours else Optimizer.ADAMW
+        strategy = Strategy(method="full", weights=dtype, optimizer=optimizer)
+        kind = "AdamW in our kernel," if is_ours else "fused AdamW in"
         yield ComparedRate(
-            name=f"fused AdamW in {update.dtype}, 1e9 values",
+            name=f"{kind} {update.dtype}, 1e9 values",
             unit="s",
             measured=1e9 * update.seconds / update.num_params,
             assumed=1e9 * traffic.optimizer_seconds_per_param(strategy, rates),

@@ -28,7 +28,8 @@ from tightfit.runtime.calibrate.disturbance import Disturbance
 from tightfit.runtime.calibrate.host import measure_host
 from tightfit.runtime.calibrate.host_link import measure_host_link
 from tightfit.runtime.calibrate.matmuls import measure_matmuls, measure_sustained
-from tightfit.runtime.calibrate.traffic import measure_nf4, measure_optimizers, measure_traffic
+from tightfit.runtime.calibrate.traffic import measure_nf4, measure_traffic
+from tightfit.runtime.calibrate.updates import measure_optimizers
 from tightfit.runtime.quiet import silence_libraries
 
 DEFAULT_SECONDS = 100.0

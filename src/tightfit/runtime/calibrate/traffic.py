@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from tightfit.core.units import GIB, MIB
-from tightfit.hardware.calibration import LOSS_BYTES, OptimizerTime, TrafficTime
+from tightfit.hardware.calibration import LOSS_BYTES, TrafficTime
 from tightfit.runtime.calibrate.bench import Bench, Work
 
 SIZES = {
@@ -31,7 +31,6 @@ ROOM_TIMES = {
 }
 """Tensors' worth of memory that a kernel needs beside the chain."""
 LOGITS = {"cuda": (2048, 32000), "cpu": (128, 32000)}
-ADAM_TENSORS = {"cuda": (16, 2**22), "cpu": (8, 2**20)}
 HEAD_DIM = 128
 NUM_SEQUENCES = 4
 ROTATED_VALUES = 4.5
@@ -135,32 +134,6 @@ def _prepare_loss(bench: Bench, num_rows: int, vocab: int) -> Work:
         loss = functional.cross_entropy(logits.float(), labels)
         return torch.autograd.grad(loss, logits)
 
-    return step
-
-
-def measure_optimizers(bench: Bench) -> list[OptimizerTime]:
-    """Fused AdamW, whose weights, gradients and state are all in one dtype."""
-    count, size = ADAM_TENSORS[bench.device.type]
-    rows: list[OptimizerTime] = []
-    kinds = {"fp32": torch.float32}
-    if bench.supports_bf16:
-        kinds["bf16"] = torch.bfloat16
-    for name, dtype in kinds.items():
-        fits = bench.seconds_left > 0 and bench.has_room(20.0 * count * size)
-        make = partial(_prepare_adamw, bench, dtype, count, size)
-        seconds = bench.try_seconds(make) if fits else None
-        if seconds is None:
-            bench.skipped.append(f"AdamW in {name}: no time or memory left")
-            continue
-        rows.append(OptimizerTime(dtype=name, num_params=count * size, seconds=seconds))
-    return rows
-
-
-def _prepare_adamw(bench: Bench, dtype: torch.dtype, count: int, size: int) -> Work:
-    weights = [bench.randn(size, dtype=dtype).requires_grad_() for _ in range(count)]
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    step: Callable[[], object] = torch.optim.AdamW(weights, lr=1e-5, fused=True).step
     return step
 
 
