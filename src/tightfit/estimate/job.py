@@ -17,7 +17,7 @@ from tightfit.estimate.host import (
     estimate_phase_host_bytes,
 )
 from tightfit.estimate.memory import Moment, estimate_moments, hold, peak_moment
-from tightfit.estimate.phases import estimate_phases
+from tightfit.estimate.phases import estimate_load, estimate_phases
 from tightfit.estimate.result import (
     DiskSpace,
     Estimate,
@@ -146,8 +146,11 @@ def _gpu_memory(
 ) -> GpuMemory:
     is_cpu = node.gpu.is_cpu
     context = node.gpu.measured_context_bytes
-    peak = peak_moment(moments or estimate_phases(spec, strategy, is_cpu=is_cpu)[:1])
-    components = hold(peak, moments, strategy, is_cpu=is_cpu, measured_context_bytes=context)
+    # A frozen base that becomes fp8 is larger before: nothing else loads more than it trains with.
+    is_loading = not moments or strategy.stores_fp8
+    peak = peak_moment([*moments, *([estimate_load(spec, strategy)] if is_loading else [])])
+    others = moments if peak in moments else []
+    components = hold(peak, others, strategy, is_cpu=is_cpu, measured_context_bytes=context)
     return GpuMemory(
         peak_phase=peak.name,
         peak_allocated_bytes=peak.allocated_bytes,

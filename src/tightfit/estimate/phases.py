@@ -28,7 +28,7 @@ CALIBRATION_LENGTH = 2048
 def estimate_phases(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> list[Moment]:
     """Peaks of everything a job does beside the step, on the fullest GPU."""
     state = estimate_state_bytes(spec, strategy)
-    phases = [_load(spec, strategy, state)]
+    phases = [estimate_load(spec, strategy, state)]
     if strategy.is_trained:
         phases += [_eval(spec, strategy, state, is_cpu=is_cpu), _save(spec, strategy, state)]
         if strategy.method is Method.LORA:
@@ -40,7 +40,7 @@ def _moment(name: str, **parts: int) -> Moment:
     return Moment(name=name, components={key: size for key, size in parts.items() if size})
 
 
-def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
+def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None = None) -> Moment:
     """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed.
 
     An unpacked base comes packed too. The last matrix is unpacked beside its codes and scales,
@@ -54,6 +54,7 @@ def _load(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
     elif strategy.unpacked_base:
         scales = largest_matrix(spec) // NF4_BLOCK
         unpacked = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
+    state = state or estimate_state_bytes(spec, strategy)
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
     return _moment(
         "load",

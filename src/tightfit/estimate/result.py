@@ -50,7 +50,8 @@ class Phase(_Frozen):
 
 
 class GpuMemory(_Frozen):
-    """The fullest GPU at the worst moment of the training step (of loading, for method `load`)."""
+    """The fullest GPU at the worst moment of the training step; of loading, for method `load` and
+    where fp8 makes that the worst."""
 
     peak_phase: str
     peak_allocated_bytes: NonNegativeInt

@@ -9,9 +9,10 @@ import torch
 
 from made_calibrations import make_calibration, make_matmuls
 from tightfit.core.strategy import Strategy
+from tightfit.core.units import GIB
 from tightfit.estimate.efficiency import FP8_SUSTAINED_FRACTION, sustained_fp8_flops
 from tightfit.estimate.job import estimate_job
-from tightfit.estimate.result import Estimate
+from tightfit.estimate.result import Estimate, Verdict
 from tightfit.estimate.trace.op_costs import describe
 from tightfit.estimate.trace.op_seconds import DeviceSeconds
 from tightfit.estimate.trace.operations import FORWARD, MATMUL, Operation
@@ -114,6 +115,19 @@ def test_a_traced_product_has_its_flops_and_its_narrow_operands() -> None:
     assert (work.kind, work.dtype, work.shape) == (MATMUL, "fp8", (m, n, k, 1))
     assert work.flops == 2 * m * n * k
     assert work.num_bytes == m * k + n * k + 2 * m * n
+
+
+def test_a_base_that_fits_only_once_it_is_fp8_does_not_fit() -> None:
+    """All of it is there in bf16 before the first matrix is cast: short rows train with less."""
+    small = LORA | {"seq_len": 128, "micro_batch": 1}
+    plain, found = (estimate(small, fp8=fp8) for fp8 in (False, True))
+    load = phase(found, "load")
+    assert max(phase(found, name) for name in ("forward", "backward")) < 9 * GIB < 12 * GIB < load
+    assert found.gpu.peak_phase == "load"
+    assert found.gpu.peak_allocated_bytes == load
+    assert plain.gpu.peak_phase != "load"
+    little = H200.model_copy(update={"memory_bytes": 11 * GIB})
+    assert estimate(small, fp8=True, gpu=little).verdict is Verdict.DOES_NOT_FIT
 
 
 def test_a_traced_product_takes_the_card_s_fp8_rate() -> None:
