@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+LEAVE = -1.0
+"""A factor that keeps the kernel from changing anything."""
 _ALIGNMENT = 16
 """Bytes that the kernel loads at once, which addresses must be multiples of."""
 
@@ -25,6 +27,8 @@ class KernelAdamW(AdamW):
 
     grad_scale: Tensor | None = None
     """torch's own name for what its kernel divides gradients by."""
+    found_inf: Tensor | None = None
+    """Likewise for what keeps it from changing anything, where it is 1."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float) -> None:
         super().__init__(groups, lr=lr, fused=True)
@@ -63,10 +67,12 @@ class KernelAdamW(AdamW):
             for weights in _by_kind(group["params"]):
                 states = [self._find_state(weight) for weight in weights]
                 counts: list[Tensor] = [state["step"] for state in states]
-                torch._foreach_add_(counts, 1)
+                torch._foreach_add_(counts, 1.0 if self.found_inf is None else 1.0 - self.found_inf)
                 moments = [[state[name] for state in states] for name in _MOMENTS]
                 gradients: list[Any] = [weight.grad for weight in weights]
                 by = weights[0].new_ones((), dtype=torch.float32) if factor is None else factor
+                if self.found_inf is not None:
+                    by = by.masked_fill(self.found_inf > 0, LEAVE)
                 update_all((weights, gradients, *moments), torch.stack(counts), rule, by)
 
     def _find_state(self, weight: Tensor) -> dict[str, Tensor]:

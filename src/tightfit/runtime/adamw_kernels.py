@@ -37,7 +37,7 @@ def update_all(tensors: Sequence[Sequence[Tensor]], steps: Tensor, rule: Rule, b
     """Weights, gradients, first and second moments, all of one dtype on one device.
 
     `steps` has each weight's number of updates, this one included. Gradients are multiplied
-    by `by` as they are read.
+    by `by` as they are read; where that is below 0, nothing is changed.
     """
     sizes = tuple(weight.numel() for weight in tensors[0])
     device = steps.device
@@ -128,13 +128,14 @@ def _update(
     factor = tl.load(by).to(tl.float32)
     kept = 1.0 - rate * decay
     rule = (first_beta, second_beta, epsilon)
-    if begin + tile <= size:
-        _step(
-            weights, gradients, firsts, seconds, places, size, factor, step_size, root, kept, rule,
-            is_whole=True,
-        )  # fmt: skip
-    else:
-        _step(
-            weights, gradients, firsts, seconds, places, size, factor, step_size, root, kept, rule,
-            is_whole=False,
-        )  # fmt: skip
+    if factor >= 0.0:
+        if begin + tile <= size:
+            _step(
+                weights, gradients, firsts, seconds, places, size, factor, step_size, root, kept,
+                rule, is_whole=True,
+            )  # fmt: skip
+        else:
+            _step(
+                weights, gradients, firsts, seconds, places, size, factor, step_size, root, kept,
+                rule, is_whole=False,
+            )  # fmt: skip

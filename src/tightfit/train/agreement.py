@@ -27,8 +27,9 @@ def agree(
 ) -> Agreed:
     """Add up the ranks' losses; what one rank wishes, all do."""
     loss = outcome.loss_sum.double().reshape(1)
-    flags = [float(outcome.update.is_skipped), float(must_stop), float(must_save)]
-    told = torch.cat([loss, torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
+    wishes = torch.tensor([must_stop, must_save], dtype=loss.dtype, device=loss.device)
+    skipped_here = torch.as_tensor(outcome.update.is_skipped, dtype=loss.dtype, device=loss.device)
+    told = torch.cat([loss, skipped_here.reshape(1), wishes])
     if dist.is_initialized():
         dist.all_reduce(told)
     loss_sum, skipped, stop, save = told.tolist()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
@@ -48,6 +49,7 @@ class TorchEngine:
         self.is_updating = False
         """Whether parameters may be half changed: out of memory then loses the step."""
         self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._skips_by_itself = not is_scaled and _is_fused(optimizer)
 
     def autocast(self) -> AbstractContextManager[object]:
         if not self.strategy.is_autocast:
@@ -73,17 +75,32 @@ class TorchEngine:
             group["lr"] = learning_rate
         self.scaler.unscale_(self.optimizer)
         norm = self._clip(self._max_grad_norm or float("inf"))
+        if self._skips_by_itself:
+            is_skipped = self._step_unless(~torch.isfinite(norm))
+            return Update(grad_norm=norm, is_skipped=is_skipped)
         # A skipped step moves nothing, so every rank must come to the same verdict: the norm is
         # over all shards, and so is the scaler's.
-        is_skipped = not bool(torch.isfinite(norm)) or self.scaler.has_overflowed(self.optimizer)
-        if not is_skipped:
+        has_overflowed = not torch.isfinite(norm) or self.scaler.has_overflowed(self.optimizer)
+        if not has_overflowed:
             self.is_updating = True
             self.optimizer.step()
             self.is_updating = False
         if self.scaler.is_enabled():
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(grad_norm=norm, is_skipped=is_skipped)
+        return Update(grad_norm=norm, is_skipped=has_overflowed)
+
+    def _step_unless(self, is_bad: Tensor) -> Tensor:
+        """The update, unless the device finds this to be true: the host queues it without waiting
+        for the gradients, and the next step behind it."""
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = is_bad.float()
+        self.is_updating = True
+        optimizer.step()
+        self.is_updating = False
+        optimizer.found_inf = None
+        optimizer.zero_grad(set_to_none=True)
+        return is_bad
 
     def _clip(self, most: float) -> Tensor:
         """The norm of all gradients; they are shortened here, or by the update that reads them."""
@@ -119,6 +136,13 @@ class TorchEngine:
     def trained_state(self) -> dict[str, Tensor]:
         """On rank 0 whole tensors on the CPU, named as in `model`; elsewhere nothing."""
         return gather_trained(self.model)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    """Whether its kernel takes a flag that says to change nothing; shards do not go with one."""
+    is_fused = isinstance(optimizer, AdamW) and bool(optimizer.defaults["fused"])
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return is_fused and not any(isinstance(weight, DTensor) for weight in weights)
 
 
 def _whole(norm: Any) -> Tensor:

@@ -39,8 +39,9 @@ class Update:
 
     grad_norm: Tensor | None
     """Over all trained parameters, before clipping. None where the engine does not tell."""
-    is_skipped: bool = False
-    """The gradients overflowed: fp16's scaler lowers its scale, anything else is a fault."""
+    is_skipped: bool | Tensor = False
+    """The gradients overflowed: fp16's scaler lowers its scale, anything else is a fault. A tensor
+    where the device decided it by itself: who reads it waits for the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,10 @@ def test_bf16_is_fp32_rounded_once(found: dict[str, Any]) -> None:
     assert found["bf16"] == dict.fromkeys(("weight", "gradient", "exp_avg", "exp_avg_sq"), True)
 
 
+def test_a_step_that_found_no_numbers_changes_nothing(found: dict[str, Any]) -> None:
+    assert found["skips"] is True
+
+
 def test_whole_tiles_are_moved_16_bytes_at_a_time() -> None:
     """Four tensors read and three written by each thread; 16 values of 2 or 4 bytes."""
     compiled = interpret("adamw_compile_script.py")

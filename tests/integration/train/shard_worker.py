@@ -175,7 +175,7 @@ def _overflow_on_one_rank(part: Part) -> dict[str, Any]:
         torch.equal(a, _local(b)) for a, b in zip(kept, engine.module.parameters(), strict=True)
     ]
     return {
-        "is_skipped": update.is_skipped,
+        "is_skipped": bool(update.is_skipped),
         "scale_fraction": engine.scaler.get_scale() / before,
         "is_unchanged": all(same),
         "losses": trainer.train(3, 5),

@@ -107,6 +107,29 @@ def test_every_optimizer_learns(tmp_path: Path, optimizer: str) -> None:
     assert losses[-1] < losses[0] - 0.01
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "is_decided_there"),
+    [("adamw", True), ("adamw-kernel", True), ("adamw-foreach", False)],
+)
+def test_a_step_of_no_numbers_leaves_no_trace(optimizer: str, is_decided_there: bool) -> None:
+    """Where the device decides, the host does not read what it found."""
+    training = Training(model_path="none", learning_rate=1e-2)
+    states = []
+    for factors in ((1.0, float("inf"), 2.0), (1.0, 2.0)):
+        engine = make_engine(training, optimizer=optimizer)
+        for factor in factors:
+            weights = [p for p in engine.module.parameters() if p.requires_grad]
+            engine.backward(torch.stack([(factor * p).square().sum() for p in weights]).sum())
+            update = engine.update(1e-2)
+            assert isinstance(update.is_skipped, torch.Tensor) == is_decided_there
+            assert bool(update.is_skipped) == (factor == float("inf"))
+            assert all(p.grad is None for p in weights)
+        state = engine.optimizer.state
+        states.append([*weights, *(x for p in weights for x in state[p].values())])
+    for found, wanted in zip(*states, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_clipping_inside_the_update_is_clipping_before_it(tmp_path: Path) -> None:
     """Gradients of this run are far longer than 0.05 at first."""
     names = ("adamw", "adamw-kernel")
