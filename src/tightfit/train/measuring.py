@@ -64,12 +64,10 @@ class Meter:
         if self._device.type != "cuda":
             peak = read_peak_bytes()
             return peak, peak, 0
-        stats = torch.cuda.memory_stats(self._device)
-        return (
-            torch.cuda.max_memory_allocated(self._device),
-            torch.cuda.max_memory_reserved(self._device),
-            stats.get("num_alloc_retries", 0),
-        )
+        # Asked once, and as it comes: the device has nothing to do meanwhile.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        allocated, reserved = (stats[f"{name}_bytes"]["all"] for name in ("allocated", "reserved"))
+        return allocated["peak"], reserved["peak"], stats["num_alloc_retries"]
 
     def _estimate_mfu(self, num_tokens: int, seconds: float) -> float | None:
         """The plan's FLOPs, in proportion to the tokens that really came."""
