@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from math import inf
 from typing import TypeAlias
 
@@ -85,14 +86,25 @@ def cast_input(x: Tensor, *, is_followed: bool) -> Scaled:
 
     `is_followed`: a layer comes that may be given the same; else the cast is not kept.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    return _cast_once(x, _kept_rows, cast_rows, is_kept=is_followed)
+
+
+def cast_input_columns(x: Tensor, *, is_preceded: bool) -> Scaled:
+    """Its columns, likewise: the backward pass comes to the layers in the other order."""
+    return _cast_once(x, _kept_columns, cast_columns, is_kept=is_preceded)
+
+
+def _cast_once(
+    x: Tensor, kept: _Kept, cast_new: Callable[[Tensor], Scaled], *, is_kept: bool
+) -> Scaled:
+    flat = x.reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling():  # which finds what is computed twice
-        return cast_rows(rows)
-    cast = _kept.take(x)
+        return cast_new(flat)
+    cast = kept.take(x)
     if cast is None:
-        cast = cast_rows(rows)
-    if is_followed:
-        _kept.keep(x, cast)
+        cast = cast_new(flat)
+    if is_kept:
+        kept.keep(x, cast)
     return cast
 
 
@@ -118,4 +130,4 @@ class _Kept:
             self._entry = None
 
 
-_kept = _Kept()
+_kept_rows, _kept_columns = _Kept(), _Kept()

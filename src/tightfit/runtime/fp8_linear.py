@@ -20,6 +20,7 @@ from tightfit.runtime.fp8_casts import (
     Scaled,
     cast_columns,
     cast_input,
+    cast_input_columns,
     cast_rows,
     scale_matrix,
     turn,
@@ -59,13 +60,14 @@ def use_fp8(model: nn.Module) -> int:
 
 
 def _mark_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> None:
-    """Tell layers that have a later one beside them which is as wide: it may get the same input."""
+    """Tell layers that have a later one beside them, or an earlier, which is as wide: it may get
+    the same input."""
     last: dict[tuple[nn.Module, str, int], Any] = {}
     for layer, name, module in found:
         beside = (layer, name.removesuffix(".base_layer").rpartition(".")[0], module.in_features)
         if beside in last:
             last[beside].is_followed = True
-        module.is_followed = False
+        module.is_preceded, module.is_followed = beside in last, False
         last[beside] = module
 
 
@@ -102,11 +104,12 @@ def multiply_rows(
     )
 
 
-def multiply_columns(g: Tensor, x: Tensor) -> Tensor:
+def multiply_columns(g: Tensor, x: Tensor, *, is_preceded: bool = False) -> Tensor:
     """`g^T x`, summed over tokens; in bf16 where fp8 kernels cannot read as many."""
     if len(g) % ALIGNED:
-        return g.t() @ x
-    return multiply_rows(cast_columns(g), cast_columns(x), is_fast=False)
+        return g.t() @ x.reshape(-1, x.shape[-1])
+    columns = cast_input_columns(x, is_preceded=is_preceded)
+    return multiply_rows(cast_columns(g), columns, is_fast=False)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -123,7 +126,7 @@ def _forward_trained(layer: nn.Linear, x: Tensor) -> Tensor:
     if not _is_plain(x) or layer.weight.dtype is not torch.bfloat16:
         return type(layer).forward(layer, x)
     product: Any = _TrainedProduct
-    y: Tensor = product.apply(x, layer.weight, layer.bias, layer.is_followed)
+    y: Tensor = product.apply(x, layer.weight, layer.bias, (layer.is_preceded, layer.is_followed))
     return y
 
 
@@ -132,8 +135,9 @@ class _TrainedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_followed: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, beside: tuple[bool, bool]
     ) -> Tensor:
+        ctx.is_preceded, is_followed = beside
         rows = cast_input(x, is_followed=is_followed)
         y = multiply_rows(rows, cast_rows(weight), bias, is_fast=True)
         ctx.save_for_backward(x, weight)
@@ -148,7 +152,7 @@ class _TrainedProduct(torch.autograd.Function):
         if needs_x:
             of_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
         if needs_weight:
-            of_weight = multiply_columns(g, x.reshape(-1, x.shape[-1]))
+            of_weight = multiply_columns(g, x, is_preceded=ctx.is_preceded)
         return of_x, of_weight, g.sum(0) if needs_bias else None, None
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tightfit.runtime.fp8_casts import (
     FP8,
-    _kept,
+    _kept_rows,
     cast_columns,
     cast_input,
     cast_rows,
@@ -99,7 +99,7 @@ def test_an_equal_tensor_is_another() -> None:
     x = draw()
     first = cast_input(x, is_followed=True)
     assert cast_input(x.clone(), is_followed=False) is not first
-    assert _kept._entry is None, "one at a time"
+    assert _kept_rows._entry is None, "one at a time"
 
 
 def test_a_view_of_the_same_memory_is_another() -> None:
@@ -124,4 +124,4 @@ def test_a_tensor_that_counts_no_writes_is_cast_each_time() -> None:
     with torch.inference_mode():
         x = draw()
         assert cast_input(x, is_followed=True) is not cast_input(x, is_followed=True)
-    assert _kept._entry is None
+    assert _kept_rows._entry is None

@@ -356,32 +356,44 @@ def test_trained_weights_are_cast_beside_them(monkeypatch: pytest.MonkeyPatch) -
     assert len(calls) == CASTS_OF_INPUTS + NUM_LINEARS
 
 
-def count_casts(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Shapes of rows that are cast from now on, columns aside."""
+def test_columns_of_an_input_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those of every weight, and of every gradient that comes to a layer. Not where layers
+    are recomputed: each product is then handed a tensor of its own."""
+    model = finished(Method.FULL)
+    calls = count_casts(monkeypatch, "cast_columns")
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert len(calls) == CASTS_OF_INPUTS + 2 * NUM_LINEARS
+
+
+def count_casts(monkeypatch: pytest.MonkeyPatch, name: str = "cast_rows") -> list[torch.Size]:
+    """Shapes of what is cast in this way from now on."""
     calls = []
-    cast = fp8_casts.cast_rows
+    cast = getattr(fp8_casts, name)
 
     def spy(x: Tensor) -> Any:
         calls.append(x.shape)
         return cast(x)
 
     for module in (fp8_casts, fp8_linear):
-        monkeypatch.setattr(module, "cast_rows", spy)
+        monkeypatch.setattr(module, name, spy)
     return calls
 
 
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
-def test_shared_casts_change_nothing(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
-    """Over several batches, recomputed: a cast of another tensor would show."""
-    found = gradients_of_batches(method)
+def test_shared_casts_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, method: Method, checkpointing: bool
+) -> None:
+    """Over several batches: a cast of another tensor would show."""
+    found = gradients_of_batches(method, checkpointing=checkpointing)
     monkeypatch.setattr(fp8_casts._Kept, "keep", lambda *_: None)
-    wanted = gradients_of_batches(method)
+    wanted = gradients_of_batches(method, checkpointing=checkpointing)
     assert len(found) > NUM_LINEARS
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def gradients_of_batches(method: Method) -> dict[str, Tensor]:
-    model = finished(method, checkpointing=True)
+def gradients_of_batches(method: Method, *, checkpointing: bool) -> dict[str, Tensor]:
+    model = finished(method, checkpointing=checkpointing)
     for step in range(3):
         ids = IDS + step
         model(input_ids=ids, labels=ids).loss.backward()
@@ -393,8 +405,8 @@ def test_nothing_is_kept_when_the_layers_are_done(method: Method) -> None:
     """The loss is computed where memory is scarcest."""
     model = finished(method)
     seen = []
-    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(fp8_casts._kept._entry))
+    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(fp8_casts._kept_rows._entry))
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
     assert seen == [None]
-    assert fp8_casts._kept._entry is None
+    assert fp8_casts._kept_rows._entry is fp8_casts._kept_columns._entry is None
