@@ -163,7 +163,9 @@ def fp8_bytes(work: Workload, strategy: Strategy, *, tokens: float, backward: bo
     moved = FP8_CAST_BYTES * tokens * work.module_outputs_used
     if strategy.stores_fp8:
         return moved + FP8_TURN_BYTES * weights
-    columns = tokens * (work.inputs_used + work.outputs_used) + weights
+    # Layers that are recomputed do not share the cast of an input they share.
+    inputs = work.inputs_used if strategy.checkpointing else work.module_inputs_used
+    columns = tokens * (inputs + work.outputs_used) + weights
     return moved + FP8_COLUMN_CAST_BYTES * columns
 
 
