@@ -26,13 +26,16 @@ def agree(
     outcome: StepOutcome, *, num_trained_tokens: int, must_stop: bool, must_save: bool
 ) -> Agreed:
     """Add up the ranks' losses; what one rank wishes, all do."""
-    loss = outcome.loss_sum.double().reshape(1)
-    wishes = torch.tensor([must_stop, must_save], dtype=loss.dtype, device=loss.device)
-    skipped_here = torch.as_tensor(outcome.update.is_skipped, dtype=loss.dtype, device=loss.device)
-    told = torch.cat([loss, skipped_here.reshape(1), wishes])
+    loss = outcome.loss_sum.double()
+    is_skipped = torch.as_tensor(outcome.update.is_skipped, dtype=loss.dtype, device=loss.device)
+    told = torch.stack([loss, is_skipped])
+    stop, save = float(must_stop), float(must_save)
     if dist.is_initialized():
+        told = torch.cat([told, told.new_tensor([stop, save])])
         dist.all_reduce(told)
-    loss_sum, skipped, stop, save = told.tolist()
+        loss_sum, skipped, stop, save = told.tolist()
+    else:
+        loss_sum, skipped = told.tolist()
     norm = outcome.update.grad_norm
     return Agreed(
         loss=loss_sum / num_trained_tokens,
