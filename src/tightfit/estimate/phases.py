@@ -20,6 +20,7 @@ from tightfit.estimate.weights import (
 )
 from tightfit.models.spec import ModelSpec
 
+LOAD = "load"
 CALIBRATION_ROWS = 128
 CALIBRATION_LENGTH = 2048
 """GPTQ's usual calibration set. Source: arXiv:2210.17323 section 4."""
@@ -57,7 +58,7 @@ def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None 
     state = state or estimate_state_bytes(spec, strategy)
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
     return _moment(
-        "load",
+        LOAD,
         weights=state.weights,
         quantization=state.quantization,
         adapters=state.adapters,

@@ -11,6 +11,7 @@ from tightfit.core.units import render_bytes
 from tightfit.estimate.allocator import MODEL_ERROR_FRACTION
 from tightfit.estimate.job import estimate_job, outline_job
 from tightfit.estimate.memory import Standing, estimate_step_peak_bytes, find_standing
+from tightfit.estimate.phases import LOAD
 from tightfit.estimate.result import Estimate, Outline, Verdict
 from tightfit.hardware.types import Node, NodeGroup
 from tightfit.planning.case import Case, Violation
@@ -285,7 +286,10 @@ class Sieve:
             )
 
     def _tally_outline(self, layout: Layout, strategy: Strategy, outline: Outline) -> None:
-        """The step fits but something else does not: host memory, loading, saving."""
+        """The step fits but something else does not: loading, or host memory."""
+        if outline.gpu.peak_phase == LOAD:
+            self._tally_memory(layout, strategy, outline.gpu.peak_reserved_bytes)
+            return
         self._tally("host-memory", outline.reason, strategy)
         need, has = outline.host.peak_bytes, outline.host.capacity_bytes or 0
         if need > has and (self.nearest_host is None or need < self.nearest_host.need_bytes):

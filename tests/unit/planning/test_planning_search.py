@@ -10,6 +10,7 @@ from planning_cases import SHORT_ROWS, make_cluster, make_request
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method
+from tightfit.core.units import GIB
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.planning.case import Case
@@ -245,3 +246,17 @@ def test_an_exhaustive_search_also_lists_what_another_surely_beats() -> None:
     again = {"checkpointing": True, "loss_slice_factor": 1}
     assert best.model_copy(update=again) in strategies
     assert len(search(request, cluster, num_plans=4, is_exhaustive=True).plans) == 4
+
+
+def test_a_base_that_cannot_be_loaded_is_no_plan() -> None:
+    """In bf16 before it is fp8: short rows would train in little more than half of that."""
+    request = make_request(method="lora", seq_len=128, effective_batch=1, fixed={"fp8": True})
+    roomy = search(request, make_cluster((1, "RTX-4090")))
+    assert roomy.plans[0].estimate.gpu.peak_phase == "load"
+
+    need = roomy.plans[0].estimate.gpu.peak_reserved_bytes
+    short = search(request, make_cluster((1, "RTX-4090"), free_gpu_memory_bytes=need - GIB))
+    assert not short.plans
+    assert short.shortfall is not None
+    assert short.shortfall.need_bytes == need
+    assert "RTX 4090 has" in short.shortfall.sentence
