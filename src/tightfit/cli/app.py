@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from tightfit.cli.exit_codes import EXIT_INTERRUPTED
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code by kind of failure is in docs/exit-codes.md."""
+    # pydantic would look through every installed package for plugins that watch it validate.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         # Here and not above: loading takes longest, and an interrupt then would be a traceback.
         from tightfit.cli.command import run

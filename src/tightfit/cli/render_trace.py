@@ -15,7 +15,8 @@ from tightfit.cli.screen import Column, make_table, render_gauge, show
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.estimate.host import PROCESS_BYTES
 from tightfit.estimate.result import Estimate
-from tightfit.estimate.trace.result import Peak, PeakTensor, TracedMemory
+from tightfit.estimate.trace.peak import Peak, PeakTensor
+from tightfit.estimate.trace.result import TracedMemory
 from tightfit.estimate.trace.summary import judge_traced
 from tightfit.hardware.types import Gpu
 from tightfit.planning.advice import Advice

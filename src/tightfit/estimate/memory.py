@@ -52,6 +52,8 @@ class Standing(NamedTuple):
     """What does not follow the micro-batch: a search that tries several finds it once."""
 
     state: StateBytes
+    buffers: BufferBytes
+    """Under fp8 these do follow it, and are found anew."""
     layers: list[tuple[int, LayerBytes]]
 
 
@@ -60,6 +62,7 @@ def find_standing(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) 
     strategy = as_loaded(spec, strategy)
     return Standing(
         state=estimate_state_bytes(spec, strategy),
+        buffers=estimate_buffer_bytes(spec, strategy),
         layers=list_layers(spec, strategy, is_cpu=is_cpu),
     )
 
@@ -78,8 +81,9 @@ def estimate_moments(
     so the peak is at one of them.
     """
     strategy = as_loaded(spec, strategy)
-    state, layers = standing or find_standing(spec, strategy, is_cpu=is_cpu)
-    buffers = estimate_buffer_bytes(spec, strategy)
+    state, buffers, layers = standing or find_standing(spec, strategy, is_cpu=is_cpu)
+    if strategy.fp8:
+        buffers = estimate_buffer_bytes(spec, strategy)
     activations = estimate_activation_bytes(spec, strategy, layers)
     loss = estimate_loss_bytes(spec, strategy)
     gradients = _estimate_gradients(spec, strategy, state)

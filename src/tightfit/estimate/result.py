@@ -7,7 +7,7 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
-from tightfit.estimate.trace.result import Peak
+from tightfit.estimate.trace.peak import Peak
 
 
 class _Frozen(BaseModel):

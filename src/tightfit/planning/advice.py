@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
-from tightfit.estimate.trace.result import Peak, PeakTensor, TracedMemory
+from tightfit.estimate.trace.peak import Peak, PeakTensor
+from tightfit.estimate.trace.result import TracedMemory
 from tightfit.planning.case import Case
 from tightfit.planning.request import describe_recomputing
 from tightfit.planning.rules import find_first_violation

@@ -10,7 +10,8 @@ from planning_cases import make_cluster
 from tightfit.cli.settings import read_settings
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.trace.result import Peak, PeakTensor, Timeline, TracedMemory
+from tightfit.estimate.trace.peak import Peak, PeakTensor
+from tightfit.estimate.trace.result import Timeline, TracedMemory
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.advice import Alternative, judge_alternatives, list_alternatives
 from tightfit.planning.case import Case

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+
+from tightfit.estimate.trace.peak import Peak
 
 
 class _Frozen(BaseModel):
@@ -16,32 +18,6 @@ class TracedStage(_Frozen):
     """`load`, `first step`, `steady step`, `eval`, `save`, `generate` or `resume`."""
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
-
-
-class PeakTensor(_Frozen):
-    """Like tensors that stand at the peak."""
-
-    num_bytes: NonNegativeInt
-    """Of all of them."""
-    count: PositiveInt
-    category: str
-    op: str
-    module: str
-    """The layer's number replaced by `*`."""
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Peak(_Frozen):
-    """The instant at which most memory is allocated, and what stands there."""
-
-    stage: str
-    op: str
-    module: str
-    components: dict[str, int]
-    """Category to bytes, summing to the peak."""
-    tensors: tuple[PeakTensor, ...]
-    """The largest groups, largest first."""
 
 
 class Timeline(_Frozen):

@@ -10,14 +10,9 @@ from typing import Protocol
 
 from tightfit.estimate.result import Verdict
 from tightfit.estimate.trace.block_pool import MIN_BLOCK_BYTES
+from tightfit.estimate.trace.peak import Peak, PeakTensor
 from tightfit.estimate.trace.recording import CATEGORIES, Allocation, Recording, find_peak
-from tightfit.estimate.trace.result import (
-    Peak,
-    PeakTensor,
-    Timeline,
-    TracedMemory,
-    TracedStage,
-)
+from tightfit.estimate.trace.result import Timeline, TracedMemory, TracedStage
 
 MOST_TENSORS = 12
 """Groups of like tensors that a peak names."""
