@@ -2,7 +2,8 @@
 
 No torch, no transformers, no numpy: `--help` in under 0.3 s and a plan over at
 least 500 strategies in under 1 s, as the fastest of several runs: the others tell what else
-the machine was doing.
+the machine was doing. A machine that is slow at loading other people's packages is allowed
+as much more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HELP_LIMIT_SECONDS = 0.3
 PLAN_LIMIT_SECONDS = 1.0
+YARDSTICK = "import pydantic.main, typer.main"
+YARDSTICK_SECONDS = 0.22
+"""What a slow machine of two cores takes for it, at which the limits are meant."""
 MIN_STRATEGIES = 500
 REPEATS = 11
 
@@ -28,6 +32,7 @@ def main() -> int:
         python = make_environment(home / "venv")
         tool = python.with_name("tightfit")
         assert_absent(python, ["torch", "transformers", "numpy", "matplotlib", "tokenizers"])
+        yardstick_seconds = fastest_seconds([str(python), "-c", YARDSTICK])
         help_seconds = fastest_seconds([str(tool), "--help"])
         plan = [
             str(tool),
@@ -45,12 +50,15 @@ def main() -> int:
         doctor = subprocess.run(
             [str(tool), "doctor", "--json"], capture_output=True, text=True, check=False
         )
-    print(f"--help {help_seconds:.2f} s (limit {HELP_LIMIT_SECONDS})")
-    print(f"plan   {plan_seconds:.2f} s (limit {PLAN_LIMIT_SECONDS}), {considered} strategies")
+    slower = max(1.0, yardstick_seconds / YARDSTICK_SECONDS)
+    help_limit, plan_limit = slower * HELP_LIMIT_SECONDS, slower * PLAN_LIMIT_SECONDS
+    print(f"its packages {yardstick_seconds:.2f} s: limits are {slower:.2f} times the usual")
+    print(f"--help {help_seconds:.2f} s (limit {help_limit:.2f})")
+    print(f"plan   {plan_seconds:.2f} s (limit {plan_limit:.2f}), {considered} strategies")
     faults = []
-    if help_seconds >= HELP_LIMIT_SECONDS:
+    if help_seconds >= help_limit:
         faults.append("--help is too slow")
-    if plan_seconds >= PLAN_LIMIT_SECONDS:
+    if plan_seconds >= plan_limit:
         faults.append("plan is too slow")
     if considered < MIN_STRATEGIES:
         faults.append(f"only {considered} strategies were considered")
