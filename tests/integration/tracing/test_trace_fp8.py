@@ -31,7 +31,7 @@ UNASKED = 3
     ("fields", "products_back", "casts", "casts_back"),
     [
         (LORA, LINEARS - UNASKED, INPUTS, 2 * (LINEARS - UNASKED)),
-        (FULL, 2 * LINEARS, INPUTS + LINEARS, 7 * LINEARS),
+        (FULL, 2 * LINEARS, INPUTS + LINEARS, 5 * LINEARS + 2 * INPUTS),
     ],
     ids=["lora", "full"],
 )
