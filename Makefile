@@ -32,7 +32,7 @@ demo: install  ## the main job on a CPU with a real small model: no GPU, no hub
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
 test: install test-bare  ## every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(foreach group,$(HEAVY),--ignore tests/integration/$(group))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(foreach group,$(HEAVY),--ignore tests/integration/$(group))
 
 test-serving: install  ## the HTTP API under load, the page in a browser, killed batches: minutes
 	OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=60 $(BIN)/python -m pytest $(addprefix tests/integration/,$(SERVING))
