@@ -18,7 +18,7 @@ from tightfit.cli.json_output import show_json
 from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
 from tightfit.cli.output import announce
-from tightfit.cli.require import has_packages
+from tightfit.cli.require import TRACING, has_packages
 from tightfit.cli.saved_plan import read_saved_plans, refuse_new_wishes
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.files import check_writable, write_atomic
@@ -69,7 +69,7 @@ def _trace(
     result: SearchResult, *, asked: bool | None
 ) -> tuple[SearchResult, Sequence[TracedMemory | None]]:
     """Plans traced where that is possible; where it is not, nothing of it is loaded."""
-    if asked is None and not has_packages("torch", "transformers", "peft"):
+    if asked is None and not has_packages(*TRACING):
         return result, ()
     from tightfit.cli.traced_plans import trace_search
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tightfit.core.errors import EnvironmentFaultError
 
+TRACING = ("torch", "transformers", "peft")
+"""What a trace runs."""
+
 
 def has_packages(*names: str) -> bool:
     """Told without importing any of them."""

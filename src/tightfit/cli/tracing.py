@@ -11,7 +11,7 @@ from typing import Any
 from tightfit.cli.harmless import harmless
 from tightfit.cli.output import write_err
 from tightfit.cli.progress_bar import Report, progress_bar
-from tightfit.cli.require import require_packages
+from tightfit.cli.require import TRACING, require_packages
 from tightfit.core.errors import UsageError
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.trace.ask import Answer, Tracer, has_torch
@@ -103,7 +103,7 @@ def choose_tracer(
             raise UsageError(f"This cannot be traced: {reason}.", remedy="leave --trace out")
         return None
     if asked:
-        require_packages("Tracing", "torch", "transformers", "peft")
+        require_packages("Tracing", *TRACING)
     return ModelTracer(spec=spec, config=config, profile=profile) if has_torch() else None
 
 

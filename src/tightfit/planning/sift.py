@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tightfit.core.strategy import Loss, Offload, Optimizer, Sharding, Strategy
 from tightfit.core.units import render_bytes
 from tightfit.estimate.allocator import MODEL_ERROR_FRACTION
-from tightfit.estimate.job import estimate_job, outline_job
+from tightfit.estimate.job import estimate_job, lacks_host, outline_job
 from tightfit.estimate.memory import Standing, estimate_step_peak_bytes, find_standing
 from tightfit.estimate.phases import LOAD
 from tightfit.estimate.result import Estimate, Outline, Verdict
@@ -287,7 +287,7 @@ class Sieve:
 
     def _tally_outline(self, layout: Layout, strategy: Strategy, outline: Outline) -> None:
         """The step fits but something else does not: loading, or host memory."""
-        if outline.gpu.peak_phase == LOAD:
+        if outline.gpu.peak_phase == LOAD and not lacks_host(outline.host):
             self._tally_memory(layout, strategy, outline.gpu.peak_reserved_bytes)
             return
         self._tally("host-memory", outline.reason, strategy)

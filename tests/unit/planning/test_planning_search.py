@@ -260,3 +260,7 @@ def test_a_base_that_cannot_be_loaded_is_no_plan() -> None:
     assert short.shortfall is not None
     assert short.shortfall.need_bytes == need
     assert "RTX 4090 has" in short.shortfall.sentence
+
+    full = search(request, make_cluster((1, "RTX-4090"), host_memory_bytes=GIB))
+    assert full.shortfall is not None
+    assert full.shortfall.what == "of host memory per node", "the card has room"
