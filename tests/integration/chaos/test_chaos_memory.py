@@ -75,7 +75,7 @@ def list_changes(job: Job) -> list[dict[str, Any]]:
 
 
 PROBE = """
-import gc, os, resource, sys
+import os, resource, sys
 import tightfit.train.assemble as assembling
 from tightfit.runtime.devices import is_out_of_memory
 from tightfit.train.worker import main
@@ -83,30 +83,32 @@ from tightfit.train.worker import main
 rehearse = assembling.rehearse
 
 def fits(limit, *given):
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    try:
-        rehearse(*given)
-    except Exception as fault:
-        if not is_out_of_memory(fault):
-            raise
-        return False
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-        gc.collect()
-    return True
+    # In a process of its own, which no other try has left in pieces: as a run meets its limit.
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+            rehearse(*given)
+            code = 0
+        except BaseException as fault:
+            code = 1 if is_out_of_memory(fault) else 2
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code != 2
+    return code == 0
 
 def find_least(*given):
     least, most = 100 << 20, 4 << 30
+    assert fits(most, *given)
     while most - least > 4 << 20:
         middle = (least + most) // 2
-        # What a failure leaves in pieces can make the next one fail too: it gets a second try.
-        is_enough = fits(middle, *given) or fits(middle, *given)
-        least, most = (least, middle) if is_enough else (middle, most)
+        least, most = (least, middle) if fits(middle, *given) else (middle, most)
     return most
 
 def measure(engine, batch, place):
-    rehearse(engine, batch, place)
     half = {name: tensor[: len(tensor) // 2] for name, tensor in batch.items()}
     print(find_least(engine, half, place), find_least(engine, batch, place), flush=True)
     os._exit(0)
@@ -176,7 +178,7 @@ def test_too_much_on_the_way(tmp_path: Path, roomy: Job, on: str) -> None:
     assert wait_for(lambda: job.last_step() >= 5, process), job.log()
     assert job.checkpoints() == []
     victim = find_workers(process.pid)[-1]
-    starve(victim)
+    starve(victim, job)
     done = job.last_step()
     said, _ = process.communicate(timeout=200)
 
@@ -198,11 +200,11 @@ def find_workers(pid: int) -> list[int]:
     return found
 
 
-def starve(pid: int) -> None:
+def starve(pid: int, job: Job) -> None:
     """Leave it what it holds between two steps, and a little to save with."""
     held = []
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
+    end, seen = time.monotonic() + 1.0, job.last_step()
+    while time.monotonic() < end or job.last_step() < seen + 2:
         text = Path(f"/proc/{pid}/status").read_text()
         held.append(int(text.split("VmData:")[1].split()[0]) * 1024)
     limit = min(held) + 40 * MIB
