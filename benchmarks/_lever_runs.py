@@ -173,6 +173,7 @@ class CaseRun:
             "order_seed": self.case.order_seed,
             "losses": [round(loss, 6) for loss in losses],
             "held_out_loss": self._measure_held_out(engine),
+            **self._measure_in_bf16(engine),
             "seconds": round(time.perf_counter() - begin, 1),
             "attention": engine.model.config._attn_implementation,
         }
@@ -192,6 +193,18 @@ class CaseRun:
         batches = make_batches(rows, self.strategy)
         num_trained = sum(count_trained(batch, is_encoder_decoder=False) for batch in batches)
         return [to_device(batch, self.place) for batch in batches], num_trained
+
+    def _measure_in_bf16(self, engine: TorchEngine) -> dict[str, float]:
+        """What adapters that fp8 trained reach on the base as it was read, which is served."""
+        if not self.strategy.fp8:
+            return {}
+        plain = self._build(self.strategy.model_copy(update={"fp8": False}))
+        trained = dict(engine.module.named_parameters())
+        with torch.no_grad():
+            for name, parameter in plain.module.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(trained[name])
+        return {"held_out_loss_in_bf16": self._measure_held_out(plain)}
 
     def _measure_held_out(self, engine: TorchEngine) -> float:
         total, num_trained = 0.0, 0
