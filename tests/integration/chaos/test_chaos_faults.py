@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chaos_jobs import Job
+from chaos_jobs import PATIENCE_SECONDS, Job
 
 pytest_plugins = ("chaos_fixtures",)
 
@@ -88,7 +88,7 @@ def test_weights_file(tmp_path: Path, model: Path, data: Path, fault: str) -> No
     job = Job(home=tmp_path / "job", model=broken, data=data).write()
 
     process = job.start()
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=PATIENCE_SECONDS)
 
     assert process.returncode in (EXIT_NOT_FOUND, EXIT_INVALID), text
     assert str(broken) in said_once(text)
@@ -152,7 +152,7 @@ def in_own_mounts(script: str, job: Job) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         env=job.surroundings() | {"RUN": str(job.run), "KEPT": str(job.home / "kept")},
-        timeout=400,
+        timeout=2 * PATIENCE_SECONDS,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chaos_jobs import Job, kill_tree, read_adapter, wait_for
+from chaos_jobs import PATIENCE_SECONDS, Job, kill_tree, read_adapter, wait_for
 from chaos_nursery import Nursery
 
 pytest_plugins = ("chaos_fixtures",)
@@ -119,7 +119,7 @@ def choose_moment(job: Job, rng: random.Random, newest: int) -> Callable[[], boo
 
 def kill_worker(job: Job, nursery: Nursery, happened: Callable[[], bool]) -> None:
     pid = nursery.start(job.run)
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE_SECONDS
     while not safely(happened):
         assert time.monotonic() < end, job.log()
         time.sleep(0.0005)

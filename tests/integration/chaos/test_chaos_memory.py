@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_jobs import Job, make_data, make_model, wait_for
+from chaos_jobs import PATIENCE_SECONDS, Job, make_data, make_model, wait_for
 
 NUM_STEPS = 40
 MICRO_BATCH = 16
@@ -155,7 +155,7 @@ def test_too_much_by_a_limit_of_ours(tmp_path: Path, roomy: Job, limit: int) -> 
     process = job.start()
     assert wait_for(lambda: job.last_step() >= 2, process)
     process.terminate()
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE_SECONDS)
     step = job.state()["step"]
 
     job.environment["TIGHTFIT_MEMORY_LIMIT_BYTES"] = str(limit)
@@ -180,7 +180,7 @@ def test_too_much_on_the_way(tmp_path: Path, roomy: Job, on: str) -> None:
     victim = find_workers(process.pid)[-1]
     starve(victim, job)
     done = job.last_step()
-    said, _ = process.communicate(timeout=200)
+    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
 
     assert process.returncode == 0, said + job.log()
     check_same_training(job, roomy)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_jobs import Job, kill_tree, wait_for
+from chaos_jobs import PATIENCE_SECONDS, Job, kill_tree, wait_for
 
 pytest_plugins = ("chaos_fixtures",)
 
@@ -90,7 +90,7 @@ def test_a_host_is_lost_and_comes_back(
         assert wait_for(lambda: job.last_step() >= 5, running[1]), tell(job)
         kill_tree(running[1])
         running[1] = hosts.start(job, 1)
-        codes = [process.wait(timeout=240) for process in running]
+        codes = [process.wait(timeout=PATIENCE_SECONDS) for process in running]
     finally:
         for process in running:
             if process.poll() is None:
