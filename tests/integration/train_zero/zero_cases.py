@@ -22,8 +22,8 @@ from tightfit.train.step import StepPlan, mix_seed, train_step
 
 NUM_RANKS = 2
 NUM_MICRO = 2
-NUM_STEPS = 20
-SAVED_AT = 10
+NUM_STEPS = 12
+SAVED_AT = 6
 VOCAB = 128
 MICRO_BATCH = 2
 
