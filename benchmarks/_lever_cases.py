@@ -176,6 +176,8 @@ class Noise:
 
     mean_step_difference: float
     """Of two draws of the adapters on the same rows: the nearest two of the plain runs."""
+    all_step_differences: tuple[float, ...]
+    """Of every two of them, in order of size."""
     held_out_difference: float
     """Of two draws or orders of rows: the mean over all pairs of plain runs."""
     repeated: Distance | None
@@ -192,6 +194,7 @@ def find_noise(runs: Mapping[str, Mapping[str, Any]]) -> Noise | None:
     is_repeated = PLAIN in runs and AGAIN in runs
     return Noise(
         mean_step_difference=min(steps),
+        all_step_differences=tuple(sorted(steps)),
         held_out_difference=statistics.fmean(d.held_out_difference for d in distances),
         repeated=compare_runs(runs[PLAIN], runs[AGAIN]) if is_repeated else None,
     )

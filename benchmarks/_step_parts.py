@@ -31,6 +31,8 @@ PRODUCTS = {
     **{"aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1},
 }
 """Where in their shapes the two operands stand."""
+HOST_WAITS = frozenset({"Command Buffer Full"})
+"""What the profiler tells among operations of the device, though only the host waits."""
 MOST_READERS = 3
 """Adapters that go through one input together."""
 UNPACKERS = {"bitsandbytes::dequantize_4bit": 0, "bitsandbytes::gemm_4bit": 1}
@@ -287,14 +289,18 @@ def describe_parts(
     seconds = dict.fromkeys(PARTS, 0.0)
     counts = dict.fromkeys(PARTS, 0)
     works: dict[str, list[Work]] = {part: [] for part in PARTS}
+    waited = 0.0
     for row in ops:
+        if row["op"] in HOST_WAITS:
+            waited += row["seconds"]
+            continue
         part = classify(row["op"], row["shapes"], facts)
         seconds[part] += row["seconds"]
         counts[part] += row["count"]
         work = count_work(part, row, facts, ceilings)
         works[part] += [work] if work is not None else []
     seconds[OTHER] += step["left_out_seconds"]
-    seconds[IDLE] = max(0.0, step["step_seconds"] - step["device_seconds"])
+    seconds[IDLE] = max(0.0, step["step_seconds"] - (step["device_seconds"] - waited))
     whole = sum(seconds.values())
     rows = []
     for part in PARTS:

@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import write_result
+from tightfit.core.strategy import Method, Strategy
 from tightfit.core.units import GIB
+from tightfit.estimate.flops import estimate_step_flops
+from tightfit.hardware.resolve import resolve_hardware
+from tightfit.models.resolve import resolve_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MEASURED = RESULTS / "h200_throughput.json"
@@ -60,6 +64,21 @@ def find_errors(rows: Rows) -> dict[str, dict[str, float]]:
         for name in (OURS, FP8)
         if "compared" in rows.get(name, {})
     }
+
+
+def find_utilization(job: dict[str, Any]) -> float | None:
+    """Of the H200's dense bf16 peak, what full tuning in bf16 needs by its mathematics; None for
+    other methods. Attention counts with the pairs that its mask leaves."""
+    told, row = job["job"], job["contestants"].get(OURS, {})
+    if told["method"] != "full" or "fault" in row:
+        return None
+    strategy = Strategy(
+        method=Method.FULL, micro_batch=told["num_rows"], grad_accum=1, seq_len=told["seq_len"]
+    )
+    spec = resolve_model(told["model"].rpartition("--")[2])
+    flops = estimate_step_flops(spec, strategy).model
+    peak = resolve_hardware("H200").groups[0].node.gpu.flops(strategy.compute)
+    return round(flops / row["step_seconds"] / peak, 3)
 
 
 def _is_tuned_trl(name: str) -> bool:
@@ -146,12 +165,14 @@ def main() -> int:
         return 1 if faults else 0
     print("\n".join(f"fault: {fault}" for fault in strange))
     errors = {name: find_errors(job["contestants"]) for name, job in jobs.items()}
+    used = {name: find_utilization(job) for name, job in jobs.items()}
     write_result(
         RATIOS,
         "benchmarks/h200_throughput.py",
         noise=NOISE,
         ratios=ratios,
         prediction_errors=errors,
+        utilization={name: fraction for name, fraction in used.items() if fraction is not None},
     )
     return 1 if strange else 0
 

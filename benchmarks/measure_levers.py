@@ -3,6 +3,7 @@
     python benchmarks/measure_levers.py --tokenize DATA.json --model MODEL --tokens rows.npz
     python benchmarks/measure_levers.py --tokens rows.npz --model MODEL --out levers.json
     python benchmarks/measure_levers.py --tokens rows.npz --device cpu --tiny --steps 4
+    python benchmarks/measure_levers.py --again levers.json    (its tables anew; nothing runs)
 
 MODEL is a folder or a GGUF file; without one, SmolLM2-135M's shape is drawn at random. Every run
 has the same rows and the same first adapters; runs with other ones show what luck changes. Each is
@@ -206,7 +207,8 @@ def _word(verdict: bool | None) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=Path, required=True, help="token file, read or written")
+    parser.add_argument("--tokens", type=Path, help="token file, read or written")
+    parser.add_argument("--again", type=Path, help="an earlier output, to be judged anew")
     parser.add_argument("--tokenize", type=Path, nargs="+", help="write --tokens of these and stop")
     parser.add_argument("--model", help="folder or GGUF file; drawn at random unless named")
     parser.add_argument("--out", type=Path, default=Path("levers.json"))
@@ -223,6 +225,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if unknown := set(filter(None, arguments.only.split(","))) - {case.name for case in CASES}:
         parser.error(f"unknown runs: {', '.join(sorted(unknown))}")
+    if arguments.tokens is None and arguments.again is None:
+        parser.error("--tokens names the rows to train on")
     if arguments.tokenize and not arguments.model:
         parser.error("--tokenize needs --model, for its tokenizer")
     if arguments.seq_len < ROW_TOKENS:
@@ -232,8 +236,21 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def judge_again(path: Path) -> int:
+    """What was measured, by the rules as they are now."""
+    document = json.loads(path.read_text())
+    rows = document.pop("runs")
+    runs = Runs(path, {key: document[key] for key in document if key not in ("noise", "levers")})
+    for row in rows:
+        runs.add(row.pop("name"), row)
+    print(render_table(runs.good))
+    return 0
+
+
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.again is not None:
+        return judge_again(arguments.again)
     set_environment()
     if arguments.tokenize:
         return tokenize(arguments.tokenize, arguments.model, arguments.tokens)

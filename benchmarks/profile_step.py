@@ -1,8 +1,8 @@
 """Profile one step of each job of the speed comparison: device time by part, beside its ceiling.
 
-    python benchmarks/profile_step.py --calibration benchmarks/results/h200_calibration.json
+    python benchmarks/profile_step.py --calibration calibration.json
     python benchmarks/profile_step.py --jobs 7b-lora,1b-full --out profile.json ...
-    python benchmarks/profile_step.py --again profile.json ...    (the tables anew, nothing runs)
+    python benchmarks/profile_step.py --again profile.json ...    (its tables anew; nothing runs)
     python benchmarks/profile_step.py --device cpu ...    (tiny, nothing that means anything)
 
 Each job runs as the first plan of `tightfit plan` for this machine says, with weights at random.
@@ -135,7 +135,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, required=True, help="of this machine's GPU")
     parser.add_argument("--jobs", default=",".join(DEFAULT_NAMES), help=", ".join(NAMES))
     parser.add_argument("--out", type=Path, default=Path("profile.json"))
-    parser.add_argument("--again", type=Path, help="an earlier output, to be shown again")
+    parser.add_argument("--again", type=Path, help="an earlier output, to be read anew")
     parser.add_argument("--no-trace", action="store_true", help="plan by closed forms, sooner")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start none after")
     parser.add_argument("--job-seconds", type=float, default=120.0, help="end a job after")
@@ -153,6 +153,7 @@ def main() -> int:
         document = json.loads(arguments.again.read_text()) | {"calibration": calibration}
         for job in document["jobs"]:
             tell(document, job["name"])
+        write_document(arguments.again, document)
         return 0
     head = describe_run()
     words = [word.rpartition("/")[2] for word in sys.argv[1:]]

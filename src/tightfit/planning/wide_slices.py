@@ -11,9 +11,9 @@ from tightfit.planning.ranking import Candidate, measure_seconds
 from tightfit.planning.sift import Sieve
 
 WIDE_FACTOR = 4
-"""As fast as wider ones. Head and loss of 8192 tokens on one H200, 4096 wide, 128,256 words, frozen
-head, bf16: 27.6, 25.0, 23.6 and 23.6 ms at factors 1, 2, 4 and 8; 32,000 words: 6.32 ms at 1, 6.06
-at 8."""
+"""As fast as wider ones, or nearly. Head and loss of 8192 tokens on one H200, 4096 wide, 128,256
+words, bf16, at factors 1, 2, 4 and 8: 27.0, 25.8, 24.4 and 24.6 ms with a frozen head, 52.7, 42.1,
+38.3 and 37.1 ms with a trained one (benchmarks/results/h200_fused_kernels.json)."""
 
 
 def widen_slices(sieve: Sieve, candidate: Candidate) -> Candidate:

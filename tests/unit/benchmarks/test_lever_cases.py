@@ -53,7 +53,8 @@ def test_noise_is_what_other_adapters_and_orders_change(
 ) -> None:
     noise = scripts["_lever_cases"].find_noise(lucky)
 
-    assert noise.mean_step_difference == pytest.approx(0.004)  # of 0.010, 0.004 and 0.014
+    assert noise.mean_step_difference == pytest.approx(0.004)
+    assert noise.all_step_differences == pytest.approx((0.004, 0.010, 0.014))
     pairs = (0.02, 0.04, 0.06, 0.02, 0.04, 0.02)
     assert noise.held_out_difference == pytest.approx(sum(pairs) / 6)
     assert noise.repeated.mean_step_difference == pytest.approx(0.001)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tightfit.core.strategy import Optimizer
+from tightfit.core.strategy import Optimizer, Strategy
 from tightfit.hardware.calibration import Calibration
 from tightfit.models.resolve import resolve_model
 
@@ -141,3 +141,19 @@ def test_a_recorded_step_is_accounted_for(
     assert rows["norms, rotary, activations"]["fraction_of_ceiling"] > 0.4
     table = parts.render_parts(list(rows.values())).splitlines()
     assert len(table) == len(rows) + 2
+
+
+def test_a_host_that_waited_is_no_part_of_the_step(parts: ModuleType) -> None:
+    """The profiler tells "Command Buffer Full" as if a kernel had run for as long."""
+    profile = json.loads((RESULTS / "h200_profile.json").read_text())
+    ceilings_of = Calibration.model_validate(profile["calibration"])
+    waited = {row["job"] for row in profile["ops"] if row["op"] == "Command Buffer Full"}
+    assert waited
+    for job, step in zip(profile["jobs"], profile["steps"], strict=True):
+        ops = [row for row in profile["ops"] if row["job"] == job["name"]]
+        facts = parts.gather_facts(
+            resolve_model(job["model"]), Strategy.model_validate(job["strategy"])
+        )
+        rows = parts.describe_parts(step, ops, facts, parts.read_ceilings(ceilings_of, facts))
+        whole = sum(row["seconds"] for row in rows)
+        assert whole == pytest.approx(step["step_seconds"], rel=1e-3), job["name"]
