@@ -78,7 +78,7 @@ def find_utilization(job: dict[str, Any]) -> float | None:
     spec = resolve_model(told["model"].rpartition("--")[2])
     flops = estimate_step_flops(spec, strategy).model
     peak = resolve_hardware("H200").groups[0].node.gpu.flops(strategy.compute)
-    return round(flops / row["step_seconds"] / peak, 3)
+    return round(float(flops / row["step_seconds"] / peak), 3)
 
 
 def _is_tuned_trl(name: str) -> bool:

@@ -12,14 +12,13 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Strategy
 from tightfit.estimate.measured import (
     FLASH_HALF_SPEED_LENGTH,
-    FP8,
     attention_rates,
     bandwidth_at,
     find_fp8_table,
     find_table,
     stream_rate,
 )
-from tightfit.hardware.measured_rates import AttentionRow, MeasuredRates
+from tightfit.hardware.measured_rates import FP8, AttentionRow, MeasuredRates
 from tightfit.hardware.types import Gpu
 
 Capability = tuple[int, int]

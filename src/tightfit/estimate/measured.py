@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from math import exp, log, log2
 
 from tightfit.core.dtypes import Dtype
-from tightfit.hardware.measured_rates import AttentionRow, BandwidthRow, MatmulRow, MeasuredRates
+from tightfit.hardware.measured_rates import (
+    FP8,
+    FP8_EXACT,
+    AttentionRow,
+    BandwidthRow,
+    MatmulRow,
+    MeasuredRates,
+)
 
 FLASH_HALF_SPEED_LENGTH = 320.0
 """Sequence length at which attention kernels run at half their long-sequence rate.
@@ -62,9 +69,6 @@ class MatmulTable:
         return sum(w * told for w, (_, told) in zip(weights, near, strict=True)) / sum(weights)
 
 
-FP8 = "fp8"
-"""No dtype that a strategy stores or computes in: products alone are in it."""
-
 _tables: dict[tuple[int, str], tuple[MeasuredRates, MatmulTable | None]] = {}
 
 
@@ -73,9 +77,13 @@ def find_table(measured: MeasuredRates | None, dtype: Dtype) -> MatmulTable | No
     return _find_table(measured, dtype.value)
 
 
-def find_fp8_table(measured: MeasuredRates | None) -> MatmulTable | None:
-    """The same of fp8 operands; results, which are wider, are corrected by what was measured."""
-    return _find_table(measured, FP8)
+def find_fp8_table(measured: MeasuredRates | None, *, is_exact: bool = False) -> MatmulTable | None:
+    """The same of fp8 operands; results, which are wider, are corrected by what was measured.
+
+    `is_exact`: as the backward pass sums; where that was not measured, as the forward pass does.
+    """
+    exact = _find_table(measured, FP8_EXACT) if is_exact else None
+    return exact or _find_table(measured, FP8)
 
 
 def _find_table(measured: MeasuredRates | None, name: str) -> MatmulTable | None:
@@ -96,7 +104,7 @@ def _make_table(measured: MeasuredRates, name: str) -> MatmulTable | None:
     stream = stream_rate(measured)
     if not rows or stream is None:
         return None
-    value_bytes = 1 if name == FP8 else Dtype(name).value_bytes
+    value_bytes = 1 if name in (FP8, FP8_EXACT) else Dtype(name).value_bytes
     return MatmulTable(rows, value_bytes=value_bytes, bytes_per_second=stream)
 
 

@@ -126,16 +126,21 @@ def _adapters_by_sums(batch: Batch) -> float:
 
 def _by_shape(batch: Batch, table: MatmulTable) -> Products:
     forward = inputs = weights = 0.0
-    fp8 = find_fp8_table(batch.rates.measured) if batch.strategy.fp8 else None
+    fp8 = back = None
+    if batch.strategy.fp8:
+        fp8 = find_fp8_table(batch.rates.measured)
+        back = find_fp8_table(batch.rates.measured, is_exact=True)
     for block in batch.spec.blocks:
         for part in block.linears:
             m, count = _spread(part, batch.tokens)
             count *= block.num_layers
             n, k = part.out_features, part.in_features
-            narrow = table if fp8 is None or not part.is_module else fp8
-            forward += count * narrow.seconds(m, n, k)
-            inputs += count * narrow.seconds(m, k, n)
-            weights += count * narrow.seconds(n, k, m)
+            is_wide = not part.is_module
+            there = table if is_wide or fp8 is None else fp8
+            again = table if is_wide or back is None else back
+            forward += count * there.seconds(m, n, k)
+            inputs += count * again.seconds(m, k, n)
+            weights += count * again.seconds(n, k, m)
     slices = batch.head_slices
     m, n, k = batch.tokens / slices, batch.work.vocab_size, batch.work.hidden_size
     adapters, adapters_backward = _adapters_by_shape(batch)

@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from tightfit.hardware.measured_rates import (
+    FP8,
+    FP8_EXACT,
     AttentionRow,
     BandwidthRow,
     MatmulRow,
@@ -16,7 +18,7 @@ from tightfit.hardware.types import Gpu
 
 FORMAT = 1
 """Of the file. One with another number is measured again, not guessed at."""
-ESTIMATED_DTYPES = ("fp32", "fp16", "bf16", "fp8")
+ESTIMATED_DTYPES = ("fp32", "fp16", "bf16", FP8, FP8_EXACT)
 """Arithmetic that strategies can ask for; tf32 is measured to be shown."""
 CAUSAL_FLOPS, BACKWARD_FLOPS = 2.0, 2.5
 """Of a causal square per head channel; backward over forward (arXiv:2307.08691 section 4.1)."""

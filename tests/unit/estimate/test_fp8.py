@@ -16,6 +16,7 @@ from tightfit.estimate.result import Estimate, Verdict
 from tightfit.estimate.trace.op_costs import describe
 from tightfit.estimate.trace.op_seconds import DeviceSeconds
 from tightfit.estimate.trace.operations import FORWARD, MATMUL, Operation
+from tightfit.hardware.calibration import MatmulTime
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.resolve import resolve_model
@@ -89,6 +90,19 @@ def test_a_measured_card_multiplies_as_it_did_when_it_was_measured() -> None:
     assert untold.time.components["matmul"] < slow.time.components["matmul"], "the catalogue's rate"
 
 
+def test_the_backward_pass_sums_as_it_did_when_it_was_measured() -> None:
+    """Two of three products of full tuning keep every bit of their sums."""
+    rows = (*make_matmuls(400e12), *make_matmuls(1000e12, "fp8"))
+
+    def measured(*exact: MatmulTime) -> float:
+        gpu = make_calibration(matmuls=(*rows, *exact)).apply(H200)
+        return estimate(FULL, fp8=True, gpu=gpu).time.components["matmul"]
+
+    assert measured(*make_matmuls(1000e12, "fp8-exact")) == measured()
+    slower = measured(*make_matmuls(500e12, "fp8-exact")) / measured()
+    assert slower == pytest.approx(1 + 2 / 3, rel=0.1)
+
+
 def test_experts_that_are_bare_parameters_gain_nothing() -> None:
     mixtral = resolve_model("mixtral-8x7b")
     targets = LORA | {"lora_targets": ("q_proj",)}
@@ -110,11 +124,12 @@ def test_a_traced_product_has_its_flops_and_its_narrow_operands() -> None:
     left, right = (torch.ones(rows, k).to(torch.float8_e4m3fn) for rows in (m, n))
     multiply = torch.ops.aten._scaled_mm.default
     args = (left, right.t(), torch.ones(m, 1), torch.ones(1, n))
-    kwargs = {"out_dtype": torch.bfloat16}
-    work = describe(multiply, args, kwargs, multiply(*args, **kwargs))
-    assert (work.kind, work.dtype, work.shape) == (MATMUL, "fp8", (m, n, k, 1))
-    assert work.flops == 2 * m * n * k
-    assert work.num_bytes == m * k + n * k + 2 * m * n
+    for is_fast, dtype in ((True, "fp8"), (False, "fp8-exact")):
+        kwargs = {"out_dtype": torch.bfloat16, "use_fast_accum": is_fast}
+        work = describe(multiply, args, kwargs, multiply(*args, **kwargs))
+        assert (work.kind, work.dtype, work.shape) == (MATMUL, dtype, (m, n, k, 1))
+        assert work.flops == 2 * m * n * k
+        assert work.num_bytes == m * k + n * k + 2 * m * n
 
 
 def test_a_base_that_fits_only_once_it_is_fp8_does_not_fit() -> None:
@@ -135,7 +150,7 @@ def test_a_traced_product_takes_the_card_s_fp8_rate() -> None:
     m = n = k = 4096
 
     def took(dtype: str, gpu: Gpu) -> float:
-        name = "aten::_scaled_mm" if dtype == "fp8" else "aten::mm"
+        name = "aten::_scaled_mm" if dtype.startswith("fp8") else "aten::mm"
         one = Operation(
             name=name, kind=MATMUL, stage=FORWARD, dtype=dtype, shape=(m, n, k, 1),
             flops=2.0 * m * n * k, num_kernels=1,
@@ -144,6 +159,10 @@ def test_a_traced_product_takes_the_card_s_fp8_rate() -> None:
 
     assert took("fp8", H200) == pytest.approx(2.0 * m * n * k / sustained_fp8_flops(H200))
     assert took("fp8", H200) < took("bf16", H200)
+    assert took("fp8-exact", H200) == took("fp8", H200)
     rows = (*make_matmuls(400e12), *make_matmuls(1000e12, "fp8"))
     gpu = make_calibration(matmuls=rows).apply(H200)
     assert took("bf16", gpu) / took("fp8", gpu) == pytest.approx(2.5, rel=0.3)
+    assert took("fp8-exact", gpu) == took("fp8", gpu)
+    told = make_calibration(matmuls=(*rows, *make_matmuls(500e12, "fp8-exact"))).apply(H200)
+    assert took("fp8-exact", told) / took("fp8", told) == pytest.approx(2.0, rel=0.3)

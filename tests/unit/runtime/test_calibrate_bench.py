@@ -83,7 +83,7 @@ def test_the_clock_sees_the_device_and_not_the_host(
     [
         ((7, 5), False, ["fp16", "fp32"]),
         ((8, 0), True, ["bf16", "fp32", "fp16", "tf32"]),
-        ((9, 0), True, ["bf16", "fp32", "fp16", "tf32", "fp8"]),
+        ((9, 0), True, ["bf16", "fp32", "fp16", "tf32", "fp8", "fp8-exact"]),
     ],
 )
 def test_what_a_card_has_is_measured(

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tightfit.estimate.measured import FP8
 from tightfit.estimate.trace.op_work import (
     TENSORS_PER_KERNEL,
     Arguments,
@@ -26,6 +25,7 @@ from tightfit.estimate.trace.operations import (
     OPTIMIZER,
 )
 from tightfit.estimate.trace.shadows import shadow_of
+from tightfit.hardware.measured_rates import FP8, FP8_EXACT
 
 
 def _multiply(args: Arguments, result: Any) -> Work:
@@ -72,7 +72,8 @@ def _is_crooked(matrix: Any) -> bool:
 
 def _multiply_fp8(args: Arguments, result: Any) -> Work:
     """As any product; scales are one a row, and count as nothing."""
-    return _multiply(args, result)._replace(dtype=FP8, num_indexed=0)
+    dtype = FP8 if args.get("use_fast_accum") else FP8_EXACT
+    return _multiply(args, result)._replace(dtype=dtype, num_indexed=0)
 
 
 _INT8_PRODUCT_CALLS = 8

@@ -11,7 +11,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Optimizer, Strategy
 from tightfit.estimate import efficiency as eff
 from tightfit.estimate import traffic
-from tightfit.estimate.measured import FP8, bandwidth_at, find_fp8_table, find_table
+from tightfit.estimate.measured import bandwidth_at, find_fp8_table, find_table
 from tightfit.estimate.trace.op_host import HostPace, find_host_pace
 from tightfit.estimate.trace.operations import (
     ADDED_PRODUCT,
@@ -30,6 +30,7 @@ from tightfit.estimate.trace.operations import (
     Stretch,
 )
 from tightfit.estimate.trace.time_result import TracedTime
+from tightfit.hardware.measured_rates import FP8, FP8_EXACT
 from tightfit.hardware.types import Gpu
 
 LAUNCH = "launch"
@@ -216,10 +217,12 @@ class DeviceSeconds:
     def _multiply(self, one: Operation) -> float:
         m, n, k, times, *packed = one.shape
         unpacking = self._unpack(n * k) if packed else 0.0
-        is_fp8 = one.dtype == FP8
+        is_fp8, is_exact = one.dtype in (FP8, FP8_EXACT), one.dtype == FP8_EXACT
         dtype = Dtype(one.dtype) if one.dtype in _PLAIN else self._strategy.compute
         table = (
-            find_fp8_table(self._gpu.measured) if is_fp8 else find_table(self._gpu.measured, dtype)
+            find_fp8_table(self._gpu.measured, is_exact=is_exact)
+            if is_fp8
+            else find_table(self._gpu.measured, dtype)
         )
         stream = one.num_bytes / self.rates.stream_bytes_per_second
         if table is not None:

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from tightfit.hardware.calibration import MatmulTime
+from tightfit.hardware.measured_rates import FP8, FP8_EXACT
 from tightfit.runtime.calibrate.bench import Bench, Work, time_after_work
 from tightfit.runtime.fp8_casts import scale_rows
 from tightfit.runtime.fp8_linear import multiply_rows
@@ -19,9 +20,11 @@ Shape = tuple[int, int, int]
 GPU_TOKENS = (512, 2048, 8192)
 GPU_LINEARS = ((3072, 768), (2048, 2048), (8192, 2048), (4096, 4096), (11008, 4096), (13824, 5120))
 """n, k: linear layers of GPT-2 small, Llama-3.2-1B, Llama-2-7B and Llama-2-13B."""
+WEIGHT_GRADIENT: Shape = (11008, 4096, 8192)
+"""k is the tokens."""
 GPU_OTHERS: tuple[Shape, ...] = (
     (2048, 4096, 11008),
-    *((4096, 4096, 2048), (11008, 4096, 8192)),  # gradients of weights: k is the tokens
+    *((4096, 4096, 2048), WEIGHT_GRADIENT),
     *((2048, 32000, 4096), (2048, 128256, 4096), (8192, 50304, 2048)),  # vocabularies
     # The fused loss's slices of 8192 tokens, and the gradient of one's input
     *((256, 128256, 4096), (1024, 128256, 4096), (1024, 32000, 4096), (256, 4096, 128256)),
@@ -86,7 +89,7 @@ def _plan(bench: Bench) -> list[tuple[str, tuple[Shape, ...]]]:
     if other is not None:
         found += [(other, GPU_FEW), ("tf32", GPU_LARGEST)]
     if torch.cuda.get_device_capability(bench.device) >= (8, 9):
-        found.append(("fp8", GPU_LARGEST))
+        found += [(FP8, GPU_LARGEST), (FP8_EXACT, (*GPU_LARGEST, WEIGHT_GRADIENT))]
     return found
 
 
@@ -96,9 +99,9 @@ def _measure_dtype(bench: Bench, dtype: str, shapes: tuple[Shape, ...]) -> list[
     try:
         rows = _measure_shapes(bench, dtype, shapes)
     except (RuntimeError, AttributeError, TypeError) as fault:
-        if dtype != "fp8":  # torch has no public function for fp8 yet
+        if dtype not in (FP8, FP8_EXACT):  # torch has no public function for fp8 yet
             raise
-        bench.skipped.append(f"fp8 products: {str(fault).splitlines()[0][:200]}")
+        bench.skipped.append(f"{dtype} products: {str(fault).splitlines()[0][:200]}")
         return []
     finally:
         torch.set_float32_matmul_precision(before)
@@ -129,16 +132,16 @@ def _measure_shapes(bench: Bench, dtype: str, shapes: tuple[Shape, ...]) -> list
 
 def _prepare(bench: Bench, dtype: str, shape: Shape) -> Work:
     m, n, k = shape
-    if dtype == "fp8":
-        return _prepare_fp8(bench, shape)
+    if dtype in (FP8, FP8_EXACT):
+        return _prepare_fp8(bench, shape, is_fast=dtype == FP8)
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     kind = kinds.get(dtype, torch.float32)
     left, right = bench.randn(m, k, dtype=kind), bench.randn(n, k, dtype=kind)
     return partial(functional.linear, left, right)
 
 
-def _prepare_fp8(bench: Bench, shape: Shape) -> Work:
-    """As training multiplies forward; casts are not in it."""
+def _prepare_fp8(bench: Bench, shape: Shape, *, is_fast: bool) -> Work:
+    """As training multiplies, `is_fast` forward; casts are not in it."""
     m, n, k = shape
     left, right = (scale_rows(bench.randn(rows, k, dtype=torch.bfloat16)) for rows in (m, n))
-    return partial(multiply_rows, left, right, is_fast=True)
+    return partial(multiply_rows, left, right, is_fast=is_fast)
