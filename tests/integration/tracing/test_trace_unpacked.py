@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,17 @@ def _look(folder: Path, **fields: Any) -> tuple[TracedMemory, Estimate]:
     (folder / "config.json").write_text(json.dumps(LLAMA), "utf-8")
     asked = {"micro_batch": 4, "seq_len": 1024, "loss": "chunked"} | fields
     strategy = Strategy.model_validate(asked)
+    spec = read_config_file(folder / "config.json", name="llama")
+    node = Node(gpu=find_gpu("H200"), num_gpus=1)
+    return _trace(strategy), estimate_job(spec=spec, strategy=strategy, node=node)
+
+
+@cache
+def _trace(strategy: Strategy) -> TracedMemory:
     job = TraceJob(config=LLAMA, strategy=strategy, compute_capability=(9, 0), stages=())
     traced = trace(job).traced
     assert traced is not None
-    spec = read_config_file(folder / "config.json", name="llama")
-    node = Node(gpu=find_gpu("H200"), num_gpus=1)
-    return traced, estimate_job(spec=spec, strategy=strategy, node=node)
+    return traced
 
 
 @pytest.mark.parametrize("fields", CASES, ids=str)

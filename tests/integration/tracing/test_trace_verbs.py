@@ -26,6 +26,7 @@ CONFIG = {
 }
 NUM_PARAMS = 2 * 32000 * 1024 + 1024 + 12 * (2 * 1024 * (1024 + 256) + 3 * 1024 * 2816 + 2 * 1024)
 """Embeddings and head, last norm, and per layer q, k, v, o, the MLP and two norms."""
+FULL = ("estimate", "model", "--method", "full", "--on", "A100-40GB", "--micro-batch", "4")
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,7 @@ def run_json(home: Path, *words: str) -> Any:
 
 
 def test_estimate_tells_what_a_trace_saw(home: Path) -> None:
-    words = ("estimate", "model", "--method", "full", "--on", "A100-40GB", "--micro-batch", "4")
-    told = run_json(home, *words, "--no-checkpointing", "--trace")
+    told = run_json(home, *FULL, "--no-checkpointing", "--trace")
     trace = told["trace"]
     assert told["tier"] == "traced"
     assert trace["num_layers"] == 12
@@ -87,7 +87,8 @@ def test_estimate_tells_what_a_trace_saw(home: Path) -> None:
 
 
 def test_the_picture_is_drawn_and_named(home: Path) -> None:
-    done = run(home, "estimate", "model", "--on", "A100-40GB", "--trace", "--chart", "step.html")
+    """Of the same job, whose trace is then known."""
+    done = run(home, *FULL, "--no-checkpointing", "--trace", "--chart", "step.html")
     assert done.returncode == 0, done.stderr
     assert "At the traced peak" in done.stdout
     page = (home / "step.html").read_text()
