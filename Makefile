@@ -8,11 +8,12 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constra
 TRAINING = chaos train_zero
 SERVING = serve_api browser generate
 TRACING = tracing
-CLUSTER = cluster
 KERNELS = kernels
-HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(CLUSTER) $(KERNELS)
+HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(KERNELS) cluster
+CLUSTER = tests/integration/cluster
+ON_SLURM = $(foreach file,farm inventory lab submit,$(CLUSTER)/test_cluster_$(file).py)
 
-.PHONY: help install demo test test-bare test-training test-serving test-tracing test-kernels test-cluster check bench format docs clean
+.PHONY: help install demo test test-bare test-training test-serving test-tracing test-kernels test-cluster test-slurm test-hosts check bench format docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,10 +36,10 @@ test: install test-bare  ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(foreach group,$(HEAVY),--ignore tests/integration/$(group))
 
 test-serving: install  ## the HTTP API under load, the page in a browser, killed batches: minutes
-	OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=60 $(BIN)/python -m pytest $(addprefix tests/integration/,$(SERVING))
+	OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=20 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(SERVING))
 
 test-training: install  ## runs that are killed, starved and cut off, and ZeRO: real processes, minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix tests/integration/,$(TRAINING))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(TRAINING))
 
 test-tracing: install  ## traces of many real models, strategies and shardings: minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(TRACING))
@@ -49,9 +50,18 @@ test-kernels: install  ## our GPU kernels in triton's interpreter
 	test -d .venv/triton || $(PIP) --no-deps --target .venv/triton triton 'numpy<2.4'
 	OMP_NUM_THREADS=1 TIGHTFIT_TRITON="$(CURDIR)/.venv/triton" $(BIN)/python -m pytest $(addprefix tests/integration/,$(KERNELS))
 
+# Staging compares speeds, alone. Then what needs the one Slurm of a machine, beside what does not.
 test-cluster: install  ## a real Slurm of five nodes, hosts as namespaces: root, minutes
 	bash tests/integration/cluster/slurm_lab.sh install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(addprefix tests/integration/,$(CLUSTER))
+	$(BIN)/python -m pytest $(CLUSTER)/test_cluster_stage.py
+	$(MAKE) --jobs 2 --output-sync test-slurm test-hosts
+
+test-cluster test-slurm test-hosts: export OMP_NUM_THREADS = 1
+test-slurm: install
+	$(BIN)/python -m pytest $(ON_SLURM)
+
+test-hosts: install
+	$(BIN)/python -m pytest $(CLUSTER) $(addprefix --ignore ,$(CLUSTER)/test_cluster_stage.py $(ON_SLURM))
 
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py
@@ -73,6 +83,7 @@ bench: install  ## predicted against published memory and time; fails if it got 
 	$(BIN)/python benchmarks/published_time.py --check
 	$(BIN)/python benchmarks/farm_simulation.py --check
 	$(BIN)/python benchmarks/h200_throughput.py --check
+	$(BIN)/python benchmarks/h200_sweep.py --check
 	$(BIN)/python benchmarks/measure_demo_step.py --check
 
 format: install  ## let ruff rewrite what it can

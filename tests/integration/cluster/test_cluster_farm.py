@@ -31,15 +31,17 @@ pytest_plugins = ("slurm_lab",)
 NUM_PROMPTS = 2000
 LEAST_FRACTION = 0.9
 """Of the sum of the single nodes' rates."""
+NUM_ROUNDS = 3
+"""At most: something else may keep the machine busy for a while."""
 WORKERS = {"gpu": 4, "cpu": 2}
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Iterator[Path]:
     """Where answers go; whatever the farm has started is ended."""
-    path = tmp_path / "answers.jsonl"
-    yield path
-    jobs = [name for job in read_jobs_file(farm_path(path)) for name in job.names]
+    yield tmp_path / "answers.jsonl"
+    farms = tmp_path.glob(".*.farm")
+    jobs = [name for farm in farms for job in read_jobs_file(farm) for name in job.names]
     subprocess.run(["scancel", *jobs], check=False, capture_output=True)
 
 
@@ -96,22 +98,31 @@ def find_workers(out: Path) -> list[psutil.Process]:
 
 def test_a_farm_is_as_fast_as_its_nodes_together(lab: SlurmLab, out: Path) -> None:
     del lab
-    told = run_submitter(out)
-
-    farm_trial.check_answers(out, NUM_PROMPTS)
     together = sum(count * farm_trial.expected_rate(kind) for kind, count in WORKERS.items())
-    assert told["num_workers"] == sum(WORKERS.values())
-    # Slurm starts them one after the other: each counts from when it was there.
+    fair = WORKERS["gpu"] * farm_trial.expected_rate("gpu") / together
+    paces = []
+    for number in range(NUM_ROUNDS):
+        answers = out.with_name(f"{number}-{out.name}")
+        told = run_submitter(answers)
+        farm_trial.check_answers(answers, NUM_PROMPTS)
+        assert told["num_workers"] == sum(WORKERS.values())
+        shares = dict.fromkeys(WORKERS, 0.0)
+        for node in told["nodes"]:
+            shares[node["partition"]] += node["share"]
+        pace = told["num_answers"] / count_possible(answers, told["seconds"])
+        if pace >= LEAST_FRACTION and shares["gpu"] == pytest.approx(fair, abs=0.08):
+            return
+        paces.append((pace, shares["gpu"]))
+    pytest.fail(f"of what the nodes can do, and of it the fast ones ({fair:.2f}): {paces}")
+
+
+def count_possible(out: Path, seconds: float) -> float:
+    """Answers at the nodes' own rates. Slurm starts them one after the other: each counts from
+    when it was there."""
     statuses = read_statuses(farm_path(out))
     starts = [(status.partition, status.loaded_s or 0.0) for status in statuses]
-    end_s = min(start for _, start in starts) + told["seconds"]
-    could = sum(farm_trial.expected_rate(kind) * (end_s - start) for kind, start in starts)
-    assert told["num_answers"] >= LEAST_FRACTION * could, told
-    shares = dict.fromkeys(WORKERS, 0.0)
-    for node in told["nodes"]:
-        shares[node["partition"]] += node["share"]
-    fair = WORKERS["gpu"] * farm_trial.expected_rate("gpu") / together
-    assert shares["gpu"] == pytest.approx(fair, abs=0.08), "fast nodes do more"
+    end_s = min(start for _, start in starts) + seconds
+    return sum(farm_trial.expected_rate(kind) * (end_s - start) for kind, start in starts)
 
 
 def test_every_answer_once_whatever_dies(lab: SlurmLab, out: Path) -> None:

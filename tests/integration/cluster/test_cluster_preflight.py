@@ -21,8 +21,6 @@ from namespaces import DEVICE, Hosts, list_processes, open_hosts
 sys.path.append(str(Path(__file__).parents[1] / "chaos"))
 from chaos_jobs import Job, kill_tree, make_data, make_model
 
-pytest_plugins = ("slurm_lab",)
-
 PORT = 29_544
 MOST_SECONDS = 60.0
 """What users are promised, on a busy machine as well."""
@@ -321,22 +319,6 @@ def running_on(hosts: Hosts, name: str) -> list[str]:
             if pid != holder:
                 found.append(shlex.join(psutil.Process(pid).cmdline()))
     return found
-
-
-@pytest.mark.usefixtures("lab")
-def test_in_an_allocation_of_slurm(tmp_path: Path) -> None:
-    """Two nodes are taken for a while, looked at by srun, and given back."""
-    words = ["preflight", "--on", "slurm:cpu", "--num-nodes", "2", "--shared", str(tmp_path)]
-    command = [sys.executable, "-m", "tightfit", *words, "--json"]
-    begin = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    told = Told(done, time.monotonic() - begin)
-
-    assert told.code == 0, told.faults()
-    assert [node["name"] for node in told.report["nodes"]] == ["cpu01", "cpu02"]
-    assert told.report["all_reduce"]["bus_bytes_per_second"] > 1e6
-    left = subprocess.check_output(["squeue", "-h", "-n", "tightfit-preflight"], text=True)
-    assert left == ""
 
 
 def test_training_with_what_preflight_recommends(hosts: Hosts, tmp_path: Path) -> None:

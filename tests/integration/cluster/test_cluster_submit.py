@@ -393,6 +393,25 @@ def test_preflight_asks_for_nodes_whatever_sbatch_is_told(tmp_path: Path, model:
     assert "Traceback" not in done.stderr
 
 
+def test_preflight_in_an_allocation(tmp_path: Path) -> None:
+    """Two nodes are taken for a while, looked at by srun, and given back."""
+    words = ["preflight", "--on", "slurm:cpu", "--num-nodes", "2", "--shared", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tightfit", *words, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    told = json.loads(done.stdout)
+
+    assert done.returncode == 0, [f for f in told["findings"] if f["status"] == "fault"]
+    assert [node["name"] for node in told["nodes"]] == ["cpu01", "cpu02"]
+    assert told["all_reduce"]["bus_bytes_per_second"] > 1e6
+    assert slurm("squeue", "-h", "-n", "tightfit-preflight") == ""
+
+
 def test_dry_run_submits_nothing_and_asks_slurm(tmp_path: Path, model: Path) -> None:
     made = Submission(home=tmp_path, model=model).write()
     code, said = made.submit("--on", "slurm:cpu", "--dry-run")

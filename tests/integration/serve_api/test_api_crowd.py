@@ -1,6 +1,6 @@
 """Fifty callers at once: no answer is lost, none goes to another.
 
-TIGHTFIT_CROWD_SECONDS=60 keeps it up for a minute with each engine.
+TIGHTFIT_CROWD_SECONDS=20 keeps it up for so long with each engine.
 """
 
 from __future__ import annotations
