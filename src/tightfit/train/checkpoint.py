@@ -112,9 +112,7 @@ def prune_checkpoints(run: RunFolder, *, keep: int) -> None:
         if folder.name.endswith(PARTIAL):
             shutil.rmtree(folder, ignore_errors=True)
         elif _WHOLE_NAME.fullmatch(folder.name):
-            doomed = folder.with_name(folder.name + ".old" + PARTIAL)
-            folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
 def _list_newest_first(run: RunFolder) -> list[Path]:
@@ -173,9 +171,17 @@ def _publish(partial: Path, folder: Path) -> None:
         if _is_whole(folder):
             shutil.rmtree(partial)
             return
-        shutil.rmtree(folder)
+        _set_aside(folder)  # which the pruning that follows removes
     partial.rename(folder)
     sync(folder.parent)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Under a name that no run resumes from: a removal that is cut off tears no checkpoint."""
+    doomed = folder.with_name(folder.name + ".old" + PARTIAL)
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    return doomed
 
 
 def _give_up(partial: Path, fault: BaseException, *, writes: bool) -> None:

@@ -120,6 +120,31 @@ def test_a_damaged_one_is_passed_over_and_replaced(run: RunFolder, harm: str) ->
     assert loaded.number == 3
 
 
+def test_a_damaged_one_is_not_torn_further_by_a_kill(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(run, Toy(1), 5)
+    damaged = _write(run, Toy(2), 6)
+    (damaged / "inner" / "state").write_bytes(b"0000")
+    remove = shutil.rmtree
+
+    def remove_one_file(folder: Path, ignore_errors: bool = False) -> None:
+        if not (folder / "progress.json").exists():
+            return remove(folder, ignore_errors=ignore_errors)
+        (folder / "progress.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", remove_one_file)
+    with pytest.raises(KeyboardInterrupt):
+        _write(run, Toy(3), 6)
+
+    for folder in run.checkpoints_path.glob("step-??????"):
+        assert read_progress(folder).step
+    monkeypatch.undo()
+    _write(run, Toy(4), 7)
+    assert _names(run) == ["step-000006", "step-000007"]
+
+
 def test_unfinished_folders_are_never_used_and_are_cleared_away(run: RunFolder) -> None:
     folder = _write(run, Toy(1), 5)
     for name in ("step-000007.partial", "step-000003.old.partial", "step-000008.rank1.partial"):
