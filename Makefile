@@ -9,9 +9,10 @@ TRAINING = chaos train_zero
 SERVING = serve_api browser generate
 TRACING = tracing
 KERNELS = kernels
-HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(KERNELS) cluster
-CLUSTER = tests/integration/cluster
-ON_SLURM = $(foreach file,farm inventory lab submit,$(CLUSTER)/test_cluster_$(file).py)
+CLUSTER = cluster
+HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(KERNELS) $(CLUSTER)
+ON_CLUSTER = tests/integration/$(CLUSTER)
+ON_SLURM = $(foreach file,farm inventory lab submit,$(ON_CLUSTER)/test_cluster_$(file).py)
 
 .PHONY: help install demo test test-bare test-training test-serving test-tracing test-kernels test-cluster test-slurm test-hosts check bench format docs clean
 
@@ -53,7 +54,7 @@ test-kernels: install  ## our GPU kernels in triton's interpreter
 # Staging compares speeds, alone. Then what needs the one Slurm of a machine, beside what does not.
 test-cluster: install  ## a real Slurm of five nodes, hosts as namespaces: root, minutes
 	bash tests/integration/cluster/slurm_lab.sh install
-	$(BIN)/python -m pytest $(CLUSTER)/test_cluster_stage.py
+	$(BIN)/python -m pytest $(ON_CLUSTER)/test_cluster_stage.py
 	$(MAKE) --jobs 2 --output-sync test-slurm test-hosts
 
 test-cluster test-slurm test-hosts: export OMP_NUM_THREADS = 1
@@ -61,7 +62,7 @@ test-slurm: install
 	$(BIN)/python -m pytest $(ON_SLURM)
 
 test-hosts: install
-	$(BIN)/python -m pytest $(CLUSTER) $(addprefix --ignore ,$(CLUSTER)/test_cluster_stage.py $(ON_SLURM))
+	$(BIN)/python -m pytest $(ON_CLUSTER) $(addprefix --ignore ,$(ON_CLUSTER)/test_cluster_stage.py $(ON_SLURM))
 
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py

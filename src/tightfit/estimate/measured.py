@@ -10,6 +10,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.hardware.measured_rates import (
     FP8,
     FP8_EXACT,
+    FP8_KINDS,
     AttentionRow,
     BandwidthRow,
     MatmulRow,
@@ -104,7 +105,7 @@ def _make_table(measured: MeasuredRates, name: str) -> MatmulTable | None:
     stream = stream_rate(measured)
     if not rows or stream is None:
         return None
-    value_bytes = 1 if name in (FP8, FP8_EXACT) else Dtype(name).value_bytes
+    value_bytes = 1 if name in FP8_KINDS else Dtype(name).value_bytes
     return MatmulTable(rows, value_bytes=value_bytes, bytes_per_second=stream)
 
 

@@ -11,6 +11,7 @@ AttentionRow = tuple[PositiveInt, PositiveInt, PositiveFloat, PositiveFloat]
 BandwidthRow = tuple[PositiveInt, PositiveFloat]
 """Bytes of one tensor, and bytes per second read and written together."""
 FP8, FP8_EXACT = "fp8", "fp8-exact"
+FP8_KINDS = (FP8, FP8_EXACT)
 """No dtypes that a strategy stores or computes in: products alone are in them. The forward pass
 keeps fewer bits of its long sums, which is faster; the backward pass keeps all."""
 

@@ -30,7 +30,7 @@ from tightfit.estimate.trace.operations import (
     Stretch,
 )
 from tightfit.estimate.trace.time_result import TracedTime
-from tightfit.hardware.measured_rates import FP8, FP8_EXACT
+from tightfit.hardware.measured_rates import FP8_EXACT, FP8_KINDS
 from tightfit.hardware.types import Gpu
 
 LAUNCH = "launch"
@@ -217,7 +217,7 @@ class DeviceSeconds:
     def _multiply(self, one: Operation) -> float:
         m, n, k, times, *packed = one.shape
         unpacking = self._unpack(n * k) if packed else 0.0
-        is_fp8, is_exact = one.dtype in (FP8, FP8_EXACT), one.dtype == FP8_EXACT
+        is_fp8, is_exact = one.dtype in FP8_KINDS, one.dtype == FP8_EXACT
         dtype = Dtype(one.dtype) if one.dtype in _PLAIN else self._strategy.compute
         table = (
             find_fp8_table(self._gpu.measured, is_exact=is_exact)

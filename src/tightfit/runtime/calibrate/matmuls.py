@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from tightfit.hardware.calibration import MatmulTime
-from tightfit.hardware.measured_rates import FP8, FP8_EXACT
+from tightfit.hardware.measured_rates import FP8, FP8_EXACT, FP8_KINDS
 from tightfit.runtime.calibrate.bench import Bench, Work, time_after_work
 from tightfit.runtime.fp8_casts import scale_rows
 from tightfit.runtime.fp8_linear import multiply_rows
@@ -99,7 +99,7 @@ def _measure_dtype(bench: Bench, dtype: str, shapes: tuple[Shape, ...]) -> list[
     try:
         rows = _measure_shapes(bench, dtype, shapes)
     except (RuntimeError, AttributeError, TypeError) as fault:
-        if dtype not in (FP8, FP8_EXACT):  # torch has no public function for fp8 yet
+        if dtype not in FP8_KINDS:  # torch has no public function for fp8 yet
             raise
         bench.skipped.append(f"{dtype} products: {str(fault).splitlines()[0][:200]}")
         return []
@@ -132,7 +132,7 @@ def _measure_shapes(bench: Bench, dtype: str, shapes: tuple[Shape, ...]) -> list
 
 def _prepare(bench: Bench, dtype: str, shape: Shape) -> Work:
     m, n, k = shape
-    if dtype in (FP8, FP8_EXACT):
+    if dtype in FP8_KINDS:
         return _prepare_fp8(bench, shape, is_fast=dtype == FP8)
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     kind = kinds.get(dtype, torch.float32)

@@ -118,10 +118,8 @@ def _is_same_weight(mine: Tensor, other: Tensor) -> bool:
 
 def _are_same_moments(mine: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """But for rounding of the terms: what they add up to may be all but zero."""
-    names = ("exp_avg", "exp_avg_sq")
-    return all(_is_as_near_as_terms(mine[name], other[name]) for name in names)
-
-
-def _is_as_near_as_terms(mine: Tensor, other: Tensor) -> bool:
-    largest = ROUNDINGS * torch.finfo(other.dtype).eps * other.abs().amax()
-    return bool((mine - other).abs().amax() <= largest)
+    for name in ("exp_avg", "exp_avg_sq"):
+        rounding = torch.finfo(other[name].dtype).eps * other[name].abs().amax()
+        if (mine[name] - other[name]).abs().amax() > ROUNDINGS * rounding:
+            return False
+    return True
