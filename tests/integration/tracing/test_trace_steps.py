@@ -1,13 +1,16 @@
-"""The step that a trace writes down again, beside the same step run for real."""
+"""Steps and micro-batches that a trace writes down again, beside the same ones run for real."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tightfit.estimate.trace.recorder import Recorder
-from tightfit.estimate.trace.recording import Recording
+from tightfit.estimate.trace.operations import Operation
+from tightfit.estimate.trace.recorder import Place, Recorder
+from tightfit.estimate.trace.recording import Allocation, Recording
+from tightfit.train.step import train_step
 from tightfit.train.tracing import run
 from tightfit.train.tracing.job import TraceJob
 
@@ -58,7 +61,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     said: list[bool] = []
     repeat = Recorder.repeat_step
 
-    def listen(recorder: Recorder, since: int) -> bool:
+    def listen(recorder: Recorder, since: Place) -> bool:
         said.append(repeat(recorder, since))
         return said[-1]
 
@@ -84,3 +87,60 @@ def test_a_step_that_prepares_the_next_is_run_again(name: str, answers: list[boo
 
     assert answers == [False]
     assert {one.step for one in recording.allocations} >= {1, 2, run.NUM_STEPS}
+
+
+ACCUMULATED: dict[str, dict[str, Any]] = {
+    **{name: REPEATED[name] for name in ("checkpointing", "nf4", "packed", "full", "zero2")},
+    **RUN,
+    "fused-loss": {"loss": "fused", "fused_kernels": True, "folded_adapters": True},
+    "fp16": {"weights": "fp16", "compute": "fp16"},
+    "ddp-lora": {"sharding": "ddp", "gpus_per_node": 2},
+    "fsdp-lora": {"sharding": "fsdp", "gpus_per_node": 2},
+}
+NUM_MICRO_BATCHES = 5
+SUMS = ("stack", "cat", "unsqueeze", "sum")
+"""Of the losses, at a step's end: of as many numbers as micro-batches were run."""
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_micro_batches_that_are_not_run_are_noted_as_if_they_were(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = {**ACCUMULATED[name], "grad_accum": NUM_MICRO_BATCHES}
+    short = _record(strategy)
+    monkeypatch.setattr(run, "count_run", lambda strategy: strategy.grad_accum)
+
+    whole = _record(strategy)
+
+    assert short.events == whole.events
+    assert _without_sums(short.allocations) == _without_sums(whole.allocations)
+    assert short.operations is not None
+    assert whole.operations is not None
+    assert [_name_work(one) for one in short.operations.walk()] == [
+        _name_work(one) for one in whole.operations.walk()
+    ]
+
+
+def _without_sums(allocations: Sequence[Allocation]) -> list[Allocation]:
+    names = [f"aten.{name}.default" for name in SUMS]
+    return [one for one in allocations if one.stage != "update" or one.op not in names]
+
+
+def _name_work(one: Operation) -> Operation | str:
+    is_sum = one.stage == "update" and one.name in [f"aten::{name}" for name in SUMS]
+    return one.name if is_sum else one
+
+
+def test_repeating_micro_batches_is_what_makes_it_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a step has, two are run; of several ranks three."""
+    num_run: list[int] = []
+
+    def count(engine: Any, batches: Sequence[Any], plan: Any) -> Any:
+        num_run.append(len(batches))
+        return train_step(engine, batches, plan)
+
+    monkeypatch.setattr(run, "train_step", count)
+    for strategy in ({"checkpointing": False}, ACCUMULATED["ddp-lora"]):
+        _record({**strategy, "grad_accum": 64})
+
+    assert set(num_run) == {2, 3}

@@ -91,6 +91,24 @@ class OperationNotes:
             self._stretches.append((layer, []))
         self._stretches[-1][1].append(place)
 
+    def find_place(self) -> tuple[int, int]:
+        """Where the next operation will stand: the number of its stretch, and its place in it."""
+        return len(self._stretches) - 1, len(self._stretches[-1][1])
+
+    def repeat(self, since: tuple[int, int], times: int) -> bool:
+        """The operations since that place as often again; False where another layer's turn came
+        before them than comes before what follows, and nothing was done."""
+        number, place = since
+        layer, places = self._stretches[number]
+        if layer != self._stretches[-1][0]:
+            return False
+        first = places[place:]
+        others = [(turn, list(called)) for turn, called in self._stretches[number + 1 :]]
+        for _ in range(times):
+            self._stretches[-1][1].extend(first)
+            self._stretches.extend((turn, list(called)) for turn, called in others)
+        return True
+
     def _find_python(self, moment: Moment, name: str, work: Work) -> str:
         if moment.stage == RECOMPUTE and moment.layer is not None and moment.layer != self._again:
             self._again = moment.layer

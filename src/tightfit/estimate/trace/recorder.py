@@ -54,6 +54,13 @@ class _Draft:
     """The stage it was freed in, if in the same step."""
 
 
+class Place(NamedTuple):
+    """A moment of a recording."""
+
+    event: int
+    operation: tuple[int, int]
+
+
 class Recorder(TorchDispatchMode):
     """Notes the beginning and end of every storage that operations make under it.
 
@@ -82,6 +89,8 @@ class Recorder(TorchDispatchMode):
         self._events: list[int] = []
         self._live: dict[int, int] = {}
         self._emptied: dict[int, int] = {}
+        self._followers: dict[int, list[int]] = {}
+        """Allocations that end when another does, which they repeat."""
         self._streams: list[Any] = [torch.cpu.current_stream()]
         self._is_open = True
         self._sole_owner = _count_owners()
@@ -129,22 +138,42 @@ class Recorder(TorchDispatchMode):
         finally:
             self.stage = before
 
-    def count_events(self) -> int:
-        return len(self._events)
+    def find_place(self) -> Place:
+        return Place(len(self._events), self.notes.find_place())
 
-    def repeat_step(self, since: int) -> bool:
-        """Note the step that began at event `since` once more, as the one that follows it.
+    def repeat_step(self, since: Place) -> bool:
+        """Note the step that began there once more, as the one that follows it.
 
         False, and nothing noted, where it may not be the same: see `repeat_events`.
         """
-        again = repeat_events(self._events[since:], first=len(self._drafts) + 1)
+        events = self._events[since.event :]
+        again = repeat_events(events, first=len(self._drafts) + 1)
         if again is None:
             return False
         self.step += 1
-        made = [event - 1 for event in self._events[since:] if event > 0]
-        self._drafts.extend(replace(self._drafts[index], step=self.step) for index in made)
-        self._events.extend(again)
+        self._repeat(events, again)
         return True
+
+    def repeat_micro_batch(self, since: Place, times: int) -> bool:
+        """Note the micro-batch that began there as often again. Its loss stays, one number until
+        the step ends, and so do theirs. False as for steps, and nothing more can be noted then."""
+        events = self._events[since.event :]
+        losses = {event for event in events if event > 0 and not self._drafts[event - 1].shape}
+        standing = [event for event in losses if event - 1 in self._live.values()]
+        for _ in range(times):
+            again = repeat_events(events, first=len(self._drafts) + 1, may_stay=losses)
+            if again is None:
+                return False
+            for event in standing:
+                follower = again[events.index(event)] - 1
+                self._followers.setdefault(event - 1, []).append(follower)
+            self._repeat(events, again)
+        return self.notes.repeat(since.operation, times)
+
+    def _repeat(self, events: list[int], again: list[int]) -> None:
+        made = [self._drafts[event - 1] for event in events if event > 0]
+        self._drafts.extend(replace(draft, step=self.step) for draft in made)
+        self._events.extend(again)
 
     def stand_still(self) -> None:
         """Note the moment: what stands now is its stage's, even where the stage makes nothing."""
@@ -286,9 +315,11 @@ class Recorder(TorchDispatchMode):
         if self._live.get(key) != index:
             return  # resized away before
         del self._live[key]
-        if self._is_open:
-            self._events.append(-(index + 1))
-            draft = self._drafts[index]
+        if not self._is_open:
+            return
+        for ended in (*reversed(self._followers.pop(index, [])), index):
+            self._events.append(-(ended + 1))
+            draft = self._drafts[ended]
             draft.end_stage = self.stage if draft.step == self.step else None
 
     def resized(self, storage: torch.UntypedStorage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tightfit.estimate.trace.operations import OperationLog
@@ -85,21 +85,26 @@ class Recording:
             yield self.allocations[abs(event) - 1], event > 0
 
 
-def repeat_events(events: Sequence[int], *, first: int) -> list[int] | None:
+def repeat_events(
+    events: Sequence[int], *, first: int, may_stay: Collection[int] = ()
+) -> list[int] | None:
     """The same beginnings and ends once more, of allocations numbered from `first`.
 
-    None where something was left standing, or something older ended: what comes next then finds
-    other things there than these events did.
+    None where something but `may_stay` was left standing, or something older ended: what comes
+    next then finds other things there than these events did.
     """
     numbers: dict[int, int] = {}
+    standing: set[int] = set()
     again = []
     for event in events:
         if event > 0:
             numbers[event] = first + len(numbers)
+            standing.add(event)
         elif -event not in numbers:
             return None
+        standing.discard(-event)
         again.append(numbers[event] if event > 0 else -numbers[-event])
-    return again if len(again) == 2 * len(numbers) else None
+    return again if standing.issubset(may_stay) else None
 
 
 def find_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tightfit.estimate.trace.depth import BASE_LAYERS
+
 _NUM_SECANTS = 2
 """Guesses along a straight line before halving: memory is nearly linear in recomputed layers."""
 
@@ -20,8 +22,15 @@ def find_fewest_recomputed(
     too_few, needed_at_most = 0, needed_bytes(0)
     if needed_at_most <= room_bytes:
         return 0
-    enough, needed_at_least = num_layers, needed_bytes(num_layers)
-    if needed_at_least > room_bytes:
+    # Nearly all comes from the traces that the numbers in between need too; all has its own.
+    for enough in (num_layers - BASE_LAYERS, num_layers):
+        if enough <= too_few:
+            continue
+        needed_at_least = needed_bytes(enough)
+        if needed_at_least <= room_bytes:
+            break
+        too_few, needed_at_most = enough, needed_at_least
+    else:
         return None
     num_guesses = 0
     while enough - too_few > 1:

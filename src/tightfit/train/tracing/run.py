@@ -10,7 +10,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tightfit.core.strategy import Sharding
+from tightfit.core.strategy import Sharding, Strategy
 from tightfit.estimate.trace.card_habits import CardHabits
 from tightfit.estimate.trace.recorder import Recorder
 from tightfit.estimate.trace.recording import INPUTS, WEIGHTS, Recording
@@ -31,6 +31,7 @@ from tightfit.train.tracing.stages import run_stages
 from tightfit.train.tracing.subject import (
     FAKE_DEVICE,
     StagedEngine,
+    UnlikeMicroBatchesError,
     build_fake_engine,
     build_skeleton,
     list_local,
@@ -46,11 +47,22 @@ FIRST_STEADY = 2
 
 def record_job(job: TraceJob, config: dict[str, Any]) -> Recording:
     """Every allocation of the job with a model of this `config`, whatever its depth."""
+    num_run = count_run(job.strategy)
     with without_kernels(job.strategy, FAKE_DEVICE, job.compute_capability):
-        return _record(job, config)
+        try:
+            return _record(job, config, num_run)
+        except UnlikeMicroBatchesError:
+            return _record(job, config, job.strategy.grad_accum)
 
 
-def _record(job: TraceJob, config: dict[str, Any]) -> Recording:
+def count_run(strategy: Strategy) -> int:
+    """Micro-batches of a step that are run: the first, one that stands for those that follow it,
+    and the last, with which several ranks exchange their gradients."""
+    return min(strategy.grad_accum, 2 if strategy.sharding is Sharding.SINGLE else 3)
+
+
+def _record(job: TraceJob, config: dict[str, Any], num_run: int) -> Recording:
+    """`num_run` micro-batches of a step are run, the others noted like the second."""
     strategy = strategy_of_ranks(job.strategy)
     capability = job.compute_capability
     has_varlen = capability is not None and capability >= (8, 0)
@@ -77,13 +89,13 @@ def _record(job: TraceJob, config: dict[str, Any]) -> Recording:
         recorder.hold(list_statistics(module), WEIGHTS)
         batch = make_fake_batch(real, FAKE_DEVICE)
         recorder.hold(batch.values(), INPUTS)
-        staged = StagedEngine(engine, recorder)
+        staged = StagedEngine(engine, recorder, strategy.grad_accum - num_run)
         plan = StepPlan(
             num_trained_tokens=1,
             learning_rate=training.learning_rate,
-            seeds=(0,) * strategy.grad_accum,
+            seeds=(0,) * num_run,
         )
-        _run_steps(lambda: train_step(staged, [batch] * strategy.grad_accum, plan), recorder)
+        _run_steps(lambda: train_step(staged, [batch] * num_run, plan), recorder)
         run_stages(job, engine, batch, recorder)
     return recorder.finish()
 
@@ -93,10 +105,10 @@ def _run_steps(take_step: Callable[[], object], recorder: Recorder) -> None:
 
     The second starts with all that stays: then the third does what it did.
     """
-    since = 0
+    since = recorder.find_place()
     while recorder.step < NUM_STEPS:
         if recorder.step >= FIRST_STEADY and recorder.repeat_step(since):
             continue
-        since = recorder.count_events()
+        since = recorder.find_place()
         recorder.step += 1
         take_step()

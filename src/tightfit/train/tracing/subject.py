@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,24 @@ class SoundScaler(AgreedScaler):
         return False
 
 
-class StagedEngine:
-    """An engine that tells the recorder which part of the step is running."""
+class UnlikeMicroBatchesError(Exception):
+    """A micro-batch that was to stand for others leaves something else than it found."""
 
-    def __init__(self, engine: Any, recorder: Recorder) -> None:
+
+class StagedEngine:
+    """An engine that tells the recorder which part of the step is running.
+
+    `num_repeated` micro-batches of a step are not run: they are noted as the second was. The
+    first finds no gradients yet.
+    """
+
+    def __init__(self, engine: Any, recorder: Recorder, num_repeated: int = 0) -> None:
         self._engine: Any = engine
         if isinstance(engine, TorchEngine):
             engine.scaler = SoundScaler(engine.device.type, enabled=engine.scaler.is_enabled())
         self._recorder = recorder
+        self._num_repeated = num_repeated
+        self._num_run = 0
         self.module = engine.module
         self.world_size = engine.world_size
 
@@ -89,9 +100,18 @@ class StagedEngine:
         inside: AbstractContextManager[object] = self._engine.autocast()
         return inside
 
-    def accumulate(self, *, is_last: bool) -> AbstractContextManager[object]:
-        inside: AbstractContextManager[object] = self._engine.accumulate(is_last=is_last)
-        return inside
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
+        since = self._recorder.find_place()
+        with self._engine.accumulate(is_last=is_last):
+            yield
+        self._num_run += 1
+        if (
+            self._num_run == 2
+            and self._num_repeated
+            and not self._recorder.repeat_micro_batch(since, self._num_repeated)
+        ):
+            raise UnlikeMicroBatchesError
 
     def backward(self, loss: Tensor) -> None:
         self._recorder.stage = "backward"
@@ -99,6 +119,7 @@ class StagedEngine:
         self._recorder.layer = None
 
     def update(self, learning_rate: float) -> Update:
+        self._num_run = 0
         recorder = self._recorder
         recorder.stage = "update"
         recorder.mark(list_local(p.grad for p in self.module.parameters()), GRADIENTS)
