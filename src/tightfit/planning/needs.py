@@ -22,15 +22,16 @@ class Need:
         return f"pip install 'tightfit[{self.extra}]'"
 
 
-NEEDS = (
-    Need(
-        package="bitsandbytes",
-        extra="bits",
-        is_wanted=lambda s: (
-            s.weights in (Dtype.NF4, Dtype.INT8)
-            or s.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
-        ),
+BITSANDBYTES = Need(
+    package="bitsandbytes",
+    extra="bits",
+    is_wanted=lambda s: (
+        s.weights in (Dtype.NF4, Dtype.INT8)
+        or s.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
     ),
+)
+NEEDS = (
+    BITSANDBYTES,
     Need(
         package="liger-kernel",
         extra="kernels",

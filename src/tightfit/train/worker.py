@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import EnvironmentFaultError, UserError
+from tightfit.core.strategy import Method
 from tightfit.core.training import Training
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 from tightfit.planning.plan import Plan
+from tightfit.runtime.imports import quick_imports
 
 EXIT_REQUEUE = 75
 """Saved and stopped on request; start it again (BSD's EX_TEMPFAIL)."""
@@ -61,11 +63,16 @@ class _Attempt:
         self._state_before = self._read_state()
 
     def go(self) -> int:
-        from tightfit.train.artefact import write_artefact
-        from tightfit.train.assemble import assemble, cap_memory
-        from tightfit.train.place import leave, take_place
-
         plan, training = _read_plan(self._run)
+        with quick_imports([plan.strategy]):
+            from transformers import AutoModelForCausalLM  # noqa: F401
+
+            from tightfit.train.artefact import write_artefact
+            from tightfit.train.assemble import assemble, cap_memory
+            from tightfit.train.place import leave, take_place
+
+            if plan.strategy.method is Method.LORA:
+                import peft  # noqa: F401
         place = take_place(on_cpu=plan.hardware.node.gpu.is_cpu)
         cap_memory(place.device)
         if place.is_first:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
-from tightfit.core.strategy import Offload, Optimizer, Strategy
+from tightfit.core.strategy import Offload, Strategy
 
 STAGES = ("eval", "generate", "save", "resume")
 """What a job does beside loading and stepping."""
@@ -50,12 +50,6 @@ class TraceJob(_Frozen):
     """As `tightfit train` sets torch's allocator; otherwise torch's default."""
     is_full_depth: bool = False
     """Trace every layer even where a few would do."""
-
-
-def needs_bitsandbytes(strategy: Strategy) -> bool:
-    """Whether the job runs any of its code."""
-    of_8bit = (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
-    return strategy.weights.is_quantized or strategy.optimizer in of_8bit
 
 
 def find_obstacle(strategy: Strategy) -> str:

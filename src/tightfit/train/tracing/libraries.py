@@ -10,9 +10,9 @@ import torch
 from tightfit.core.strategy import Loss, Strategy
 from tightfit.estimate.trace.no_kernels import liger_without_kernels
 from tightfit.estimate.trace.seen_as_card import autocast_of
+from tightfit.planning.needs import BITSANDBYTES
 from tightfit.runtime.quiet import silence_libraries
 from tightfit.train.tracing.fp8_casts import fp8_without_kernels
-from tightfit.train.tracing.job import needs_bitsandbytes
 from tightfit.train.tracing.packed import bitsandbytes_without_kernels
 
 _LIGER_LOSSES = (Loss.FUSED, Loss.KERNEL)
@@ -26,7 +26,7 @@ def without_kernels(
     silence_libraries()  # before the imports that make libraries talk
     with ExitStack() as stack:
         stack.enter_context(autocast_of(device.type))
-        if needs_bitsandbytes(strategy):
+        if BITSANDBYTES.is_wanted(strategy):
             stack.enter_context(bitsandbytes_without_kernels())
         if strategy.fused_kernels or strategy.loss in _LIGER_LOSSES:
             stack.enter_context(liger_without_kernels(capability))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -12,7 +11,8 @@ from typing import TextIO
 from tightfit.core.errors import UserError
 from tightfit.core.with_parent import end_with_parent
 from tightfit.estimate.trace.ask import Answer
-from tightfit.train.tracing.job import TraceJob, needs_bitsandbytes
+from tightfit.runtime.imports import quick_imports
+from tightfit.train.tracing.job import TraceJob
 
 
 def main() -> None:
@@ -25,28 +25,14 @@ def main() -> None:
     answers = _take_stdout()
     warnings.simplefilter("ignore")
     jobs = [TraceJob.model_validate(json.loads(line)) for line in sys.stdin]
-    if not any(needs_bitsandbytes(job.strategy) for job in jobs):
-        # peft imports it wherever it is installed, which takes two seconds.
-        sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]
-    _import_libraries()
+    with quick_imports([job.strategy for job in jobs]):
+        from tightfit.train.tracing.libraries import import_libraries
+
+        import_libraries()
     for job in jobs:
         answers.write(_answer(job).model_dump_json() + "\n")
         answers.flush()
     os._exit(0)  # taking torch down in order takes longer than it is worth
-
-
-def _import_libraries() -> None:
-    """All at once, and out of the garbage collector's sight.
-
-    It would go through the libraries again and again, and in a process that is forked off copy
-    what it goes through: a second in all.
-    """
-    gc.disable()
-    from tightfit.train.tracing.libraries import import_libraries
-
-    import_libraries()
-    gc.freeze()
-    gc.enable()
 
 
 def _answer(job: TraceJob) -> Answer:
