@@ -5,8 +5,9 @@
 
 Each run is a process that starts cold, with an empty cache. `tracer` is the process that `--trace`
 starts, from its start to its end; `command` is `tightfit estimate --trace`, which traces what would
-lower the peak as well. CPU seconds are of all processes, memory is of the largest one. Seconds
-depend on what else the machine does: the fastest run says most.
+lower the peak as well; `plan` looks for the fewest recomputed layers that fit. CPU seconds are of
+all processes, memory is of the largest one. Seconds depend on what else the machine does: the
+fastest run says most.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ TRACED: dict[str, tuple[dict[str, Any], bool]] = {
     "lora": (_LORA, False),
     "qlora": ({**_LORA, "weights": "nf4"}, False),
     "full": ({"method": "full", "micro_batch": 1, "seq_len": 1024}, False),
+    "lora-32-micro-batches": ({**_LORA, "grad_accum": 32}, False),
     "lora-all-layers": (_LORA, True),
 }
 """By name: the strategy, and whether every layer runs."""
 COMMANDS: dict[str, list[str]] = {
     "command": ["estimate", MODEL, "--on", CARD, "--trace", "--json"],
+    "plan": ["plan", "Llama-3.1-8B", "--on", "RTX-4090", "--top", "1", "--json"],
 }
 
 
@@ -87,16 +90,26 @@ def run_once(name: str) -> dict[str, Any]:
             seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
         said = json.loads(answer.read_text() or "{}")
-    traced = said.get("traced" if name in TRACED else "trace")
-    if process.returncode or not traced:
+    if process.returncode or (traced := find_traced(said)) is None:
         raise SystemExit(f"{name} was not traced: {said.get('problem') or process.returncode}")
     return {
         "seconds": round(seconds, 2),
         "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
         "memory_bytes": used.ru_maxrss * KIB,
-        "num_traced_layers": traced["num_traced_layers"],
-        "peak_allocated_bytes": traced["peak_allocated_bytes"],
+        **traced,
     }
+
+
+def find_traced(said: dict[str, Any]) -> dict[str, Any] | None:
+    """What a tracer, an estimate or a plan tells of its first trace; None where there is none."""
+    if "plans" in said:
+        estimate = said["plans"][0]["estimate"]
+        told = {"num_traced_layers": None, **estimate["gpu"]}
+        traced = told if estimate["tier"] == "traced" else None
+    else:
+        traced = said.get("traced") or said.get("trace")
+    names = ("num_traced_layers", "peak_allocated_bytes")
+    return None if traced is None else {name: traced[name] for name in names}
 
 
 def measure(name: str, num_runs: int) -> dict[str, Any]:
@@ -114,7 +127,7 @@ def measure(name: str, num_runs: int) -> dict[str, Any]:
         "seconds": seconds,
     }
     print(
-        f"{name:16} {row['min_seconds']:6.1f} s fastest  {row['median_seconds']:6.1f} s median  "
+        f"{name:22} {row['min_seconds']:6.1f} s fastest  {row['median_seconds']:6.1f} s median  "
         f"{row['min_cpu_seconds']:6.1f} s CPU  {row['peak_memory_bytes'] / MIB:6.0f} MiB",
         flush=True,
     )

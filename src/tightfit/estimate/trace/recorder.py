@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tightfit.estimate.trace.card_habits import CardHabits
+from tightfit.estimate.trace.engine_gradients import count_owners, count_uses, is_engines_own
 from tightfit.estimate.trace.no_kernels import LISTENERS
 from tightfit.estimate.trace.op_costs import describe_launch
 from tightfit.estimate.trace.op_notes import Moment, OperationNotes
@@ -32,8 +32,6 @@ from tightfit.estimate.trace.shadows import Shadows
 
 _aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
-_WRAPPERS = ("torch._compile", "torch._dynamo")
-"""Modules of torch's that stand between an operation and a dispatch mode."""
 
 
 @dataclass(slots=True)
@@ -93,7 +91,7 @@ class Recorder(TorchDispatchMode):
         """Allocations that end when another does, which they repeat."""
         self._streams: list[Any] = [torch.cpu.current_stream()]
         self._is_open = True
-        self._sole_owner = _count_owners()
+        self._sole_owner = count_owners()
         self._sharded = _sharded_tensor()
 
     @classmethod
@@ -259,7 +257,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_accumulation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this is the engine adding a second gradient to one that nobody else holds."""
-        if self.stage != "backward" or kwargs or not _is_engines_own():
+        if self.stage != "backward" or kwargs or not is_engines_own():
             return False
         first, second = args[0], args[1]
         return (
@@ -267,13 +265,13 @@ class Recorder(TorchDispatchMode):
             and isinstance(second, torch.Tensor)
             and first.shape == second.shape
             and first.dtype == second.dtype
-            and _count_uses(first) <= self._sole_owner
+            and count_uses(first) <= self._sole_owner
         )
 
     def _is_gradient_of_index(self, args: tuple[Any, ...]) -> bool:
         """`index_backward` (TensorAdvancedIndexing.cpp) copies zeros for tensor subclasses only."""
         is_adding = len(args) > 3 and bool(args[3])
-        return self.stage == "backward" and is_adding and _is_engines_own()
+        return self.stage == "backward" and is_adding and is_engines_own()
 
     def _begin(self, storage: torch.UntypedStorage, op: Any, tensor: torch.Tensor) -> None:
         size = storage.nbytes()
@@ -360,67 +358,6 @@ class Recorder(TorchDispatchMode):
         if draft.stage == "forward" and draft.end_stage != "forward":
             return ACTIVATIONS
         return TEMPORARY
-
-
-def _is_engines_own() -> bool:
-    """Whether autograd's engine runs this operation itself, not a backward function in Python."""
-    # Layers that are recomputed in the backward pass record gradients; the engine does not.
-    if torch.is_grad_enabled():
-        return False
-    frame: Any = sys._getframe(3)  # beyond the dispatch method and its question
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "torch.autograd.graph"
-
-
-class _Uses(NamedTuple):
-    """References that C++ holds to a tensor and to its storage; a view shares its base's."""
-
-    tensor: int
-    storage: int
-
-    def __le__(self, other: object) -> bool:
-        most = cast("_Uses", other)
-        return self.tensor <= most.tensor and self.storage <= most.storage
-
-
-def _count_uses(tensor: torch.Tensor) -> _Uses:
-    """0 for the tensor where this torch does not tell."""
-    counter: Any = getattr(tensor, "_use_count", None)
-    of_storage: Any = torch._C._storage_Use_Count
-    return _Uses(
-        tensor=0 if counter is None else int(counter()),
-        storage=int(of_storage(tensor.untyped_storage()._cdata)),
-    )
-
-
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes how often the engine's own gradient is referred to when another meets it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = _Uses(tensor=0, storage=0)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is _aten.add.Tensor and not torch.is_grad_enabled():
-            self.seen = _count_uses(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _count_owners() -> _Uses:
-    """References to a gradient that only the engine holds, as seen from a dispatch mode."""
-    value = torch.ones(2, requires_grad=True)
-    summed = (value * 2 + value * 3).sum()
-    with _Counter() as counter:
-        summed.backward()  # type: ignore[no-untyped-call]
-    seen: _Uses = counter.seen
-    return seen
 
 
 def _sharded_tensor() -> type:
