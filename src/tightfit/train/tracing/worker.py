@@ -6,13 +6,19 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from tightfit.core.errors import UserError
 from tightfit.core.with_parent import end_with_parent
 from tightfit.estimate.trace.ask import Answer
+from tightfit.hardware.machine import read_machine
 from tightfit.runtime.imports import quick_imports
+from tightfit.train.tracing.beside import fork_beside
 from tightfit.train.tracing.job import TraceJob
+
+CORES_PER_JOB = 3
+"""A job traces up to three depths of its model at once."""
 
 
 def main() -> None:
@@ -29,10 +35,20 @@ def main() -> None:
         from tightfit.train.tracing.libraries import import_libraries
 
         import_libraries()
-    for job in jobs:
-        answers.write(_answer(job).model_dump_json() + "\n")
+    for answer in answer_all(jobs, num_cores=read_machine().num_usable_cores):
+        answers.write(answer.model_dump_json() + "\n")
         answers.flush()
     os._exit(0)  # taking torch down in order takes longer than it is worth
+
+
+def answer_all(jobs: Sequence[TraceJob], *, num_cores: int) -> Iterator[Answer]:
+    """In the order of the jobs, each as soon as it is there; several at once where cores allow."""
+    num_beside = min(len(jobs), num_cores // CORES_PER_JOB)
+    if num_beside < 2:
+        yield from map(_answer, jobs)
+        return
+    with fork_beside(num_beside) as beside:
+        yield from beside.map(_answer, jobs)
 
 
 def _answer(job: TraceJob) -> Answer:
