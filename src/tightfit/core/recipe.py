@@ -319,7 +319,8 @@ def _not_a_recipe(value: Any) -> str:
 
 def _refused(document: YamlDocument, faults: list[str]) -> InvalidInputError:
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    advice = "write some lines" if document.value is None else "correct the lines above"
     return InvalidInputError(
         "\n".join([f"{document.path} has {count}:", *(f"  {fault}" for fault in faults)]),
-        remedy=f"correct the lines above; a recipe's keys are {', '.join(Recipe.model_fields)}",
+        remedy=f"{advice}; a recipe's keys are {', '.join(Recipe.model_fields)}",
     )

@@ -16,7 +16,7 @@ from tightfit.ledger.run_folder import RunFolder
 from tightfit.planning.plan import Plan
 from tightfit.runtime.attention import needs_padding_mask
 from tightfit.train.build import build_engine
-from tightfit.train.checkpoint import find_checkpoint, read_progress
+from tightfit.train.checkpoint import find_checkpoint, list_damaged, read_progress
 from tightfit.train.diary import Diary
 from tightfit.train.evaluation import Evaluation
 from tightfit.train.feed import Feed
@@ -50,10 +50,10 @@ def assemble(
     has_mask = needs_padding_mask(engine.model.config)
     collate = choose_collate(store.description, is_packed=strategy.packing, has_mask=has_mask)
     loader = Loader(feed, collate, micro_batch=strategy.micro_batch, place=place)
-    step = _resume(run, engine)
+    step, damaged = _resume(run, engine)
     rehearse(engine, to_device(loader.longest(), place), place)
     diary = Diary(run, plan, place)
-    diary.open(step=step, num_steps=num_steps)
+    diary.open(step=step, num_steps=num_steps, damaged=damaged)
     return Loop(
         plan=plan,
         training=training,
@@ -84,13 +84,14 @@ def cap_memory(device: torch.device) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _resume(run: RunFolder, engine: Any) -> int:
-    """Load the newest whole checkpoint; the number of steps it holds."""
+def _resume(run: RunFolder, engine: Any) -> tuple[int, list[str]]:
+    """Load the newest whole checkpoint; the number of steps it holds, and what was passed over."""
     folder = find_checkpoint(run)
     if folder is None:
-        return 0
+        return 0, []
     engine.load_state(folder)
-    return read_progress(folder).step
+    step = read_progress(folder).step
+    return step, list_damaged(run, after_step=step)
 
 
 def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None:

@@ -92,6 +92,12 @@ def find_checkpoint(run: RunFolder) -> Path | None:
     return whole
 
 
+def list_damaged(run: RunFolder, *, after_step: int) -> list[str]:
+    """Checkpoints of later steps, newest first: one would be resumed from, were it whole."""
+    names = [folder.name for folder in _list_newest_first(run)]
+    return [name for name in names if int(name.removeprefix("step-")) > after_step]
+
+
 def read_progress(folder: Path) -> Progress:
     path = folder / _PROGRESS
     try:
@@ -212,6 +218,11 @@ def find_disk_fault(fault: BaseException) -> OSError | None:
 def _cannot_save(folder: Path, fault: OSError) -> EnvironmentFaultError:
     return EnvironmentFaultError(
         f"Cannot write the checkpoint {str(folder)!r}: {fault.strerror or fault}. "
-        "The one before it is intact.",
+        f"{_describe_before(folder)}",
         remedy=f"make room (df -h {folder.parent.parent}), then start the same command again",
     )
+
+
+def _describe_before(folder: Path) -> str:
+    found = _list_newest_first(RunFolder(path=folder.parent.parent))
+    return "The one before it is intact." if found else "There is none before it."

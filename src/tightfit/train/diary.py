@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import datetime, timezone
 
 from tightfit.ledger.metrics import (
@@ -31,8 +32,11 @@ class Diary:
         self._trackers: list[Tracker] = []
         self._num_steps = 0
 
-    def open(self, *, step: int, num_steps: int) -> None:
-        """Start, or start again after `step` steps: what was written beyond them is forgotten."""
+    def open(self, *, step: int, num_steps: int, damaged: Sequence[str] = ()) -> None:
+        """Start, or start again after `step` steps: what was written beyond them is forgotten.
+
+        `damaged` are newer checkpoints, which could not be used.
+        """
         self._num_steps = num_steps
         if not self._is_writing:
             return
@@ -41,7 +45,8 @@ class Diary:
         self._trackers = open_trackers(names, self._run, self._plan)
         self.set_state(RunStatus.RUNNING, step)
         if step:
-            self.write(EventRecord(step=step, text=f"resumed after step {step}"))
+            passed_over = f"; damaged, and not used: {', '.join(damaged)}" if damaged else ""
+            self.write(EventRecord(step=step, text=f"resumed after step {step}{passed_over}"))
 
     def write(self, record: Record) -> None:
         if not self._is_writing:

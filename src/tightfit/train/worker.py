@@ -138,8 +138,10 @@ class _Attempt:
         """Outside of a checkpoint, which names its own faults: the result or a tracker's file."""
         for partial in self._run.path.glob("*.partial"):
             shutil.rmtree(partial, ignore_errors=True)  # or not even the reason could be written
+        saved = self._count_saved()
+        kept = f"The checkpoint of step {saved} is intact" if saved else "Nothing was saved yet"
         return self.fail(
-            f"Cannot write in {self._run.path}: {cause.strerror}. The last checkpoint is intact.",
+            f"Cannot write in {self._run.path}: {cause.strerror}. {kept}.",
             f"make room (df -h {self._run.path}), then start the same command again",
             EnvironmentFaultError.exit_code,
         )

@@ -81,6 +81,7 @@ def test_twenty_kills(tmp_path: Path, undisturbed: Job) -> None:
     job.finish()
 
     assert num_half_written, "no kill hit a checkpoint being written"
+    assert any("damaged" in r["text"] for r in job.records("event")), "passed over in silence"
     assert job.losses() == undisturbed.losses()
     assert [(r["step"], r["loss"]) for r in job.records("eval")] == [
         (r["step"], r["loss"]) for r in undisturbed.records("eval")

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from tightfit.estimate.trace import recorder
 from tightfit.estimate.trace.operations import Operation
 from tightfit.estimate.trace.recorder import Place, Recorder
 from tightfit.estimate.trace.recording import Allocation, Recording
 from tightfit.train.step import train_step
 from tightfit.train.tracing import run
 from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.trace import trace
 
 LLAMA = {
     "model_type": "llama",
@@ -44,14 +46,18 @@ RUN: dict[str, dict[str, Any]] = {
 }
 
 
-def _record(strategy: dict[str, Any]) -> Recording:
-    job = TraceJob.model_validate(
+def _make_job(strategy: dict[str, Any]) -> TraceJob:
+    return TraceJob.model_validate(
         {
             "config": LLAMA,
             "strategy": {"micro_batch": 2, "seq_len": 32, **strategy},
             "compute_capability": (9, 0),
         }
     )
+
+
+def _record(strategy: dict[str, Any]) -> Recording:
+    job = _make_job(strategy)
     return run.record_job(job, job.config)
 
 
@@ -98,6 +104,8 @@ ACCUMULATED: dict[str, dict[str, Any]] = {
     "fsdp-lora": {"sharding": "fsdp", "gpus_per_node": 2},
 }
 NUM_MICRO_BATCHES = 5
+SMALLEST_BLOCK = 512
+"""Bytes of torch's allocator that a loss takes."""
 SUMS = ("stack", "cat", "unsqueeze", "sum")
 """Of the losses, at a step's end: of as many numbers as micro-batches were run."""
 
@@ -144,3 +152,23 @@ def test_repeating_micro_batches_is_what_makes_it_short(monkeypatch: pytest.Monk
         _record({**strategy, "grad_accum": 64})
 
     assert set(num_run) == {2, 3}
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "nf4", "full", "fsdp-lora"])
+def test_many_micro_batches_take_what_a_few_take(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocations of a few are noted; those of all would say the same."""
+    job = _make_job({**ACCUMULATED[name], "grad_accum": 24})
+    few = trace(job)
+    monkeypatch.setattr(recorder, "MOST_REPEATED", 24)
+
+    every = trace(job)
+
+    assert few.operations == every.operations
+    assert few.traced is not None
+    assert every.traced is not None
+    assert few.traced.peak_reserved_bytes == every.traced.peak_reserved_bytes
+    assert few.traced.smallest_capacity_bytes == every.traced.smallest_capacity_bytes
+    more = every.traced.peak_allocated_bytes - few.traced.peak_allocated_bytes
+    assert 0 <= more <= 24 * SMALLEST_BLOCK, "the losses alone"

@@ -21,6 +21,7 @@ from tightfit.ledger.run_folder import RunFolder
 from tightfit.train.checkpoint import (
     Progress,
     find_checkpoint,
+    list_damaged,
     read_progress,
     write_checkpoint,
 )
@@ -113,6 +114,7 @@ def test_a_damaged_one_is_passed_over_and_replaced(run: RunFolder, harm: str) ->
     found = find_checkpoint(run)
     assert found is not None
     assert found.name == "step-000005"
+    assert list_damaged(run, after_step=5) == ["step-000006"]
 
     assert find_checkpoint(run) != _write(run, Toy(3), 6)
     loaded = Toy()

@@ -32,6 +32,8 @@ from tightfit.estimate.trace.shadows import Shadows
 
 _aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
+MOST_REPEATED = 3
+"""Like micro-batches in a row whose allocations are noted."""
 
 
 @dataclass(slots=True)
@@ -154,11 +156,15 @@ class Recorder(TorchDispatchMode):
 
     def repeat_micro_batch(self, since: Place, times: int) -> bool:
         """Note the micro-batch that began there as often again. Its loss stays, one number until
-        the step ends, and so do theirs. False as for steps, and nothing more can be noted then."""
+        the step ends, and so do theirs. False as for steps, and nothing more can be noted then.
+
+        Its operations are all noted, its allocations `MOST_REPEATED` times: one more like those
+        before it finds the memory that they found.
+        """
         events = self._events[since.event :]
         losses = {event for event in events if event > 0 and not self._drafts[event - 1].shape}
         standing = [event for event in losses if event - 1 in self._live.values()]
-        for _ in range(times):
+        for _ in range(min(times, MOST_REPEATED)):
             again = repeat_events(events, first=len(self._drafts) + 1, may_stay=losses)
             if again is None:
                 return False
