@@ -49,7 +49,9 @@ class MicroBatch:
 
     @property
     def recomputed_fraction(self) -> float:
-        """Layers that are computed again, of all."""
+        """Layers that are computed again, of all; none where nothing is trained."""
+        if not self.strategy.is_trained:
+            return 0.0
         return self.strategy.count_recomputed(self.spec.num_layers) / self.spec.num_layers
 
 
@@ -65,10 +67,9 @@ def time_passes(job: MicroBatch) -> Passes:
     """Blocks that are recomputed take theirs once more, which is not counted here."""
     products = estimate_products(_batch(job))
     blocks, head = _blocks_forward(job, products), _head_forward(job, products)
-    backward, again = Pass(), 0.0
-    if job.strategy.is_trained:
-        backward, again = _backward(job, products), job.recomputed_fraction
-    return Passes(*_slow_down(job, ((blocks, 1.0 + again), (head, 1.0), (backward, 1.0))))
+    backward = _backward(job, products) if job.strategy.is_trained else Pass()
+    times = 1.0 + job.recomputed_fraction
+    return Passes(*_slow_down(job, ((blocks, times), (head, 1.0), (backward, 1.0))))
 
 
 def _slow_down(job: MicroBatch, passes: Sequence[tuple[Pass, float]]) -> list[Pass]:

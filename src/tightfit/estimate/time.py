@@ -110,8 +110,7 @@ def _compute_parts(job: MicroBatch) -> dict[str, float]:
     strategy = job.strategy
     passes = time_passes(job)
     blocks, head, backward = passes
-    again = job.recomputed_fraction * strategy.is_trained
-    repeated = again * blocks.total
+    repeated = job.recomputed_fraction * blocks.total
     forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated
     launch = _launch_seconds(job, forward=forward_seconds, backward=backward_seconds)
     times = strategy.grad_accum
