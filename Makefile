@@ -11,17 +11,21 @@ TRACING = tracing
 KERNELS = kernels
 CLUSTER = cluster
 HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(KERNELS) $(CLUSTER)
+# Files in the order given, the longest first: no core waits for the other's last one.
+BESIDE = OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=20 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ON_CLUSTER = tests/integration/$(CLUSTER)
 ON_SLURM = $(foreach file,farm inventory lab submit,$(ON_CLUSTER)/test_cluster_$(file).py)
 
-.PHONY: help install demo test test-bare test-training test-serving test-tracing test-kernels test-cluster test-slurm test-hosts check bench format docs clean
+.PHONY: help install demo test test-bare test-training test-serving test-tracing test-long test-kernels test-cluster test-slurm test-hosts check bench format docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: .venv/.installed  ## make .venv with everything the project needs
 
-# torch first and pinned: anything that depends on it then finds it there and pulls no other build
+# torch first and pinned: anything that depends on it then finds it there and pulls no other build.
+# Most of the time went into bytecode of 25,000 files; the few that run get theirs when they do.
+.venv/.installed: export PIP_NO_COMPILE = 1
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch setuptools wheel ninja py-cpuinfo
@@ -34,16 +38,19 @@ demo: install  ## the main job on a CPU with a real small model: no GPU, no hub
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
 test: install test-bare  ## every test that needs no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(foreach group,$(HEAVY),--ignore tests/integration/$(group))
-
-test-serving: install  ## the HTTP API under load, the page in a browser, killed batches: minutes
-	OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=20 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(SERVING))
+	$(BESIDE) $(foreach group,$(HEAVY),--ignore tests/integration/$(group))
 
 test-training: install  ## runs that are killed, starved and cut off, and ZeRO: real processes, minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(TRAINING))
+	$(BESIDE) $(addprefix tests/integration/,$(TRAINING))
+
+test-serving: install  ## the HTTP API under load, the page in a browser, killed batches: minutes
+	$(BESIDE) $(addprefix tests/integration/,$(SERVING))
 
 test-tracing: install  ## traces of many real models, strategies and shardings: minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/integration/,$(TRACING))
+	$(BESIDE) $(addprefix tests/integration/,$(TRACING))
+
+test-long: install  ## training, serving and tracing at once
+	$(BESIDE) $(addprefix tests/integration/,$(TRAINING) $(SERVING) $(TRACING))
 
 # Apart from .venv: with triton there, libraries would behave as on a machine that has a GPU.
 # Its interpreter cannot loop with a newer numpy.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job on this machine's CPU: data, model, plan, LoRA, merge, fewer bits, scores after each.
 # No GPU, no hub. Leaves its files in demo-out/; of these only the model is kept for the next time.
-# DEMO_STEPS=N trains N steps in place of two epochs: every command runs, and the scores are lower.
+# DEMO_SHORT=1 runs every command on fewer steps, tokens and rows: the scores say nothing then.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=demo-out
@@ -24,6 +24,9 @@ show() {
     printf '%s(%s s)%s\n' "${faint-}" $((SECONDS - start)) "${plain-}"
 }
 
+most_steps=() tokens=1024 rows=24
+if [ "${DEMO_SHORT:-0}" = 1 ]; then most_steps=(--max-steps 6) tokens=512 rows=4; fi
+
 mkdir -p "$out"
 rm -rf "$out/text_to_sql" "$run" "$out/report.html" "$out/stages.tsv"
 
@@ -40,23 +43,23 @@ title "3. What will be learnt, and what will not"
 show prepare tightfit prepare "$recipe" --show 2
 
 title "4. Plan and tune: LoRA on this CPU, a few minutes"
-show train tightfit train "$recipe" ${DEMO_STEPS:+--max-steps "$DEMO_STEPS"}
+show train tightfit train "$recipe" "${most_steps[@]}"
 
 title "5. The adapter into the model, and the check that nothing was lost"
 show merge tightfit merge "$run"
 
 title "6. Fewer bits, each held against the merged model"
-show quantize tightfit quantize "$run" --to q8_0 --to q4_k_m --to gptq-8 --rows 8 --tokens 1024
+show quantize tightfit quantize "$run" --to q8_0 --to q4_k_m --to gptq-8 --rows 8 --tokens $tokens
 
 title "7. The whole run on one page"
 show report tightfit runs "$run" --html "$out/report.html"
 
 title "8. Right answers after each step, on tables and phrasings that were never trained on"
 small=$run/quantized/text_to_sql
-show eval tightfit eval "$run" --data "$out/text_to_sql/test.jsonl" --limit 24 --batch 24 \
+show eval tightfit eval "$run" --data "$out/text_to_sql/test.jsonl" --limit $rows --batch $rows \
     --metric execution --metric exact --beside "$run/merged" \
     --beside "$small-q8_0.gguf" --beside "$small-q4_k_m.gguf" --beside "$small-gptq-8"
-show answers python examples/text_to_sql/show_answers.py "$run/eval/test-first-24-answers.jsonl" 2
+show answers python examples/text_to_sql/show_answers.py "$run/eval/test-first-$rows-answers.jsonl" 2
 
 rm -f "$out/.times"
 printf '\n%sDone in %s min %s s.%s Curves and figures: %s; to talk to it:\n  tightfit chat %s\n' \

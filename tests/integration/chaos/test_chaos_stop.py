@@ -65,11 +65,11 @@ def test_two_then_one_then_two_in_shards(tmp_path: Path, undisturbed: Job) -> No
     """DDP, one process, FSDP: another number of processes deals the same rows differently."""
     job = make_job(tmp_path, undisturbed.model, undisturbed.data)
 
-    stop(job, signal.SIGUSR1, "--on", "2xcpu", after=2)
+    stop(job, signal.SIGUSR1, "--on", "2xcpu", after=2, everyone=True)
     assert read_strategy(job)["sharding"] == "ddp"
     stop(job, signal.SIGTERM, "--on", "cpu", after=job.last_step() + 2)
     assert read_strategy(job)["sharding"] == "single"
-    stop(job, signal.SIGTERM, "--on", "2xcpu", after=job.last_step() + 2)
+    stop(job, signal.SIGTERM, "--on", "2xcpu", after=job.last_step() + 2, everyone=True)
     assert read_strategy(job)["sharding"] == "ddp"
     shard(job)
     job.finish("--on", "2xcpu")
@@ -78,16 +78,6 @@ def test_two_then_one_then_two_in_shards(tmp_path: Path, undisturbed: Job) -> No
     assert sorted(job.losses()) == list(range(1, NUM_STEPS + 1))
     assert job.losses() == pytest.approx(undisturbed.losses(), abs=1e-4)
     assert "DTensor" not in job.log()
-
-
-def test_everyone_is_asked(tmp_path: Path, undisturbed: Job) -> None:
-    job = make_job(tmp_path, undisturbed.model, undisturbed.data)
-
-    stop(job, signal.SIGTERM, "--on", "2xcpu", after=2, everyone=True)
-    stop(job, signal.SIGUSR1, "--on", "2xcpu", after=job.last_step() + 2, everyone=True)
-    job.finish("--on", "2xcpu")
-
-    assert job.losses() == pytest.approx(undisturbed.losses(), abs=1e-4)
 
 
 def read_strategy(job: Job) -> dict[str, object]:

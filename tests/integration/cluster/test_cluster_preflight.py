@@ -34,6 +34,13 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
 class Told:
     """A finished preflight: its document, its exit code, its time."""
 
@@ -68,11 +75,15 @@ def preflight(hosts: Hosts, *options: str, nodes: str = "a,b") -> Told:
     return told
 
 
-def only_fault(told: Told, area: str) -> str:
-    """The detail of the one fault there is."""
+def faults_of(told: Told, *areas: str) -> dict[str, str]:
+    """The detail of the one fault that each of the areas has, and no other area."""
     assert told.code == 6
-    assert [found for found, _ in told.faults()] == [area], told.faults()
-    return told.faults()[0][1]
+    assert sorted(found for found, _ in told.faults()) == sorted(areas), told.faults()
+    return dict(told.faults())
+
+
+def only_fault(told: Told, area: str) -> str:
+    return faults_of(told, area)[area]
 
 
 def test_all_is_right(hosts: Hosts, tmp_path: Path) -> None:
@@ -98,37 +109,64 @@ def test_all_is_right(hosts: Hosts, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_port_that_is_taken(hosts: Hosts) -> None:
+def test_faults_of_several_areas_and_no_other(hosts: Hosts, shared: Path) -> None:
+    """A device that is not there, a taken port, a name that one node lacks, a private folder."""
     code = f"import socket,time; s=socket.create_server(('',{PORT})); print(flush=True); s.accept()"
     holder = hosts.start("a", [sys.executable, "-c", code])
     assert holder.stdout is not None
     holder.stdout.readline()
-    detail = only_fault(preflight(hosts), "port")
+    hosts.name_everyone("a", without=["b"])
+    hosts.mount_own("b", str(shared))
+    told = preflight(hosts, "--interface", "ib7", "--shared", str(shared))
 
-    assert f"pid {holder.pid}" in detail
+    details = faults_of(told, "interface", "port", "names", "folder")
+    assert "ib7" in details["interface"]
+    assert f"--interface {DEVICE}" in told.of("interface", "fault")[0]["remedy"]
+    assert f"pid {holder.pid}" in details["port"]
+    assert "cannot resolve b" in details["names"]
+    assert f"{hosts['b'].address} b" in told.of("names", "fault")[0]["remedy"]
+    assert "not shared: b" in details["folder"]
+    assert told.report["nodes"][0]["interface"] == DEVICE
+    assert told.report["all_reduce"]["fault"] is None
 
 
-def test_a_port_that_is_filtered(hosts: Hosts) -> None:
-    hosts.swallow_port("a", PORT)
-    detail = only_fault(preflight(hosts), "port")
-
-    assert f"from b to port {PORT} of a" in detail
-    assert "without a word" in detail
-
-
-@pytest.mark.parametrize("device", ["ib7", "v0"])
-def test_a_wrong_interface(hosts: Hosts, device: str) -> None:
-    """One that is not there, and one that is up with an address but leads nowhere."""
+def test_other_faults_of_the_same_areas(hosts: Hosts, shared: Path) -> None:
+    """A device that leads nowhere, a filtered port, a wrong address, a folder one cannot write."""
     for name in "a", "b":
         address = f"10.5.0.{hosts[name].rank + 1}/24"
         hosts.do(name, "ip link add v0 type veth peer name v1", f"ip addr add {address} dev v0",
                  "ip link set v1 up", "ip link set v0 up")  # fmt: skip
-    told = preflight(hosts, "--interface", device)
+    hosts.swallow_port("a", PORT)
+    hosts.name_everyone("b", without=["a"], lines="10.231.9.77 a\n")
+    hosts.do("b", f"mount --bind {shared} {shared}", f"mount -o remount,ro,bind {shared}")
+    told = preflight(hosts, "--interface", "v0", "--shared", str(shared))
 
-    assert device in only_fault(told, "interface")
+    details = faults_of(told, "interface", "port", "names", "folder")
+    assert "v0" in details["interface"]
     assert f"--interface {DEVICE}" in told.of("interface", "fault")[0]["remedy"]
-    assert told.report["nodes"][0]["interface"] == DEVICE
+    assert f"from b to port {PORT} of a" in details["port"]
+    assert "without a word" in details["port"]
+    assert "10.231.9.77, which is not a's address" in details["names"]
+    assert "b sees it, but cannot write" in details["folder"]
     assert told.report["all_reduce"]["bus_bytes_per_second"] > 1e6
+
+
+def test_what_deserves_a_warning_is_no_fault(hosts: Hosts) -> None:
+    """Own names as Debian has them: 127.0.1.1 on one node, nothing on the other. A slow link."""
+    hosts.name_everyone("a", without=["a"], lines="127.0.1.1 a\n")
+    hosts.name_everyone("b", without=["b"])
+    hosts.shape("b", 50e6)
+    told = preflight(hosts)
+
+    assert told.code == 0, told.faults()
+    details = [finding["detail"] for finding in told.of("names", "warning")]
+    assert any("its own name a stands for 127.0.1.1" in detail for detail in details)
+    assert any("cannot resolve its own name b" in detail for detail in details)
+    warning = told.of("bandwidth", "warning")[0]
+    assert "plans assume 10 Gb/s" in warning["detail"]
+    assert "--network" in warning["remedy"]
+    for link in told.report["links"]:
+        assert 1e6 < link["bytes_per_second"] < 8e6
 
 
 def test_an_interface_that_is_down(hosts: Hosts) -> None:
@@ -137,43 +175,6 @@ def test_an_interface_that_is_down(hosts: Hosts) -> None:
     detail = only_fault(preflight(hosts, "--interface", "v0"), "interface")
 
     assert "v0 of b is down" in detail
-
-
-def test_a_name_that_one_node_does_not_know(hosts: Hosts) -> None:
-    hosts.name_everyone("a", without=["b"])
-    told = preflight(hosts)
-
-    assert "cannot resolve b" in only_fault(told, "names")
-    assert f"{hosts['b'].address} b" in told.of("names", "fault")[0]["remedy"]
-    assert told.report["all_reduce"]["fault"] is None
-
-
-def test_a_name_that_stands_for_another(hosts: Hosts) -> None:
-    hosts.name_everyone("b", without=["a"], lines="10.231.9.77 a\n")
-
-    assert "10.231.9.77, which is not a's address" in only_fault(preflight(hosts), "names")
-
-
-def test_own_names_as_debian_has_them(hosts: Hosts) -> None:
-    """127.0.1.1 for oneself on one node, nothing at all on the other."""
-    hosts.name_everyone("a", without=["a"], lines="127.0.1.1 a\n")
-    hosts.name_everyone("b", without=["b"])
-    told = preflight(hosts)
-
-    assert told.code == 0
-    details = [finding["detail"] for finding in told.of("names", "warning")]
-    assert any("its own name a stands for 127.0.1.1" in detail for detail in details)
-    assert any("cannot resolve its own name b" in detail for detail in details)
-
-
-def test_a_resolver_that_does_not_answer(hosts: Hosts) -> None:
-    hosts.write_file("b", "/etc/resolv.conf", "nameserver 10.231.9.99\n")
-    hosts.write_file("b", "/etc/hosts", "127.0.0.1 localhost\n")
-    told = preflight(hosts)
-
-    assert told.code == 6
-    details = [finding["detail"] for finding in told.of("names")]
-    assert any("looking up" in detail or "no answer at all" in detail for detail in details)
 
 
 def test_one_way_everything_is_lost(hosts: Hosts) -> None:
@@ -208,18 +209,6 @@ def test_large_packets_that_are_lost(hosts: Hosts) -> None:
     assert any("MTU 9000" in finding["detail"] for finding in told.of("network", "fault"))
 
 
-def test_a_slow_link_is_told(hosts: Hosts) -> None:
-    hosts.shape("b", 50e6)
-    told = preflight(hosts)
-
-    assert told.code == 0, told.faults()
-    warning = told.of("bandwidth", "warning")[0]
-    assert "plans assume 10 Gb/s" in warning["detail"]
-    assert "--network" in warning["remedy"]
-    for link in told.report["links"]:
-        assert 1e6 < link["bytes_per_second"] < 8e6
-
-
 def test_versions_and_clocks_that_differ(hosts: Hosts, tmp_path: Path) -> None:
     """Node b has another torch, another tightfit and a clock that is 7 s ahead."""
     other = tmp_path / "other"
@@ -243,23 +232,6 @@ def test_versions_and_clocks_that_differ(hosts: Hosts, tmp_path: Path) -> None:
     assert float(found[1]) == pytest.approx(7.0, abs=1.0)
 
 
-def test_a_folder_that_is_not_shared(hosts: Hosts, tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    hosts.mount_own("b", str(shared))
-
-    assert "not shared: b" in only_fault(preflight(hosts, "--shared", str(shared)), "folder")
-
-
-def test_a_folder_that_one_may_not_write(hosts: Hosts, tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    hosts.do("b", f"mount --bind {shared} {shared}", f"mount -o remount,ro,bind {shared}")
-    detail = only_fault(preflight(hosts, "--shared", str(shared)), "folder")
-
-    assert "b sees it, but cannot write" in detail
-
-
 def test_a_node_that_is_not_there(hosts: Hosts) -> None:
     told = preflight(hosts, nodes="a,c")
 
@@ -268,10 +240,8 @@ def test_a_node_that_is_not_there(hosts: Hosts) -> None:
     assert details == ["the agent does not start there: ended with exit code 255: no host c"]
 
 
-def test_everything_is_wrong_at_once(hosts: Hosts, tmp_path: Path) -> None:
+def test_everything_is_wrong_at_once(hosts: Hosts, shared: Path) -> None:
     """A resolver that hangs, a dead link, a wrong device, a taken port, a private folder."""
-    shared = tmp_path / "shared"
-    shared.mkdir()
     hosts.mount_own("b", str(shared))
     for name in "a", "b":
         hosts.write_file(name, "/etc/resolv.conf", "nameserver 10.231.9.99\n")
@@ -283,6 +253,8 @@ def test_everything_is_wrong_at_once(hosts: Hosts, tmp_path: Path) -> None:
     assert told.code == 6
     assert {area for area, _ in told.faults()} >= {"nodes", "names", "interface", "port",
                                                    "network", "folder"}  # fmt: skip
+    details = [finding["detail"] for finding in told.of("names")]
+    assert any("looking up" in detail or "no answer at all" in detail for detail in details)
 
 
 def test_three_nodes_and_one_bad_link(tmp_path: Path) -> None:

@@ -48,11 +48,12 @@ def test_the_chosen_way_is_near_the_best(lab: StageLab, scenario: Scenario) -> N
     lab.shape(scenario)
     fastest = dict.fromkeys(WAYS, math.inf)
     for _ in range(NUM_ROUNDS):
-        for way in WAYS:
-            done = stage_anew(lab, "--how", way)
-            fastest[way] = min(fastest[way], done["copy_seconds"] + done["check_seconds"])
         chosen = stage_anew(lab)
         assert set(chosen["predicted_seconds"]) == set(WAYS)
+        others = [stage_anew(lab, "--how", way) for way in WAYS if way != chosen["how"]]
+        for done in (chosen, *others):
+            seconds = done["copy_seconds"] + done["check_seconds"]
+            fastest[done["how"]] = min(fastest[done["how"]], seconds)
         if fastest[chosen["how"]] <= WITHIN * min(fastest.values()):
             return
     pytest.fail(f"{chosen['how']} was chosen: {fastest}, {chosen}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +30,6 @@ pytest_plugins = ("slurm_lab",)
 GOLDEN = Path(__file__).parents[2] / "golden" / "sbatch"
 PATIENCE_SECONDS = 180.0
 NUM_STEPS = 24
-NUM_ROUNDS = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class Submission:
     home: Path
     model: Path
     changes: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
@@ -76,7 +77,7 @@ class Submission:
     @property
     def surroundings(self) -> dict[str, str]:
         own = {"TIGHTFIT_SITE": str(self.home / "site.yaml"), "XDG_CACHE_HOME": str(self.home)}
-        return {**os.environ, **own}
+        return {**os.environ, **own, **self.environment}
 
     def start(self, *options: str, job: str = "recipe.yaml") -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -222,22 +223,7 @@ def test_two_nodes_learn_what_one_does(
     assert made.losses() == pytest.approx(undisturbed.losses(), abs=1e-4)
 
 
-def test_cancelled_from_outside_it_has_saved(tmp_path: Path, model: Path) -> None:
-    made = Submission(home=tmp_path, model=model, changes={"max_steps": 5000}).write()
-    process = made.start("--on", "slurm:cpu")
-    assert made.reaches(5, process), made.log()
-    slurm("scancel", made.job_id)
-    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-
-    assert process.returncode == 75, said
-    assert "stopped at step" in said
-    held = json.loads((made.run / "state.json").read_text())
-    assert held["status"] == "stopped"
-    assert (made.run / "checkpoints" / f"step-{held['step']:06d}").is_dir()
-    assert "back to the queue" not in made.log()
-
-
-def test_interrupted_following_leaves_the_job_running(tmp_path: Path, model: Path) -> None:
+def test_left_alone_it_runs_on_and_cancelled_it_has_saved(tmp_path: Path, model: Path) -> None:
     made = Submission(home=tmp_path, model=model, changes={"max_steps": 5000}).write()
     process = made.start("--on", "slurm:cpu")
     assert made.reaches(2, process), made.log()
@@ -250,6 +236,18 @@ def test_interrupted_following_leaves_the_job_running(tmp_path: Path, model: Pat
     code, said = made.submit("--on", "slurm:cpu", "--no-follow")
     assert code == 2
     assert "queued or running already" in said
+
+    process = made.start("--follow", job="run")
+    assert made.reaches(max(made.losses()) + 3, process), made.log()
+    slurm("scancel", made.job_id)
+    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+
+    assert process.returncode == 75, said
+    assert "stopped at step" in said
+    held = json.loads((made.run / "state.json").read_text())
+    assert held["status"] == "stopped"
+    assert (made.run / "checkpoints" / f"step-{held['step']:06d}").is_dir()
+    assert "back to the queue" not in made.log()
 
 
 def test_preempted_it_is_queued_again_and_goes_on(tmp_path: Path, model: Path) -> None:
@@ -328,21 +326,34 @@ def test_a_run_in_a_folder_of_this_machine_alone_is_refused(tmp_path: Path, mode
 
 
 def test_two_submissions_at_the_same_moment_are_two_runs(tmp_path: Path, model: Path) -> None:
-    """One that a busy machine delays finds the other's job and is refused: not the same moment."""
-    for number in range(NUM_ROUNDS):
-        home = tmp_path / str(number)
-        made = Submission(home=home, model=model, changes={"output": None}).write()
-        both = [made.start("--on", "slurm:cpu", "--no-follow", "--json") for _ in range(2)]
-        said = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in both]
-        found = [json.loads(text) for text in said]
-        slurm("scancel", *(one["job_id"] for one in found if "job_id" in one))
-        codes = sorted(process.returncode for process in both)
-        if codes == [0, 0]:
-            assert len({one["run"] for one in found}) == len({one["job_id"] for one in found}) == 2
-            return
-        assert codes == [0, 2], said
-        assert sum("queued or running already" in text for text in said) == 1, said
-    pytest.fail(f"one was later than the other {NUM_ROUNDS} times")
+    """Each asks for the nodes after it found no job of the other, and before it has one."""
+    made = Submission(home=tmp_path, model=model, changes={"output": None}).write()
+    made.environment = {"PATH": f"{meet_at('sinfo', tmp_path)}:{os.environ['PATH']}"}
+    both = [made.start("--on", "slurm:cpu", "--no-follow", "--json") for _ in range(2)]
+    said = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    found = [json.loads(text) for text in said]
+    slurm("scancel", *(one["job_id"] for one in found))
+    assert len({one["run"] for one in found}) == len({one["job_id"] for one in found}) == 2
+
+
+def meet_at(command: str, home: Path) -> Path:
+    """A folder for PATH whose command waits until it was called twice, then does its work."""
+    folder = home / "meeting"
+    folder.mkdir()
+    path = folder / command
+    path.write_text(
+        f"""#!/bin/sh
+touch {folder}/came.$$
+for _ in $(seq {int(PATIENCE_SECONDS * 10)}); do
+    [ "$(ls {folder}/came.* | wc -l)" -ge 2 ] && break
+    sleep 0.1
+done
+exec {shutil.which(command)} "$@"
+"""
+    )
+    path.chmod(0o755)
+    return folder
 
 
 def test_a_fresh_run_waits_for_the_old_ones_job_and_keeps_its_files(
