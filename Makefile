@@ -2,7 +2,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Without bytecode of 25,000 files, which took most of the time: those that run get theirs then.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # Groups of tests with real processes that take minutes; each has a target of its own.
 TRAINING = chaos train_zero
@@ -24,8 +25,6 @@ help:  ## list the targets
 install: .venv/.installed  ## make .venv with everything the project needs
 
 # torch first and pinned: anything that depends on it then finds it there and pulls no other build.
-# Most of the time went into bytecode of 25,000 files; the few that run get theirs when they do.
-.venv/.installed: export PIP_NO_COMPILE = 1
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch setuptools wheel ninja py-cpuinfo
