@@ -12,8 +12,9 @@ TRACING = tracing
 KERNELS = kernels
 CLUSTER = cluster
 HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(KERNELS) $(CLUSTER)
-# Files in the order given, the longest first: no core waits for the other's last one.
-BESIDE = OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=20 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three at a time on two cores, since many wait for processes of their own; in the order given, the
+# long ones first.
+BESIDE = OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=20 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 ON_CLUSTER = tests/integration/$(CLUSTER)
 ON_SLURM = $(foreach file,farm inventory lab submit,$(ON_CLUSTER)/test_cluster_$(file).py)
 

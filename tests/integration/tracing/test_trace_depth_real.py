@@ -32,11 +32,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     ("llama", {"method": "full", "checkpointing": False}),
-    ("llama", {"weights": "nf4", "grad_accum": 2}),
+    ("llama", {"weights": "nf4"}),
     ("mistral", {"attention": "eager", "checkpointing": False, "optimizer": "adamw-foreach"}),
     ("qwen2", {"method": "full", "optimizer": "adamw-foreach", "grad_accum": 2}),
     ("falcon", {"method": "full", "attention": "eager"}),
-    ("bloom", {"attention": "eager", "grad_accum": 2, "checkpointing": False}),
+    ("bloom", {"attention": "eager", "checkpointing": False}),
     ("gpt2", {"method": "full", "optimizer": "adafactor", "checkpointing": False}),
     ("gpt2", {"optimizer": "adamw-8bit"}),
 ]

@@ -16,7 +16,7 @@ from tightfit.hardware.catalogue import find_gpu
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.trace import trace
 
-DEPTH = 9
+DEPTH = 8
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 4096,
