@@ -16,7 +16,7 @@ from tightfit.hardware.catalogue import find_gpu
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.trace import trace
 
-DEPTH = 8
+DEPTH = 9
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -64,7 +64,7 @@ def _plain() -> TracedTime:
     "fields",
     [
         {},
-        {"method": "lora", "checkpointing": True, "grad_accum": 2},
+        {"method": "lora", "checkpointing": True},
         {"sharding": "fsdp", "gpus_per_node": 4, "checkpointing": True},
         {"sharding": "ddp", "gpus_per_node": 4, "recomputed_layers": 3, "checkpointing": True},
     ],

@@ -32,7 +32,7 @@ from tightfit.train.schedule import learning_rate_at
 from tightfit.train.step import StepPlan, mix_seed, train_step
 
 VOCABULARY = 128
-NUM_STEPS = 12
+NUM_STEPS = 20
 EFFECTIVE_BATCH = 4
 
 

@@ -44,7 +44,7 @@ SHARDED: dict[str, dict[str, Any]] = {
     "fsdp-offload": {"sharding": "fsdp", "offload": "all", "micro_batch": 1},
 }
 METHODS = ("full", "lora")
-FIRST_STOP, SECOND_STOP = 5, 8
+FIRST_STOP, SECOND_STOP = 8, 14
 
 
 class Part:
