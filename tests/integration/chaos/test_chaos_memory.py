@@ -207,7 +207,7 @@ def starve(pid: int, job: Job) -> None:
 
     A busy machine may look at it in the midst of steps alone: until it was seen with far less.
     """
-    held = []
+    held: list[int] = []
     end, seen = time.monotonic() + 1.0, job.last_step()
     while (
         time.monotonic() < end
