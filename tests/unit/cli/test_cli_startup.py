@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from machine_pace import allow
+
 HEAVY = {"torch", "transformers", "datasets", "gradio", "matplotlib", "numpy", "pyarrow"}
 NOT_FOR_HELP = HEAVY | {"pydantic", "rich", "yaml", "psutil", "pynvml"}
 HELP_SECONDS = 0.2
@@ -71,4 +73,4 @@ def test_help_costs_less_than_its_budget() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
 
-    assert min(spend() for _ in range(3)) < HELP_SECONDS
+    assert min(spend() for _ in range(3)) < allow(HELP_SECONDS)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from machine_pace import allow
 from tightfit.data.lengths import buckets, estimate_padding_waste, percentiles, scaled
 from tightfit.data.packing import count_packed_rows, pack_best_fit
 
@@ -75,7 +76,7 @@ def test_packing_a_million_rows_is_quick() -> None:
     started = time.perf_counter()
     num_packed = count_packed_rows(lengths, 8192)
 
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < allow(5)
     tokens = sum(length * rows for length, rows in lengths.items())
     assert ceil(tokens / 8192) <= num_packed <= 1.01 * tokens / 8192
 
@@ -183,5 +184,5 @@ def test_packing_many_rows_takes_seconds() -> None:
 
     packs = pack_best_fit(lengths, 4096)
 
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < allow(5)
     assert sum(lengths) / (len(packs) * 4096) > 0.99

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import H100, MIB, T4, V100, Card, FakeNvml
 
+from machine_pace import allow
 from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.units import GIB
 from tightfit.hardware.checkup import Checkup, Finding, Status, run_checkup
@@ -111,7 +112,7 @@ def test_the_real_machine_answers_fast_without_torch(
     before = set(sys.modules)
     started = time.perf_counter()
     checkup = run_checkup()
-    assert time.perf_counter() - started < 2
+    assert time.perf_counter() - started < allow(2)
     assert "torch" not in set(sys.modules) - before
     assert {"python", "gpu", "memory", "disk", "packages", "cluster", "hub"} == {
         finding.area for finding in checkup.findings

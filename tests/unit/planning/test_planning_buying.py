@@ -7,6 +7,7 @@ import time
 import pytest
 from planning_cases import SHORT_ROWS, make_request
 
+from machine_pace import allow
 from tightfit.core.errors import DoesNotFitError
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import find_gpu, list_gpus
@@ -90,4 +91,4 @@ def test_layout_of_the_own_cluster_does_not_bind_the_guide() -> None:
 def test_whole_catalogue_in_three_seconds() -> None:
     started = time.process_time()
     buying_guide(make_request())
-    assert time.process_time() - started < 3.0
+    assert time.process_time() - started < allow(3.0)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from planning_cases import SHORT_ROWS, make_cluster, make_request
 
+from machine_pace import allow
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method
 from tightfit.core.units import GIB
@@ -158,7 +159,7 @@ def test_hundreds_of_strategies_in_under_a_second(num_nodes: int) -> None:
         result = search(request, cluster)
         seconds.append(time.process_time() - started)
     assert result.num_considered >= 500
-    assert min(seconds) < 1.0
+    assert min(seconds) < allow(1.0)
 
 
 def test_groups_are_planned_apart_and_ranked_together() -> None:
