@@ -16,6 +16,7 @@ HEAVY = $(TRAINING) $(SERVING) $(TRACING) $(KERNELS) $(CLUSTER)
 # long ones first.
 BESIDE = OMP_NUM_THREADS=1 TIGHTFIT_CROWD_SECONDS=20 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 ON_CLUSTER = tests/integration/$(CLUSTER)
+SPEEDS = $(ON_CLUSTER)/test_cluster_stage.py::test_the_chosen_way_is_near_the_best
 ON_SLURM = $(foreach file,farm inventory lab submit,$(ON_CLUSTER)/test_cluster_$(file).py)
 
 .PHONY: help install demo test test-bare test-training test-serving test-tracing test-long test-kernels test-cluster test-slurm test-hosts check bench format docs clean
@@ -58,10 +59,10 @@ test-kernels: install  ## our GPU kernels in triton's interpreter
 	test -d .venv/triton || $(PIP) --no-deps --target .venv/triton triton 'numpy<2.4'
 	OMP_NUM_THREADS=1 TIGHTFIT_TRITON="$(CURDIR)/.venv/triton" $(BIN)/python -m pytest $(addprefix tests/integration/,$(KERNELS))
 
-# Staging compares speeds, alone. Then what needs the one Slurm of a machine, beside what does not.
+# What compares speeds, alone. Then what needs the one Slurm of a machine, beside what does not.
 test-cluster: install  ## a real Slurm of five nodes, hosts as namespaces: root, minutes
 	bash tests/integration/cluster/slurm_lab.sh install
-	$(BIN)/python -m pytest $(ON_CLUSTER)/test_cluster_stage.py
+	$(BIN)/python -m pytest $(SPEEDS)
 	$(MAKE) --jobs 2 --output-sync test-slurm test-hosts
 
 test-cluster test-slurm test-hosts: export OMP_NUM_THREADS = 1
@@ -69,7 +70,7 @@ test-slurm: install
 	$(BIN)/python -m pytest $(ON_SLURM)
 
 test-hosts: install
-	$(BIN)/python -m pytest $(ON_CLUSTER) $(addprefix --ignore ,$(ON_CLUSTER)/test_cluster_stage.py $(ON_SLURM))
+	$(BIN)/python -m pytest $(ON_CLUSTER) $(addprefix --ignore ,$(ON_SLURM)) --deselect $(SPEEDS)
 
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py

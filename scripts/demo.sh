@@ -25,7 +25,7 @@ show() {
 }
 
 most_steps=() tokens=1024 rows=24
-if [ "${DEMO_SHORT:-0}" = 1 ]; then most_steps=(--max-steps 6) tokens=512 rows=4; fi
+if [ "${DEMO_SHORT:-0}" = 1 ]; then most_steps=(--max-steps 4) tokens=256 rows=4; fi
 
 mkdir -p "$out"
 rm -rf "$out/text_to_sql" "$run" "$out/report.html" "$out/stages.tsv"

@@ -211,11 +211,7 @@ def starve(pid: int, job: Job) -> None:
     """
     held: list[int] = []
     end, seen = time.monotonic() + 1.0, job.last_step()
-    while (
-        time.monotonic() < end
-        or job.last_step() < seen + 2
-        or max(held) - min(held) < SWING
-    ):
+    while time.monotonic() < end or job.last_step() < seen + 2 or max(held) - min(held) < SWING:
         text = Path(f"/proc/{pid}/status").read_text()
         held.append(int(text.split("VmData:")[1].split()[0]) * 1024)
     limit = min(held) + TO_SAVE_WITH

@@ -24,7 +24,6 @@ _LLAMA = _SIZES | {
 _GPT = {"n_embd": 32, "n_head": 4, "n_layer": DEPTH, "vocab_size": 120, "n_positions": 64}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
-    "mistral": _LLAMA | {"sliding_window": 4096},
     "qwen2": _LLAMA | {"tie_word_embeddings": True, "use_sliding_window": False},
     "falcon": _SIZES | {"num_hidden_layers": DEPTH, "new_decoder_architecture": True},
     "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": DEPTH, "vocab_size": 120},
@@ -33,7 +32,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 CASES = [
     ("llama", {"method": "full", "checkpointing": False}),
     ("llama", {"weights": "nf4"}),
-    ("mistral", {"attention": "eager", "checkpointing": False, "optimizer": "adamw-foreach"}),
     ("qwen2", {"method": "full", "optimizer": "adamw-foreach", "grad_accum": 2}),
     ("falcon", {"method": "full", "attention": "eager"}),
     ("bloom", {"attention": "eager", "checkpointing": False}),

@@ -90,7 +90,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "checkpointing": True,
         "optimizer": "adamw-foreach",
     },
-    "packed": {"packing": True, "method": "lora"},
     "nf4": {"method": "lora", "weights": "nf4", "checkpointing": True},
     "8bit": {"optimizer": "adamw-8bit"},
     "fsdp": {"sharding": "fsdp", "gpus_per_node": 2},

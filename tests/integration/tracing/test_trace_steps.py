@@ -30,7 +30,6 @@ _FULL = {"method": "full"}
 REPEATED: dict[str, dict[str, Any]] = {
     "lora": {"checkpointing": False},
     "nf4": {"weights": "nf4"},
-    "nf4-unpacked": {"weights": "nf4", "unpacked_base": True},
     "packed": {"packing": True},
     "full": _FULL,
     "foreach": {**_FULL, "optimizer": "adamw-foreach", "grad_accum": 2},
@@ -99,7 +98,6 @@ ACCUMULATED: dict[str, dict[str, Any]] = {
     **{name: REPEATED[name] for name in ("nf4", "full", "zero2")},
     **RUN,
     "fused-loss": {"loss": "fused", "fused_kernels": True, "folded_adapters": True},
-    "fp16": {"weights": "fp16", "compute": "fp16"},
     "fsdp-lora": {"sharding": "fsdp", "gpus_per_node": 2},
 }
 NUM_MICRO_BATCHES = 4

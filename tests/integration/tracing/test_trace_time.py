@@ -63,7 +63,6 @@ def _plain() -> TracedTime:
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"method": "lora", "checkpointing": True},
         {"sharding": "fsdp", "gpus_per_node": 4, "checkpointing": True},
         {"sharding": "ddp", "gpus_per_node": 4, "recomputed_layers": 3, "checkpointing": True},

@@ -44,6 +44,10 @@ SHARDED: dict[str, dict[str, Any]] = {
     "fsdp-offload": {"sharding": "fsdp", "offload": "all", "micro_batch": 1},
 }
 METHODS = ("full", "lora")
+CASES = [
+    *(("full", name) for name in SHARDED),
+    *(("lora", name) for name in ("ddp", "fsdp-accumulated", "fsdp-offload")),
+]
 FIRST_STOP, SECOND_STOP = 8, 14
 
 
@@ -97,18 +101,17 @@ def single(part: Part) -> None:
 
 
 def many(part: Part) -> None:
-    """Every sharding, full and LoRA; a checkpoint on the way of two of them."""
+    """Every sharding, some with LoRA too; a checkpoint on the way of two of them."""
     part.notes["memory"] = _load_large(part)
-    for method in METHODS:
-        for name, changes in SHARDED.items():
-            trainer = part.trainer(method=method, **changes)
-            wrapping = _describe_wrapping(trainer)
-            losses = trainer.train(0, FIRST_STOP)
-            if name == ("fsdp" if method == "full" else "ddp"):
-                part.save(method, trainer, FIRST_STOP)
-            losses += trainer.train(FIRST_STOP, NUM_STEPS)
-            part.keep(f"{method}-{name}", trainer, losses)
-            part.notes[f"{method}-{name}"]["wrapping"] = wrapping
+    for method, name in CASES:
+        trainer = part.trainer(method=method, **SHARDED[name])
+        wrapping = _describe_wrapping(trainer)
+        losses = trainer.train(0, FIRST_STOP)
+        if name == ("fsdp" if method == "full" else "ddp"):
+            part.save(method, trainer, FIRST_STOP)
+        losses += trainer.train(FIRST_STOP, NUM_STEPS)
+        part.keep(f"{method}-{name}", trainer, losses)
+        part.notes[f"{method}-{name}"]["wrapping"] = wrapping
     part.notes["overflow"] = _overflow_on_one_rank(part)
     part.notes["packed"] = _pack(part)
 

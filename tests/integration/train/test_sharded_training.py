@@ -13,19 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shard_cases import NUM_STEPS, make_model, make_store
+from shard_worker import CASES
 
 WORKER = Path(__file__).with_name("shard_worker.py")
 METHODS = ("full", "lora")
-SHARDED = (
-    "ddp",
-    "ddp-accumulated",
-    "fsdp",
-    "fsdp-accumulated",
-    "fsdp-grad-op",
-    "fsdp-hybrid",
-    "fsdp-offload",
-)
-CASES = [f"{method}-{name}" for method in METHODS for name in SHARDED]
 TOLERANCE = 1e-5
 
 
@@ -64,9 +55,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_losses_and_weights_are_those_of_one_process(folder: Path, case: str) -> None:
-    method = case.partition("-")[0]
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_losses_and_weights_are_those_of_one_process(folder: Path, method: str, name: str) -> None:
+    case = f"{method}-{name}"
     alone = _notes(folder, "single")[f"{method}-single"]["losses"]
     losses = _notes(folder, "many")[case]["losses"]
 
@@ -78,7 +69,8 @@ def test_losses_and_weights_are_those_of_one_process(folder: Path, case: str) ->
 def test_every_rank_reports_the_same_losses(folder: Path) -> None:
     first, second = _notes(folder, "many", 0), _notes(folder, "many", 1)
 
-    assert [first[case]["losses"] for case in CASES] == [second[case]["losses"] for case in CASES]
+    names = [f"{method}-{name}" for method, name in CASES]
+    assert [first[name]["losses"] for name in names] == [second[name]["losses"] for name in names]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -103,8 +95,7 @@ def test_accumulated_micro_batches_weigh_each_token_as_one_batch(folder: Path, m
     _assert_same_tensors(folder, f"{method}-single", f"{method}-one-batch")
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(("method", "name"), CASES)
 def test_the_model_is_wrapped_as_named(folder: Path, method: str, name: str) -> None:
     wrapping = _notes(folder, "many")[f"{method}-{name}"]["wrapping"]
 
