@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-# Without bytecode of 25,000 files, which took most of the time: those that run get theirs then.
+# Without bytecode of 25,000 files, most of which never run: the others get theirs when they do.
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # Groups of tests with real processes that take minutes; each has a target of its own.
@@ -26,7 +26,7 @@ help:  ## list the targets
 
 install: .venv/.installed  ## make .venv with everything the project needs
 
-# torch first and pinned: anything that depends on it then finds it there and pulls no other build.
+# torch first and pinned: anything that depends on it then finds it there and pulls no other build
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch setuptools wheel ninja py-cpuinfo
