@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,8 @@ def _profile(run: Run, device: torch.device) -> list[Op]:
         for number in range(NUM_BEFORE + 1):
             run.step(NUM_WARM + NUM_TIMED + number)
             profiler.step()
-    return read_ops(profiler.key_averages(group_by_input_shape=True), device)
+    averages = profiler.key_averages(group_by_input_shape=True)
+    return [*read_ops(averages, device), *read_kernels(profiler.events() or ())]
 
 
 def read_ops(events: Iterable[Any], device: torch.device) -> list[Op]:
@@ -77,6 +79,25 @@ def read_ops(events: Iterable[Any], device: torch.device) -> list[Op]:
         and getattr(event, name) > 0
         and not event.key.startswith("ProfilerStep")
     ]
+
+
+def read_kernels(events: Iterable[Any]) -> list[Op]:
+    """Kernels that no operation started, such as those of an optimizer of ours.
+
+    The profiler lists every kernel by itself, and those of operations once more with these.
+    """
+    autograd: Any = torch.autograd
+    seconds: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == autograd.DeviceType.CPU:
+            for kernel in event.kernels:
+                seconds[kernel.name] -= kernel.duration / 1e6
+                counts[kernel.name] -= 1
+        elif not event.is_user_annotation:
+            seconds[event.name] += event.time_range.elapsed_us() / 1e6
+            counts[event.name] += 1
+    return [(name, [], count, seconds[name]) for name, count in counts.items() if count > 0]
 
 
 def describe_steps(

@@ -22,8 +22,34 @@ MOST_FP32_ERROR = 1e-3
 PLAIN = "plain"
 SEEDS, ORDERS = ("adapters 1", "adapters 2"), ("order 1", "order 2")
 AGAIN = "once more"
+FULL, FULL_HALVES = "full tuning", "full tuning in half batches"
+FULL_ORDERS = ("full tuning in order 1", "full tuning in order 2")
+FULL_RATE = 0.25
+"""Of the adapters' learning rate."""
 CUDA = "cuda"
 """Beside names of packages, what a case may need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yardstick:
+    """Runs without a lever: what luck alone changes where all, or adapters alone, are trained."""
+
+    plain: str
+    lucky: tuple[str, ...]
+    """With other adapters or another order of rows. Full tuning draws nothing: there, two half
+    batches stand for one, whose sums are rounded otherwise."""
+    again: str | None = None
+    """The plain one once more."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.plain, *self.lucky, self.again)))
+
+
+YARDSTICKS = {
+    Method.LORA: Yardstick(plain=PLAIN, lucky=(*SEEDS, *ORDERS), again=AGAIN),
+    Method.FULL: Yardstick(plain=FULL, lucky=(FULL_HALVES, *FULL_ORDERS)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +72,29 @@ class Case:
     """Than bf16, which its gradients may be further from fp32's by: e4m3 has four bits less."""
 
     @property
+    def method(self) -> Method:
+        return Method(self.changes.get("method", Method.LORA))
+
+    @property
+    def yardstick(self) -> Yardstick:
+        return YARDSTICKS[self.method]
+
+    @property
+    def is_plain(self) -> bool:
+        return self.name == self.yardstick.plain
+
+    @property
     def is_lever(self) -> bool:
-        return self.name not in (PLAIN, AGAIN, *SEEDS, *ORDERS)
+        return self.name not in self.yardstick.names
+
+    @property
+    def rate_factor(self) -> float:
+        return FULL_RATE if self.method is Method.FULL else 1.0
 
 
 _BF16_ADAPTERS: dict[str, Any] = {"adapter_dtype": Dtype.BF16}
 _FOLDED: dict[str, Any] = {**_BF16_ADAPTERS, "folded_adapters": True}
+_FULL: dict[str, Any] = {"method": Method.FULL}
 _LIGER = (CUDA, "liger_kernel")
 
 CASES: tuple[Case, ...] = (
@@ -68,7 +111,25 @@ CASES: tuple[Case, ...] = (
         changes={"checkpointing": True},
         recomputes_fraction=0.5,
     ),
-    Case(name="4 micro-batches", divides_rows_by=4),
+    Case(name="2 micro-batches", divides_rows_by=2),
+    Case(name=FULL, changes=_FULL),
+    Case(name=FULL_HALVES, changes=_FULL, divides_rows_by=2),
+    Case(name=FULL_ORDERS[0], changes=_FULL, order_seed=1),
+    Case(name=FULL_ORDERS[1], changes=_FULL, order_seed=2),
+    Case(
+        name="fp8 gradients",
+        changes={**_FULL, "fp8_gradients": True},
+        against=FULL,
+        needs=(CUDA,),
+        rounds_coarser=16.0,
+    ),
+    Case(
+        name="fp8 products of full tuning",
+        changes={**_FULL, "fp8": True},
+        against=FULL,
+        needs=(CUDA,),
+        rounds_coarser=16.0,
+    ),
     Case(name="bf16 adapters", changes=_BF16_ADAPTERS),
     Case(name="folded adapters", changes=_FOLDED, against="bf16 adapters"),
     Case(
@@ -184,19 +245,20 @@ class Noise:
     """Of the same run twice: what the device's own sums do."""
 
 
-def find_noise(runs: Mapping[str, Mapping[str, Any]]) -> Noise | None:
+def find_noise(runs: Mapping[str, Mapping[str, Any]], method: Method = Method.LORA) -> Noise | None:
     """Strict where luck differs: the least and the mean of what it did. None with too few runs."""
-    lucky = [runs[name] for name in (PLAIN, *SEEDS, *ORDERS) if name in runs]
+    told = YARDSTICKS[method]
+    lucky = [runs[name] for name in (told.plain, *told.lucky) if name in runs]
     distances = [compare_runs(one, other) for one, other in combinations(lucky, 2)]
     steps = [d.mean_step_difference for d in distances if d.mean_step_difference is not None]
     if not steps:
         return None
-    is_repeated = PLAIN in runs and AGAIN in runs
+    again = runs.get(told.again) if told.again and told.plain in runs else None
     return Noise(
         mean_step_difference=min(steps),
         all_step_differences=tuple(sorted(steps)),
         held_out_difference=statistics.fmean(d.held_out_difference for d in distances),
-        repeated=compare_runs(runs[PLAIN], runs[AGAIN]) if is_repeated else None,
+        repeated=None if again is None else compare_runs(runs[told.plain], again),
     )
 
 
@@ -209,13 +271,13 @@ def is_within(distance: Distance, noise: Noise) -> bool:
 
 def judge_levers(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One row per lever that ran and whose counterpart did."""
-    noise = find_noise(runs)
+    noises = {method: find_noise(runs, method) for method in YARDSTICKS}
     rows = []
     for case in CASES:
         if not (case.is_lever and case.name in runs and case.against in runs):
             continue
         run, back = runs[case.name], runs[case.against]
-        distance = compare_runs(run, back)
+        distance, noise = compare_runs(run, back), noises[case.method]
         rows.append(
             {
                 "lever": case.name,
@@ -227,7 +289,7 @@ def judge_levers(runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "held_out_loss": run["held_out_loss"],
                 "held_out_loss_turned_back": back["held_out_loss"],
                 "is_within_noise": None if noise is None else is_within(distance, noise),
-                **_judge_gradients(case, run, runs.get(PLAIN)),
+                **_judge_gradients(case, run, runs.get(case.yardstick.plain)),
             }
         )
     return rows

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from _lever_cases import PLAIN, Case, in_fp32, make_strategy, relate
-from tightfit.core.strategy import Strategy
+from _lever_cases import Case, in_fp32, make_strategy, relate
+from tightfit.core.strategy import Method, Strategy
 from tightfit.core.training import Training
 from tightfit.data.packing import pack_best_fit
 from tightfit.data.token_store import EncodedRow
@@ -35,7 +35,6 @@ NUM_HELD_OUT = 128
 """Rows at the end of the file that no run trains on."""
 WARM_UP_STEPS = 10
 DRAWN_SPREAD = 0.02
-REFERENCE = "reference.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ def run_case(request: Request) -> dict[str, Any]:
         run = CaseRun(request)
         if request.is_reference:
             return {"status": "ok", **run.write_reference()}
-        has_gradients = request.case.is_lever or request.case.name == PLAIN
+        has_gradients = request.case.is_lever or request.case.is_plain
         compared = run.compare_gradients() if has_gradients else {}
         return {"status": "ok", **compared, **run.train()}
     except Exception as fault:  # the other levers are worth having without this one
@@ -137,17 +136,25 @@ class CaseRun:
         self.place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1, device=device)
         self.rows = Rows(Path(self.setup.tokens), vocab_size=int(config["vocab_size"]))
 
+    @property
+    def _reference(self) -> str:
+        return str(Path(self.setup.work) / f"{self.case.method.value}.safetensors")
+
+    @property
+    def _learning_rate(self) -> float:
+        return self.setup.learning_rate * self.case.rate_factor
+
     def write_reference(self) -> dict[str, Any]:
         gradients = self._take_gradients(in_fp32(self.strategy))
-        save_file(gradients, str(Path(self.setup.work) / REFERENCE))
+        save_file(gradients, self._reference)
         return {"num_trained": sum(gradient.numel() for gradient in gradients.values())}
 
     def compare_gradients(self) -> dict[str, Any]:
         """Errors relative to the reference: as trained, and with all values in fp32."""
-        truth = load_file(str(Path(self.setup.work) / REFERENCE))
+        truth = load_file(self._reference)
         error, worst = measure_error(self._take_gradients(self.strategy), truth)
         found: dict[str, Any] = {"gradient_error": error, "worst_gradient_error": worst}
-        if self.case.name != PLAIN:
+        if not self.case.is_plain:
             wide = self._take_gradients(in_fp32(self.strategy))
             found["fp32_gradient_error"] = measure_error(wide, truth)[0]
         return found
@@ -160,7 +167,7 @@ class CaseRun:
             batches, num_trained = self._deal(step)
             numbers = StepPlan(
                 num_trained_tokens=num_trained,
-                learning_rate=self.setup.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS),
+                learning_rate=self._learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS),
                 seeds=tuple(mix_seed(0, step, place) for place in range(len(batches))),
             )
             outcome = train_step(engine, batches, numbers)
@@ -181,7 +188,7 @@ class CaseRun:
     def _build(self, strategy: Strategy) -> TorchEngine:
         training = Training(
             model_path=self.setup.model,
-            learning_rate=self.setup.learning_rate,
+            learning_rate=self._learning_rate,
             seed=self.case.adapter_seed,
         )
         plan: Any = SimpleNamespace(strategy=strategy, training=training)
@@ -195,7 +202,8 @@ class CaseRun:
         return [to_device(batch, self.place) for batch in batches], num_trained
 
     def _measure_in_bf16(self, engine: TorchEngine) -> dict[str, float]:
-        """What adapters that fp8 trained reach on the base as it was read, which is served."""
+        """What fp8 trained reaches in bf16, in which it is served: adapters on the base as it was
+        read, or all weights."""
         if not self.strategy.fp8:
             return {}
         plain = self._build(self.strategy.model_copy(update={"fp8": False}))
@@ -217,9 +225,9 @@ class CaseRun:
         return round(total / num_trained, 6)
 
     def _take_gradients(self, strategy: Strategy) -> dict[str, Tensor]:
-        """Of the first step's rows in the first order, with adapters that are not zero."""
+        """Of the first step's rows in the first order."""
         engine = self._build(strategy)
-        draw_adapters(engine.module)
+        settle_weights(engine.module, draws=strategy.method is Method.LORA)
         rows = self.rows.of_step(0, self.setup.num_rows, order_seed=0)
         batches = make_batches(rows, strategy)
         num_trained = sum(count_trained(batch, is_encoder_decoder=False) for batch in batches)
@@ -237,11 +245,12 @@ class CaseRun:
         return found
 
 
-def draw_adapters(module: torch.nn.Module) -> None:
-    """By name, so that all runs have the same; all weights in values that bf16 can hold."""
+def settle_weights(module: torch.nn.Module, *, draws: bool) -> None:
+    """All in values that bf16 can hold. `draws`: adapters by name, so that all runs have the same,
+    and none that are zero."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
+            if draws and parameter.requires_grad:
                 draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 values = torch.randn(parameter.shape, generator=draw) * DRAWN_SPREAD
                 parameter.copy_(values.bfloat16())

@@ -55,7 +55,7 @@ SETTLED_BYTES = 2**28
 _ATTENTION = ("attention", "flash_", "cudnn_attention", "varlen")
 _SOFTMAXES = ("aten::_softmax", "aten::_softmax_backward_data")
 _LOSS = ("crossentropy", "cross_entropy", "log_softmax", "nll_loss")
-_OPTIMIZER = ("_fused_adamw", "optimizer_update", "_foreach_", "vector_norm", "optimizer.step")
+_OPTIMIZER = ("_adamw", "optimizer_update", "_foreach_", "vector_norm", "optimizer.step")
 _COPIES = frozenset(
     f"aten::{name}"
     for name in (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from _throughput_jobs import Job
@@ -32,8 +32,8 @@ class Contestant:
     """Which code runs it, and whose packages it needs: trl, torch, torchtune, unsloth, tightfit."""
     attempts: tuple[Switches, ...] = ()
     """Empty for tightfit, whose planner chooses."""
-    fp8: bool = False
-    """tightfit as a user starts it who asks for fp8, which it never chooses by itself."""
+    asked: dict[str, bool] = field(default_factory=dict)
+    """Of tightfit, as a user starts it who asks for fp8, which it never chooses by itself."""
 
 
 def list_contestants(job: Job, *, device: str) -> list[Contestant]:
@@ -43,9 +43,12 @@ def list_contestants(job: Job, *, device: str) -> list[Contestant]:
         Contestant(name="trl-default", kind="trl", attempts=default),
         Contestant(name="trl-best", kind="trl", attempts=_trl_best(job, device)),
         Contestant(name="tightfit", kind="tightfit"),
-        Contestant(name="tightfit-fp8", kind="tightfit", fp8=True),
+        Contestant(name="tightfit-fp8", kind="tightfit", asked={"fp8": True}),
         Contestant(name="torchtune-style", kind="torch", attempts=_torchtune_style(job)),
     ]
+    if job.method == "full":
+        asked = {"fp8_gradients": True}
+        found.append(Contestant(name="tightfit-fp8-gradients", kind="tightfit", asked=asked))
     if job.method == "lora":
         by_hand = _trl_best(job, device, bf16_adapters=True)
         found.append(Contestant(name="trl-bf16-adapters", kind="trl", attempts=by_hand))

@@ -6,8 +6,8 @@
 frozen weight and a trained one. `products`: a LoRA layer's two products apart, and as one of
 `runtime/spare_columns.py` with so many columns more. `updates`: AdamW with clipping, torch's passes
 and `runtime/adamw.py`'s one, and how far apart their weights are after it. `losses`: Liger's fused
-head and loss, forward and backward, by the width of its slices. Needs a GPU, triton and
-liger-kernel.
+head and loss, forward and backward, by the width of its slices. `casts`: to fp8 by rows and by
+columns, and fp8 turned. Needs a GPU, triton and liger-kernel.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ UPDATES = ((16, 4096 * 11008), (448, 16 * 4096))
 LOSSES = ((8192, 4096, 128_256), (8192, 4096, 32_000), (32_768, 2048, 128_256))
 """Tokens, width and words of Llama 3 8B, Llama 2 7B and Llama 3.2 1B."""
 SLICE_FACTORS = (1, 2, 4, 8)
+CASTS = ((8192, 4096), (8192, 11_008), (11_008, 4096), (32_768, 2048), (32_768, 8192))
+"""Inputs, gradients and weights of 7B and 1B models."""
 
 
 def list_norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
@@ -167,6 +169,27 @@ def measure_losses(bench: Bench) -> list[dict[str, Any]]:
     return found
 
 
+def measure_casts(bench: Bench) -> list[dict[str, Any]]:
+    """Bytes are those that a value cannot do without: by columns it is read twice."""
+    from tightfit.runtime import fp8_kernels
+
+    found = []
+    for num_rows, width in CASTS:
+        x = bench.randn(num_rows, width)
+        narrow, _ = fp8_kernels.cast_rows(x)
+        ways: dict[str, tuple[int, Callable[[], object]]] = {
+            "rows": (3, partial(fp8_kernels.cast_rows, x)),
+            "columns": (5, partial(fp8_kernels.cast_columns, x)),
+            "turned": (2, partial(fp8_kernels.turn, narrow)),
+        }
+        row: dict[str, Any] = {"shape": [num_rows, width]}
+        for name, (value_bytes, work) in ways.items():
+            took = row[f"{name}_us"] = _us(bench, work)
+            row[f"{name}_tb_per_second"] = round(value_bytes * x.numel() / took / 1e6, 2)
+        found.append(row)
+    return found
+
+
 def _us(bench: Bench, work: Callable[[], object]) -> float:
     return round(1e6 * bench.seconds(work), 1)
 
@@ -183,7 +206,8 @@ def main() -> None:
     )
     norms, products = measure_norms(bench), measure_products(bench)
     updates, losses = measure_updates(bench), measure_losses(bench)
-    for row in norms + products + updates + losses:
+    casts = measure_casts(bench)
+    for row in norms + products + updates + losses + casts:
         print(row)
     write_result(
         arguments.out,
@@ -194,6 +218,7 @@ def main() -> None:
         products=products,
         updates=updates,
         losses=losses,
+        casts=casts,
     )
 
 

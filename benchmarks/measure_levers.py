@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _lever_cases import CASES, CUDA, PLAIN, Case, find_noise, judge_levers
+from _lever_cases import CASES, CUDA, YARDSTICKS, Case, Noise, find_noise, judge_levers
 from measure_trace import describe_run, run_in_process, set_environment
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ class Runs:
         return {name: run for name, run in self.found.items() if run["status"] == "ok"}
 
     def _write(self) -> None:
-        noise = find_noise(self.good)
-        head = self._head | {"noise": None if noise is None else asdict(noise)}
+        noises = {method.value: find_noise(self.good, method) for method in YARDSTICKS}
+        told = {name: None if noise is None else asdict(noise) for name, noise in noises.items()}
+        head = self._head | {"noise": told}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for section, rows in (("levers", judge_levers(self.good)), ("runs", self._list_runs())):
             text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
@@ -129,12 +130,14 @@ def find_model(name: str | None, folder: Path, *, is_tiny: bool) -> Path:
 
 
 def list_cases(only: str, device: str) -> tuple[list[Case], list[str]]:
-    """Cases that can run here, and those that cannot; the plain one always comes along."""
+    """Cases that can run here, and those that cannot; the plain ones of levers come along."""
     wanted = set(filter(None, only.split(",")))
-    wanted |= {case.against for case in CASES if case.name in wanted}
+    for case in CASES:
+        if case.name in wanted:
+            wanted |= {case.against, case.yardstick.plain} if case.is_lever else {case.name}
     cases, left = [], []
     for case in CASES:
-        if wanted and case.name not in (PLAIN, *wanted):
+        if wanted and case.name not in wanted:
             continue
         can_run = all(_has(need, device) for need in case.needs)
         cases.append(case) if can_run else left.append(case.name)
@@ -150,13 +153,15 @@ def measure(arguments: argparse.Namespace, setup: Setup, runs: Runs, cases: list
     from _lever_runs import Request, run_case
 
     begin = time.perf_counter()
-    reference = Request(case=CASES[0], setup=setup, is_reference=True)
     limit = arguments.run_seconds
-    answer = run_in_process("spawn", run_case, reference, timeout_seconds=limit)
-    if answer["status"] != "ok":
-        print(f"reference: {answer}")
-        return 1
-    print(f"{answer['num_trained']} trained values, {answer['wall_seconds']:.1f} s", flush=True)
+    methods = {case.method for case in cases}
+    for plain in (case for case in CASES if case.is_plain and case.method in methods):
+        reference = Request(case=plain, setup=setup, is_reference=True)
+        answer = run_in_process("spawn", run_case, reference, timeout_seconds=limit)
+        if answer["status"] != "ok":
+            print(f"reference of {plain.name}: {answer}")
+            return 1
+        print(f"{answer['num_trained']} trained values, {answer['wall_seconds']:.1f} s", flush=True)
 
     def start(case: Case) -> None:
         if time.perf_counter() - begin < arguments.seconds:
@@ -185,16 +190,20 @@ def render_table(runs: dict[str, dict[str, Any]]) -> str:
             + " ".join(f"{'-' if error is None else f'{error:.2g}':>9}" for error in errors)
             + f" {_word(row['is_precise']):>8}"
         )
-    noise = find_noise(runs)
-    if noise is not None:
-        steps, held = noise.mean_step_difference, noise.held_out_difference
-        lines.append(f"{'noise':28} {_thousandths(steps)} {_thousandths(held)}")
-        if noise.repeated is not None:
-            again = noise.repeated
-            steps_again = _thousandths(again.mean_step_difference)
-            held_again = _thousandths(again.held_out_difference)
-            lines.append(f"{'the same run twice':28} {steps_again} {held_again}")
+    for method in YARDSTICKS:
+        if noise := find_noise(runs, method):
+            lines += _render_noise(f"noise, {method.value}", noise)
     return "\n".join(lines)
+
+
+def _render_noise(name: str, noise: Noise) -> list[str]:
+    steps, held = noise.mean_step_difference, noise.held_out_difference
+    lines = [f"{name:28} {_thousandths(steps)} {_thousandths(held)}"]
+    if again := noise.repeated:
+        steps_again = _thousandths(again.mean_step_difference)
+        held_again = _thousandths(again.held_out_difference)
+        lines.append(f"{'the same run twice':28} {steps_again} {held_again}")
+    return lines
 
 
 def _thousandths(value: float | None) -> str:

@@ -142,8 +142,8 @@ def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str
         device=setting.device,
         num_steps=setting.num_steps,
     )
-    if contestant.fp8:
-        recipe["strategy"] = {"fp8": True}
+    if contestant.asked:
+        recipe["strategy"] = contestant.asked
     path = run.with_suffix(".yaml")
     path.write_text(json.dumps(recipe))
     environment = make_environment(setting, "tightfit", expandable=False)

@@ -34,24 +34,27 @@ from tightfit.models.resolve import resolve_model
 
 SOMEWHERE = "H200"
 """What is planned for where there is no GPU to plan for."""
-FP8_END = "-fp8"
-"""Of the name of a job that is asked to multiply in fp8."""
-NAMES = tuple(
-    f"{name}{end}" for end in ("", FP8_END) for name, job in JOBS.items() if not job.is_alpaca
-)
+DEFAULT_NAMES = tuple(name for name, job in JOBS.items() if not job.is_alpaca)
 """Rows are full: the length of each decides what attention costs."""
-DEFAULT_NAMES = tuple(name for name in NAMES if not name.endswith(FP8_END))
+FP8, FP8_GRADIENTS = "fp8", "fp8_gradients"
+"""Behind a dash and the name of a job, which is then asked to multiply so."""
+NAMES = (
+    *DEFAULT_NAMES,
+    *(f"{name}-{FP8}" for name in DEFAULT_NAMES),
+    *(f"{name}-{FP8_GRADIENTS}" for name in DEFAULT_NAMES if JOBS[name].method == "full"),
+)
 
 
 def ask_plan(name: str, device: str, *, is_traced: bool) -> Job:
     """The job as the planner would run it."""
-    asked = JOBS[name.removesuffix(FP8_END)]
+    setting = next((one for one in (FP8, FP8_GRADIENTS) if name.endswith(f"-{one}")), None)
+    asked = JOBS[name.removesuffix(f"-{setting}")]
     model = asked.model.rpartition("--")[2]
     words = [sys.executable, "-m", "tightfit", "plan", model, "--method", asked.method]
     words += ["--on", "here" if device == "cuda" else SOMEWHERE, "--top", "1", "--json"]
     words += ["--effective-batch", str(asked.num_rows), "--seq-len", str(asked.seq_len)]
     words += ["--trace" if is_traced else "--no-trace"]
-    words += ["--set", "fp8=true"] if name.endswith(FP8_END) else []
+    words += ["--set", f"{setting}=true"] if setting else []
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words[2:])}: exit {done.returncode}\n{done.stderr[-2000:]}")

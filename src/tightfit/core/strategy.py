@@ -175,6 +175,9 @@ class Strategy(BaseModel):
     fp8: bool = False
     """Multiply in 8 bits inside the blocks, where the card can; under LoRA the frozen matrices are
     kept so too. Never chosen for anybody: it rounds more coarsely than bf16."""
+    fp8_gradients: bool = False
+    """The same in the backward pass alone, where weights are trained: results and the loss are
+    bf16's, and gradients are rounded. Never chosen for anybody either."""
     unpacked_base: bool = False
     """Unpack nf4 matrices once, after loading, and keep them in the compute dtype: the values that
     each step would unpack, in the memory and time of 16-bit LoRA. With `fp8` in fp8, from there."""
@@ -221,6 +224,11 @@ class Strategy(BaseModel):
         """Whether the forward pass runs under autocast, for whichever reason."""
         is_upcast = self.weights.is_quantized and self.upcast_unquantized
         return self.autocast or is_upcast or self.casts_weights
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether blocks multiply in fp8, in both passes or in the backward one alone."""
+        return self.fp8 or self.fp8_gradients
 
     @property
     def stores_fp8(self) -> bool:

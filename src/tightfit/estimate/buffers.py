@@ -47,6 +47,8 @@ class BufferBytes:
     """When that reaches the layers."""
     dequantized: int
     """One unpacked matrix at a time; under fp8 one that is cast, with what it is multiplied by."""
+    dequantized_forward: int
+    """In forward and evaluation, where fp8 that is for gradients alone casts nothing."""
     weight_norms: int
     """DoRA's norm of one adapted matrix."""
 
@@ -66,7 +68,7 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
     """
     casts = _cast_bytes(spec, strategy)
     dequantized = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
-    if strategy.fp8:
+    if strategy.has_fp8:
         dequantized = _fp8_bytes(spec, strategy)
     gathered = _gathered_bytes(spec, strategy)
     return BufferBytes(
@@ -79,6 +81,7 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
         casts_loss=casts.loss,
         casts_backward=casts.backward,
         dequantized=dequantized,
+        dequantized_forward=0 if strategy.fp8_gradients else dequantized,
         weight_norms=_weight_norm_bytes(spec, strategy),
     )
 

@@ -180,7 +180,7 @@ def find_rates(
         loss_bytes_per_second=loss,
         measured_attention=attention_rates(plain, head_dim=head_dim, seq_len=length),
         masked_attention=attention_rates(masked, head_dim=head_dim, seq_len=length),
-        fp8_flops_per_second=sustained_fp8_flops(gpu) if strategy.fp8 else 0.0,
+        fp8_flops_per_second=sustained_fp8_flops(gpu) if strategy.has_fp8 else 0.0,
         measured=measured,
         **_host_seconds(gpu),
     )

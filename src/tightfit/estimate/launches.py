@@ -24,7 +24,7 @@ def count_forward_kernels(
     around = 2 if strategy.compile else 4
     is_plain = strategy.weights is strategy.compute and not strategy.stores_fp8
     linear = 1 if is_plain else 3  # unpacked, or its input cast, which triton starts
-    if strategy.fp8 and not strategy.stores_fp8:
+    if strategy.has_fp8 and not strategy.stores_fp8:
         linear = 8  # its weight too; backward, what its gradient is made of
     return (
         norm * (work.num_norms + work.num_head_norms)

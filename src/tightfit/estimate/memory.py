@@ -14,7 +14,7 @@ from tightfit.estimate.allocator import (
     estimate_slack_bytes,
 )
 from tightfit.estimate.buffers import BufferBytes, estimate_buffer_bytes
-from tightfit.estimate.logits import estimate_loss_bytes
+from tightfit.estimate.logits import LossBytes, estimate_loss_bytes
 from tightfit.estimate.model_activations import (
     ActivationBytes,
     estimate_activation_bytes,
@@ -82,7 +82,7 @@ def estimate_moments(
     """
     strategy = as_loaded(spec, strategy)
     state, buffers, layers = standing or find_standing(spec, strategy, is_cpu=is_cpu)
-    if strategy.fp8:
+    if strategy.has_fp8:
         buffers = estimate_buffer_bytes(spec, strategy)
     activations = estimate_activation_bytes(spec, strategy, layers)
     loss = estimate_loss_bytes(spec, strategy)
@@ -96,13 +96,33 @@ def estimate_moments(
             dropped_bytes=activations.dropped,
         )
 
+    return [
+        *_list_forward(moment, strategy, gradients, activations, loss, buffers),
+        *_list_backward(moment, strategy, gradients, activations, buffers),
+        moment(
+            "optimizer",
+            gradients=gradients.step,
+            optimizer_temporary=state.optimizer_temporary,
+        ),
+    ]
+
+
+def _list_forward(
+    moment: Callable[..., Moment],
+    strategy: Strategy,
+    gradients: _Gradients,
+    activations: ActivationBytes,
+    loss: LossBytes,
+    buffers: BufferBytes,
+) -> list[Moment]:
+    """From the embedding to the gradient of the logits."""
+    inside = {"dequantized": buffers.dequantized_forward, "weight_norms": buffers.weight_norms}
     gather = moment(
         "gather",
         gradients=gradients.start,
         activations=activations.in_layers,
         communication=buffers.forward,
-        dequantized=buffers.dequantized,
-        weight_norms=buffers.weight_norms,
+        **inside,
     )
     return [
         *([gather] if strategy.sharding.is_fsdp else []),
@@ -114,8 +134,7 @@ def estimate_moments(
             logits=loss.forward,
             communication=buffers.loss,
             autocast_copies=buffers.casts_forward,
-            dequantized=buffers.dequantized,
-            weight_norms=buffers.weight_norms,
+            **inside,
         ),
         moment(
             "loss",
@@ -124,12 +143,6 @@ def estimate_moments(
             logits=loss.backward,
             communication=buffers.loss,
             autocast_copies=buffers.casts_loss,
-        ),
-        *_list_backward(moment, strategy, gradients, activations, buffers),
-        moment(
-            "optimizer",
-            gradients=gradients.step,
-            optimizer_temporary=state.optimizer_temporary,
         ),
     ]
 

@@ -81,7 +81,7 @@ def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes, *, is_cpu: boo
         activations=tokens * max(layer.saved for layer in layers),
         logits=estimate_loss_bytes(spec, strategy).forward,
         communication=buffers.forward,
-        dequantized=buffers.dequantized,
+        dequantized=buffers.dequantized_forward,
         weight_norms=buffers.weight_norms,
     )
 

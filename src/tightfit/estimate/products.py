@@ -69,7 +69,7 @@ def estimate_products(batch: Batch) -> Products:
     blocks, head = _blocks_by_sums(batch), _head_by_sums(batch)
     adapters = _adapters_by_sums(batch)
     return Products(
-        blocks=_in_fp8(batch, blocks),
+        blocks=_in_fp8(batch, blocks) if batch.strategy.fp8 else blocks,
         blocks_inputs=_in_fp8(batch, blocks),
         blocks_weights=_in_fp8(batch, blocks),
         adapters=adapters,
@@ -92,7 +92,7 @@ def _blocks_by_sums(batch: Batch) -> float:
 
 def _in_fp8(batch: Batch, seconds: float) -> float:
     """The blocks' products, of which those of modules are in fp8 where that is asked for."""
-    if not batch.strategy.fp8:
+    if not batch.strategy.has_fp8:
         return seconds
     work, tokens = batch.work, batch.tokens
     share = work.packed_weights(Dtype.INT8) / max(1, work.weights_held)
@@ -126,10 +126,9 @@ def _adapters_by_sums(batch: Batch) -> float:
 
 def _by_shape(batch: Batch, table: MatmulTable) -> Products:
     forward = inputs = weights = 0.0
-    fp8 = back = None
-    if batch.strategy.fp8:
-        fp8 = find_fp8_table(batch.rates.measured)
-        back = find_fp8_table(batch.rates.measured, is_exact=True)
+    measured, strategy = batch.rates.measured, batch.strategy
+    fp8 = find_fp8_table(measured) if strategy.fp8 else None
+    back = find_fp8_table(measured, is_exact=True) if strategy.has_fp8 else None
     for block in batch.spec.blocks:
         for part in block.linears:
             m, count = _spread(part, batch.tokens)
@@ -145,9 +144,9 @@ def _by_shape(batch: Batch, table: MatmulTable) -> Products:
     m, n, k = batch.tokens / slices, batch.work.vocab_size, batch.work.hidden_size
     adapters, adapters_backward = _adapters_by_shape(batch)
     return Products(
-        blocks=forward if fp8 is not None else _in_fp8(batch, forward),
-        blocks_inputs=inputs if fp8 is not None else _in_fp8(batch, inputs),
-        blocks_weights=weights if fp8 is not None else _in_fp8(batch, weights),
+        blocks=_in_fp8(batch, forward) if strategy.fp8 and fp8 is None else forward,
+        blocks_inputs=inputs if back is not None else _in_fp8(batch, inputs),
+        blocks_weights=weights if back is not None else _in_fp8(batch, weights),
         adapters=adapters,
         adapters_backward=adapters_backward,
         head=slices * table.seconds(m, n, k),

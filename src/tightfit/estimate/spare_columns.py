@@ -28,7 +28,7 @@ def leaves_spare_columns(model_type: str, strategy: Strategy) -> bool:
     is_plain = strategy.weights is strategy.compute or strategy.unpacked_base
     return (
         is_plain
-        and not strategy.fp8
+        and not strategy.has_fp8
         and not strategy.compile
         and strategy.folded_adapters
         and strategy.fused_kernels

@@ -154,7 +154,7 @@ def fp8_bytes(work: Workload, strategy: Strategy, *, tokens: float, backward: bo
     Forward: inputs, each once, and trained weights. Backward: gradients; by columns what a trained
     weight's gradient is made of, and the weight; frozen weights are turned.
     """
-    if not strategy.fp8:
+    if not strategy.has_fp8 or (strategy.fp8_gradients and not backward):
         return 0.0
     weights = work.packed_weights(Dtype.INT8)
     if not backward:

@@ -40,7 +40,7 @@ def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
 def as_answering(strategy: Strategy) -> Strategy:
     """The loaded strategy as its result is used later: on the base as it was read, so that one
     that was unpacked is packed again, and none is in fp8."""
-    changes: dict[str, object] = {"fp8": False} if strategy.fp8 else {}
+    changes: dict[str, object] = {"fp8": False, "fp8_gradients": False} if strategy.has_fp8 else {}
     if strategy.unpacked_base:
         changes |= {"weights": Dtype.NF4, "unpacked_base": False}
     return strategy.model_copy(update=changes) if changes else strategy

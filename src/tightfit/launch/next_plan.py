@@ -14,7 +14,6 @@ from tightfit.launch.outcome import conclude_as, read_state
 from tightfit.ledger.metrics import PLAN_CHANGE, EventRecord, append_record
 from tightfit.ledger.run_folder import RunFolder, RunStatus
 from tightfit.planning.plan import Plan
-from tightfit.planning.request import describe_strategy
 
 WAIT_SECONDS = 120.0
 """For another node to write the plan that both come to."""
@@ -36,10 +35,7 @@ def take_next_plan(run: RunFolder, failed: Plan, list_fallbacks: ListFallbacks) 
     if not _keep(run, failed):
         return _wait_for_change(run, failed, found[0])
     run.write_plan(found[0])
-    text = (
-        f"{PLAN_CHANGE}{describe_strategy(failed.strategy)}; "
-        f"going on with {describe_strategy(found[0].strategy)}"
-    )
+    text = f"{PLAN_CHANGE}{failed.summary}; going on with {found[0].summary}"
     append_record(run.metrics_path, EventRecord(step=step, text=text))
     run.write_state(conclude_as(run, RunStatus.PREPARED, exit_code=0))
     return found[0]

@@ -17,7 +17,7 @@ from tightfit.ledger.metrics import EvalRecord, EventRecord, StepRecord
 from tightfit.ledger.past_run import PastRun, is_plan_change, probe_state, read_run
 from tightfit.ledger.run_folder import RunFolder, RunStatus
 from tightfit.planning.plan import Plan
-from tightfit.planning.request import describe_strategy, name_method
+from tightfit.planning.request import name_method
 
 SCHEMA_VERSION = 1
 
@@ -156,7 +156,7 @@ def report_run(past: PastRun) -> RunReport:
         num_params=plan.estimate.parameters.total,
         num_trainable_params=plan.estimate.parameters.trainable,
         method=name_method(plan.strategy),
-        strategy=describe_strategy(plan.strategy),
+        strategy=plan.summary,
         hardware=describe_hardware(plan),
         is_cpu=is_cpu_plan(plan),
         step=max(past.state.step, steps[-1].step if steps else 0),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tightfit.estimate.result import Estimate, Phase
 from tightfit.planning.plan import Exclusion, Plan
 from tightfit.planning.ranking import count_levers, handicap_total, measure_seconds
-from tightfit.planning.request import describe_strategy
 from tightfit.planning.search import SearchResult
 
 STAGES = {
@@ -101,7 +100,7 @@ def _stand(place: int, plan: Plan, best_seconds: float) -> Standing:
     gpu = plan.estimate.gpu
     return Standing(
         place=place,
-        summary=describe_strategy(plan.strategy),
+        summary=plan.summary,
         group=plan.hardware.group,
         slowdown=measure_seconds(plan.estimate) / best_seconds if best_seconds else 1.0,
         handicap=handicap_total(plan.strategy),

@@ -12,6 +12,7 @@ from tightfit.core.workload import DataProfile
 from tightfit.estimate.result import Estimate
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
+from tightfit.planning.request import describe_strategy
 
 SCHEMA_VERSION = 1
 
@@ -59,6 +60,11 @@ class Plan(_Frozen):
     """The levers pulled and what each brings, in plain words."""
     warnings: tuple[str, ...] = ()
     """What works but deserves a word: wheels that will end, positions beyond training."""
+
+    @property
+    def summary(self) -> str:
+        """The strategy in one line."""
+        return describe_strategy(self.strategy, is_cpu=self.hardware.node.gpu.is_cpu)
 
     @property
     def num_steps(self) -> int:

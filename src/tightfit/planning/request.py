@@ -126,11 +126,12 @@ def describe_recomputing(strategy: Strategy) -> str:
     return "checkpointing" if some is None else f"checkpointing of {some} layers"
 
 
-def describe_strategy(strategy: Strategy) -> str:
+def describe_strategy(strategy: Strategy, *, is_cpu: bool = False) -> str:
     """One line: `lora fp16, ddp on 1 x 4 GPUs, micro-batch 2 x 4, checkpointing, fused loss`."""
     s = strategy
+    one, many = ("1 process", "processes") if is_cpu else ("1 GPU", "GPUs")
     dtypes = s.weights.value if s.weights is s.compute else f"{s.weights.value}/{s.compute.value}"
-    where = "1 GPU" if s.world_size == 1 else f"{s.num_nodes} x {s.gpus_per_node} GPUs"
+    where = one if s.world_size == 1 else f"{s.num_nodes} x {s.gpus_per_node} {many}"
     parts = [
         f"{name_method(s)} {dtypes}",
         f"{s.sharding.value} on {where}",
@@ -158,6 +159,7 @@ def name_kernel_levers(strategy: Strategy) -> list[str]:
         ("wide loss slices", s.loss_slice_factor > 1),
         ("folded adapters", s.folded_adapters),
         ("fp8 products", s.fp8),
+        ("fp8 gradients", s.fp8_gradients),
         ("unpacked base", s.unpacked_base),
     )
     return [name for name, is_pulled in levers if is_pulled]

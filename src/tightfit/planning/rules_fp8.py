@@ -24,7 +24,7 @@ FP8_RULES: tuple[Rule, ...] = (
         reason="fp8 products need compute capability 8.9; {c.gpu.name} is {c.capability}",
         source="torch._scaled_mm, torch 2.13",
         violated=lambda c: (
-            c.strategy.fp8
+            c.strategy.has_fp8
             and not c.is_cpu
             and (c.gpu.compute_capability is None or c.is_below(8, 9))
         ),
@@ -33,20 +33,20 @@ FP8_RULES: tuple[Rule, ...] = (
         name="fp8-cpu",
         reason="CPUs have no fp8 units: products would be slower than in bf16",
         source="torch._scaled_mm on CPUs, torch 2.13",
-        violated=lambda c: c.strategy.fp8 and c.is_cpu,
+        violated=lambda c: c.strategy.has_fp8 and c.is_cpu,
     ),
     Rule(
         name="fp8-method",
         reason="fp8 products are for training: `{s.method.value}` trains nothing",
         source=_FP8,
-        violated=lambda c: c.strategy.fp8 and c.strategy.method is Method.LOAD,
+        violated=lambda c: c.strategy.has_fp8 and c.strategy.method is Method.LOAD,
     ),
     Rule(
         name="fp8-dtype",
         reason="fp8 products are made of plain bf16 weights and activations: weights are "
         "{s.weights.value}, arithmetic is {s.compute.value}",
         source=_FP8,
-        violated=lambda c: c.strategy.fp8 and not _is_bf16(c),
+        violated=lambda c: c.strategy.has_fp8 and not _is_bf16(c),
     ),
     Rule(
         name="fp8-packed",
@@ -62,7 +62,7 @@ FP8_RULES: tuple[Rule, ...] = (
         reason="linear layers of {m.model_type} are of a class of their own, which has no fp8 "
         "products",
         source="transformers 5.22: Conv1D of gpt2, FalconLinear",
-        violated=lambda c: c.strategy.fp8 and c.spec.model_type in _OTHER_LINEARS,
+        violated=lambda c: c.strategy.has_fp8 and c.spec.model_type in _OTHER_LINEARS,
     ),
     Rule(
         name="fp8-frozen-family",
@@ -78,10 +78,22 @@ FP8_RULES: tuple[Rule, ...] = (
         violated=lambda c: c.strategy.stores_fp8 and not c.strategy.folded_adapters,
     ),
     Rule(
+        name="fp8-gradients-method",
+        reason="fp8 gradients are for full tuning: LoRA leaves the matrices frozen",
+        source=_FP8,
+        violated=lambda c: c.strategy.fp8_gradients and c.strategy.method is Method.LORA,
+    ),
+    Rule(
+        name="fp8-twice",
+        reason="fp8 covers the backward pass already: set fp8 or fp8_gradients, not both",
+        source=_FP8,
+        violated=lambda c: c.strategy.fp8 and c.strategy.fp8_gradients,
+    ),
+    Rule(
         name="fp8-sharded",
         reason="{s.sharding.value} cuts weights into shards in their own format, which fp8 copies "
         "are not made for yet: use single or ddp",
         source=_FP8,
-        violated=lambda c: c.strategy.fp8 and c.strategy.sharding.shards_optimizer,
+        violated=lambda c: c.strategy.has_fp8 and c.strategy.sharding.shards_optimizer,
     ),
 )

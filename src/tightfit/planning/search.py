@@ -44,6 +44,8 @@ class SearchResult:
     """Sequences per step that were asked for, over all ranks."""
     by_group: tuple[GroupBest, ...] = ()
     """The best plan of each group, where there are several."""
+    barrier: str | None = None
+    """The reason that forbids every strategy, where there is one."""
 
     @property
     def failure(self) -> str | None:
@@ -53,7 +55,7 @@ class SearchResult:
         if self.shortfall is not None:
             return self.shortfall.sentence
         if self.excluded:
-            return f"No strategy is possible: {self.excluded[0].reason}."
+            return f"No strategy is possible: {self.barrier or self.excluded[0].reason}."
         return "The request leaves no strategy to try."
 
 
@@ -102,6 +104,7 @@ def search(
         shortfall=None if chosen else sieve.nearest or sieve.nearest_host,
         wanted_batch=request.effective_batch,
         by_group=() if is_coarse else _best_by_group(sieve, ordered, cluster),
+        barrier=sieve.barrier,
     )
 
 

@@ -19,7 +19,7 @@ from tightfit.planning.known import KnownLimit
 from tightfit.planning.plan import Exclusion
 from tightfit.planning.ranking import Candidate
 from tightfit.planning.request import JobRequest, describe_strategy, name_method
-from tightfit.planning.rules import find_first_violation
+from tightfit.planning.rules import find_first_violation, find_violations
 from tightfit.planning.space import Layout, enumerate_strategies, list_micro_batches
 
 
@@ -109,6 +109,8 @@ class Sieve:
     nearest_host: Shortfall | None = None
     _tallies: dict[tuple[str, str], _Tally] = field(default_factory=dict)
     _misses: dict[tuple[str, str], _Miss] = field(default_factory=dict)
+    _barriers: dict[str, str] | None = None
+    """By rule, the reason of what has forbidden every strategy so far; None before the first."""
 
     def sift(self, layout: Layout, *, is_coarse: bool = False) -> None:
         """Judge every strategy of one layout: the best levers come first and settle the rest."""
@@ -116,6 +118,7 @@ class Sieve:
         too_big: set[Strategy] = set()
         for strategy in enumerate_strategies(self.request, layout, is_coarse=is_coarse):
             violation = self.find_violation(layout, strategy)
+            self._narrow_barriers(layout, strategy)
             if violation is not None:
                 self._tally_rule(violation, strategy)
                 continue
@@ -139,15 +142,12 @@ class Sieve:
 
     def find_violation(self, layout: Layout, strategy: Strategy) -> Violation | None:
         """Why the strategy cannot work on this layout; None where it can."""
-        group = layout.group
-        return find_first_violation(
-            Case(
-                spec=self.request.spec,
-                strategy=strategy,
-                node=group.node,
-                num_nodes=group.num_nodes,
-            )
-        )
+        return find_first_violation(self._make_case(layout, strategy))
+
+    @property
+    def barrier(self) -> str | None:
+        """Why no strategy at all is legal, where one rule forbids them all."""
+        return next(iter((self._barriers or {}).values()), None)
 
     def outline(self, layout: Layout, strategy: Strategy) -> Outline:
         """What decides between strategies."""
@@ -186,6 +186,23 @@ class Sieve:
             for part in parts
             for tally in sorted(part, key=lambda tally: -tally.num_strategies)
         )
+
+    def _make_case(self, layout: Layout, strategy: Strategy) -> Case:
+        group = layout.group
+        return Case(
+            spec=self.request.spec,
+            strategy=strategy,
+            node=group.node,
+            num_nodes=group.num_nodes,
+        )
+
+    def _narrow_barriers(self, layout: Layout, strategy: Strategy) -> None:
+        """The first legal strategy leaves none, and none is looked for after it."""
+        if self._barriers == {}:
+            return
+        found = {v.rule: v.reason for v in find_violations(self._make_case(layout, strategy))}
+        before = found if self._barriers is None else self._barriers
+        self._barriers = {rule: reason for rule, reason in before.items() if rule in found}
 
     def _is_beaten(self, strategy: Strategy, fit: _Fit, fitting: dict[Strategy, _Fit]) -> bool:
         return not self.keeps_beaten and _is_beaten(strategy, fit, fitting)

@@ -80,6 +80,11 @@ LEVERS: tuple[Lever, ...] = (
     ),
     Lever(name="fp8 products", is_pulled=lambda s: s.fp8, turned_back={"fp8": False}),
     Lever(
+        name="fp8 gradients",
+        is_pulled=lambda s: s.fp8_gradients,
+        turned_back={"fp8_gradients": False},
+    ),
+    Lever(
         name="unpacked base",
         is_pulled=lambda s: s.unpacked_base,
         turned_back={"unpacked_base": False},

@@ -1,7 +1,7 @@
 """AdamW of all tensors in one launch and one pass over memory. Uses triton.
 
-torch's fused kernel reads and writes 8 bytes of 16-bit values at a time, and reaches half of a
-card's bandwidth. Here a program has one tile of one tensor, in loads of 16 bytes.
+A thread holds the values of one load of 16 bytes at a time: with twice as many it takes four times
+the registers, and too few programs are on the card to hide what memory makes them wait.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import log
 
 import torch
@@ -16,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096
-NUM_WARPS = 8
+TILE = 1024
+NUM_WARPS = 4
+NUM_TILES = 4
+"""Of one program, one after another."""
 _COLUMNS: tl.constexpr = tl.constexpr(6)
 """Of the table: addresses of weight, gradient and both moments, size, and the first program."""
 _WORDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -42,39 +45,41 @@ def update_all(tensors: Sequence[Sequence[Tensor]], steps: Tensor, rule: Rule, b
     sizes = tuple(weight.numel() for weight in tensors[0])
     device = steps.device
     rows = zip(*((one.data_ptr() for one in part) for part in tensors), strict=True)
-    starts = _count_programs(sizes)
+    starts = _list_starts(sizes)
     table = [
         [*addresses, size, start]
         for addresses, size, start in zip(rows, sizes, starts, strict=False)
     ]
     first, second = rule.betas
-    # 1 - beta^step, without the digits that the difference of two like numbers would lose.
+    # 1 - beta and 1 - beta^step, without the digits that such a difference loses in fp32.
     corrections = torch.stack(
-        [-torch.expm1(steps * log(first)), (-torch.expm1(steps * log(second))).sqrt()]
+        [-torch.expm1(steps * log(first)), (-torch.expm1(steps * log(second))).rsqrt()]
     )
-    _update[(starts[-1],)](
+    _adamw[(starts[-1],)](
         torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True),
         *(_list_owners(sizes, device), corrections, by, len(sizes)),
-        *(rule.rate, rule.decay, first, second, rule.epsilon),
+        *(rule.rate, rule.decay, 1.0 - first, 1.0 - second, rule.epsilon),
         dtype=_WORDS[tensors[0][0].dtype],
         tile=TILE,
+        num_tiles=NUM_TILES,
         num_warps=NUM_WARPS,
     )
 
 
+def _count_programs(size: int) -> int:
+    return int(triton.cdiv(size, TILE * NUM_TILES))
+
+
 @lru_cache(maxsize=16)
-def _count_programs(sizes: tuple[int, ...]) -> list[int]:
+def _list_starts(sizes: tuple[int, ...]) -> list[int]:
     """The first program of each tensor, and how many there are in all."""
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + triton.cdiv(size, TILE))
-    return starts
+    return list(accumulate(map(_count_programs, sizes), initial=0))
 
 
 @lru_cache(maxsize=16)
 def _list_owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tensor that each program has a tile of."""
-    counts = torch.tensor([triton.cdiv(size, TILE) for size in sizes], device=device)
+    """The tensor that each program has tiles of."""
+    counts = torch.tensor([_count_programs(size) for size in sizes], device=device)
     numbers = torch.arange(len(sizes), dtype=torch.int32, device=device)
     return torch.repeat_interleave(numbers, counts)
 
@@ -90,30 +95,32 @@ def _find(row, column: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _step(
-    weights, gradients, firsts, seconds, places, size, by, step_size, root, kept, rule,
-    is_whole: tl.constexpr,
+    weights, gradients, firsts, seconds, begin, size, by, step_size, widen, kept, rule,
+    tile: tl.constexpr, num_tiles: tl.constexpr, is_whole: tl.constexpr,
 ):  # fmt: skip
-    """One tile; a whole one without a mask, which would take its loads apart."""
-    first_beta, second_beta, epsilon = rule
-    is_inside = None if is_whole else places < size
-    g = tl.load(gradients + places, mask=is_inside).to(tl.float32) * by
-    m = tl.load(firsts + places, mask=is_inside).to(tl.float32)
-    v = tl.load(seconds + places, mask=is_inside).to(tl.float32)
-    w = tl.load(weights + places, mask=is_inside).to(tl.float32)
-    m += (1.0 - first_beta) * (g - m)
-    v += (1.0 - second_beta) * (g * g - v)
-    w = w * kept - step_size * m / (tl.sqrt(v) / root + epsilon)
-    dtype = weights.dtype.element_ty
-    tl.store(weights + places, w.to(dtype), mask=is_inside)
-    tl.store(firsts + places, m.to(dtype), mask=is_inside)
-    tl.store(seconds + places, v.to(dtype), mask=is_inside)
+    """One tile after another; whole ones without a mask, which would take their loads apart."""
+    first_share, second_share, epsilon = rule
+    for number in range(num_tiles):
+        places = begin + number * tile + tl.arange(0, tile)
+        is_inside = None if is_whole else places < size
+        g = tl.load(gradients + places, mask=is_inside).to(tl.float32) * by
+        m = tl.load(firsts + places, mask=is_inside).to(tl.float32)
+        v = tl.load(seconds + places, mask=is_inside).to(tl.float32)
+        w = tl.load(weights + places, mask=is_inside).to(tl.float32)
+        m += first_share * (g - m)
+        v += second_share * (g * g - v)
+        w = w * kept - step_size * m / (tl.sqrt(v) * widen + epsilon)
+        dtype = weights.dtype.element_ty
+        tl.store(weights + places, w.to(dtype), mask=is_inside)
+        tl.store(firsts + places, m.to(dtype), mask=is_inside)
+        tl.store(seconds + places, v.to(dtype), mask=is_inside)
 
 
 @triton.jit
-def _update(
+def _adamw(
     table, owners, corrections, by, num_tensors,
-    rate, decay, first_beta, second_beta, epsilon,
-    dtype: tl.constexpr, tile: tl.constexpr,
+    rate, decay, first_share, second_share, epsilon,
+    dtype: tl.constexpr, tile: tl.constexpr, num_tiles: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     owner = tl.load(owners + program)
@@ -121,21 +128,20 @@ def _update(
     weights, gradients = _find(row, 0, dtype), _find(row, 1, dtype)
     firsts, seconds = _find(row, 2, dtype), _find(row, 3, dtype)
     size = tl.load(row + 4)
-    begin = (program - tl.load(row + 5)) * tile
-    places = begin + tl.arange(0, tile)
+    begin = (program - tl.load(row + 5)) * (tile * num_tiles)
     step_size = rate / tl.load(corrections + owner)
-    root = tl.load(corrections + num_tensors + owner)
+    widen = tl.load(corrections + num_tensors + owner)
     factor = tl.load(by).to(tl.float32)
     kept = 1.0 - rate * decay
-    rule = (first_beta, second_beta, epsilon)
+    rule = (first_share, second_share, epsilon)
     if factor >= 0.0:
-        if begin + tile <= size:
+        if begin + tile * num_tiles <= size:
             _step(
-                weights, gradients, firsts, seconds, places, size, factor, step_size, root, kept,
-                rule, is_whole=True,
+                weights, gradients, firsts, seconds, begin, size, factor, step_size, widen, kept,
+                rule, tile, num_tiles, is_whole=True,
             )  # fmt: skip
         else:
             _step(
-                weights, gradients, firsts, seconds, places, size, factor, step_size, root, kept,
-                rule, is_whole=False,
+                weights, gradients, firsts, seconds, begin, size, factor, step_size, widen, kept,
+                rule, tile, num_tiles, is_whole=False,
             )  # fmt: skip

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from tightfit.core.errors import EnvironmentFaultError, UserError
 from tightfit.core.files import sync
@@ -75,9 +75,23 @@ def _fetch_source(home: Path) -> Path:
     )
     inside = f"xllamacpp-{release}/thirdparty/llama.cpp/ggml"
     with tarfile.open(next(home.glob("xllamacpp-*.tar.gz"))) as archive:
-        wanted = [part for part in archive if part.name.startswith(f"{inside}/")]
-        archive.extractall(home, wanted, filter="data")
+        unpack_files(archive, inside, home)
     return home / inside
+
+
+def unpack_files(archive: tarfile.TarFile, inside: str, home: Path) -> None:
+    """Plain files below the folder `inside`, and nothing that leads out of it.
+
+    By hand, since `extractall` has its filter in 3.10.12, 3.11.4 and later alone.
+    """
+    for part in archive:
+        path = PurePosixPath(part.name)
+        if not part.isfile() or not path.is_relative_to(inside) or ".." in path.parts:
+            continue
+        source = archive.extractfile(part)
+        if source is not None:
+            (home / path).parent.mkdir(parents=True, exist_ok=True)
+            (home / path).write_bytes(source.read())
 
 
 def _compile(ggml: Path, made: RpcFolder) -> None:

@@ -35,11 +35,12 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 another."""
 
 
-def use_fp8(model: nn.Module) -> int:
+def use_fp8(model: nn.Module, *, is_backward_alone: bool = False) -> int:
     """Give every linear layer of the blocks that allows it fp8 products; how many did.
 
     After adapters are attached and before they are folded. A trained weight stays as it is and is
     cast when it is used; a frozen one is kept in fp8 alone, under the name it had.
+    `is_backward_alone`: the results of trained weights are bf16's, and their gradients fp8's.
     """
     found = [
         (layer, name, module)
@@ -52,6 +53,7 @@ def use_fp8(model: nn.Module) -> int:
     while found:  # which must not hold matrices that were replaced: all would be there twice
         layer, name, module = found.pop()
         if module.weight.requires_grad:
+            module.is_backward_alone = is_backward_alone
             # A bound method, which a copy of the model binds to the copy's own layer.
             module.forward = MethodType(_forward_trained, module)
         else:
@@ -126,7 +128,8 @@ def _forward_trained(layer: nn.Linear, x: Tensor) -> Tensor:
     if not _is_plain(x) or layer.weight.dtype is not torch.bfloat16:
         return type(layer).forward(layer, x)
     product: Any = _TrainedProduct
-    y: Tensor = product.apply(x, layer.weight, layer.bias, (layer.is_preceded, layer.is_followed))
+    told = (layer.is_preceded, layer.is_followed, layer.is_backward_alone)
+    y: Tensor = product.apply(x, layer.weight, layer.bias, told)
     return y
 
 
@@ -135,12 +138,16 @@ class _TrainedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, beside: tuple[bool, bool]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, told: tuple[bool, bool, bool]
     ) -> Tensor:
-        ctx.is_preceded, is_followed = beside
+        """`told`: whether layers with this input come before and behind, and which passes are
+        fp8's."""
+        ctx.is_preceded, is_followed, is_backward_alone = told
+        ctx.save_for_backward(x, weight)
+        if is_backward_alone:
+            return functional.linear(x, weight, bias)
         rows = cast_input(x, is_followed=is_followed)
         y = multiply_rows(rows, cast_rows(weight), bias, is_fast=True)
-        ctx.save_for_backward(x, weight)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod

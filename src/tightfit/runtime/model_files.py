@@ -71,10 +71,11 @@ def _open_folder(folder: Path, *, needs_weights: bool) -> Path:
     if not needs_weights:
         return folder
     check_weights(folder)
-    return _with_tokenizer(folder)
+    return with_tokenizer(folder)
 
 
-def _with_tokenizer(folder: Path) -> Path:
+def with_tokenizer(folder: Path) -> Path:
+    """The folder that the tokenizer is read from: this one, or what was imported from it."""
     if (folder / "tokenizer.json").is_file():
         return folder
     if has_old_tokenizer(folder):

@@ -179,7 +179,7 @@ def can_join_trained(model_type: str, strategy: Strategy) -> bool:
         strategy.method is Method.FULL
         and strategy.fused_kernels
         and strategy.weights is strategy.compute
-        and not strategy.fp8
+        and not strategy.has_fp8
         and not strategy.compile
         and not strategy.sharding.shards_optimizer
         and model_type in SPARE_FAMILIES

@@ -36,8 +36,8 @@ def finish_model(model: Any, strategy: Strategy, training: Training) -> Any:
     if strategy.method is Method.LORA:
         torch.manual_seed(training.seed)
         model = add_adapters(model, strategy, training)
-    if strategy.fp8:
-        use_fp8(model)
+    if strategy.has_fp8:
+        use_fp8(model, is_backward_alone=strategy.fp8_gradients)
         unpack_waiting(model)
     if strategy.folded_adapters:
         fold_adapters(model)

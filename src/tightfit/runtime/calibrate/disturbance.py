@@ -27,6 +27,7 @@ MOST_SPREAD = {"cuda": 0.10, "cpu": 0.25}
 its own repeats itself within a few percent."""
 LEAST_MEASUREMENTS = 5
 AGAIN = "measure again when idle"
+SLOWED = "the GPU's clock was held down by heat or its power supply: measure again when cool"
 
 
 class Disturbance:
@@ -34,8 +35,9 @@ class Disturbance:
 
     def __init__(self, *, is_cpu: bool) -> None:
         self._device = "cpu" if is_cpu else "cuda"
-        self._load = os.getloadavg()[0]
         self._before = read_driver()
+        self.seen_before = tuple(self._find_before())
+        """What keeps a measurement from being kept, known before it begins."""
         self._began = time.monotonic()
         self._busy_seconds = _read_busy_seconds()
         self._own_seconds = _read_own_seconds()
@@ -43,32 +45,53 @@ class Disturbance:
     def find(self, spreads: Sequence[float]) -> tuple[str, ...]:
         """What was seen; `spreads` are those of the measured times, as fractions of them."""
         return (
+            *self.seen_before,
             *self._find_on_host(),
-            *(() if self._device == "cpu" else _find_on_cards(self._before, read_driver())),
+            *(() if self._device == "cpu" else self._find_on_cards()),
             *_find_spread(spreads, MOST_SPREAD[self._device]),
         )
 
+    def _find_before(self) -> Iterator[str]:
+        load, cores = os.getloadavg()[0], _count_cores()
+        if load > BUSY_LOAD_FRACTION * cores:
+            most = BUSY_LOAD_FRACTION * cores
+            yield (
+                f"the machine was busy before (load {load:.1f} over the last minute on {cores} "
+                f"cores, {most:.1f} at most): {AGAIN}"
+            )
+        if self._device == "cpu":
+            return
+        gpus = self._before.gpus
+        if num_used := sum(bool(gpu.processes) for gpu in gpus):
+            yield f"{num_used} of {len(gpus)} GPUs were in use: {AGAIN}"
+        if _is_slowed(self._before):
+            yield SLOWED
+
     def _find_on_host(self) -> Iterator[str]:
-        cores = max(read_machine().num_usable_cores, os.cpu_count() or 1)
-        if self._load > BUSY_LOAD_FRACTION * cores:
-            yield f"the machine was busy before (load {self._load:.1f} on {cores} cores): {AGAIN}"
+        cores = _count_cores()
         took = max(time.monotonic() - self._began, 1e-9)
         own = _read_own_seconds() - self._own_seconds
         others = (_read_busy_seconds() - self._busy_seconds - own) / took
         if others > OTHERS_FRACTION[self._device] * cores:
             yield f"others kept {others:.1f} of {cores} cores busy meanwhile: {AGAIN}"
 
+    def _find_on_cards(self) -> Iterator[str]:
+        """Ours is on a card by now, under a number that a container does not know it by."""
+        before, after = self._before, read_driver()
+        was_used = any(gpu.processes for gpu in before.gpus)
+        if not was_used and any(len(gpu.processes) > 1 for gpu in after.gpus):
+            yield f"another process came to the GPU meanwhile: {AGAIN}"
+        if _is_slowed(after) and not _is_slowed(before):
+            yield SLOWED
 
-def _find_on_cards(before: DriverReading, after: DriverReading) -> Iterator[str]:
-    """Ours is on a card by now, under a number that a container does not know it by."""
-    num_used = sum(bool(gpu.processes) for gpu in before.gpus)
-    if num_used:
-        yield f"{num_used} of {len(before.gpus)} GPUs were in use: {AGAIN}"
-    elif any(len(gpu.processes) > 1 for gpu in after.gpus):
-        yield f"another process came to the GPU meanwhile: {AGAIN}"
+
+def _count_cores() -> int:
+    return max(read_machine().num_usable_cores, os.cpu_count() or 1)
+
+
+def _is_slowed(reading: DriverReading) -> bool:
     slowed = SLOWED_BY_HEAT | SLOWED_BY_POWER_BRAKE
-    if any(gpu.slowdown_reasons & slowed for gpu in (*before.gpus, *after.gpus)):
-        yield "the GPU's clock was held down by heat or its power supply: measure again when cool"
+    return any(gpu.slowdown_reasons & slowed for gpu in reading.gpus)
 
 
 def _find_spread(spreads: Sequence[float], most: float) -> Iterator[str]:

@@ -15,7 +15,6 @@ from tightfit.planning.request import (
     DEFAULT_EFFECTIVE_BATCH,
     METHODS,
     JobRequest,
-    describe_strategy,
     name_method,
 )
 from tightfit.planning.search import SearchResult, search
@@ -123,7 +122,7 @@ def _render_plan(number: int, plan: Plan, colours: Mapping[str, str]) -> str:
     return (
         f'<article class="tf-plan"><h3>{number}. {safe(name_method(plan.strategy))}'
         f'<span class="tf-badge {kind}">{safe(word)}</span></h3>'
-        f"{render_note(describe_strategy(plan.strategy))}"
+        f"{render_note(plan.summary)}"
         f"{_render_memory(plan, colours, is_open=number == 1)}"
         f"{render_note(_describe_pace(plan))}{folded}</article>"
     )

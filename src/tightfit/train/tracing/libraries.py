@@ -30,7 +30,7 @@ def without_kernels(
             stack.enter_context(bitsandbytes_without_kernels())
         if strategy.fused_kernels or strategy.loss in _LIGER_LOSSES:
             stack.enter_context(liger_without_kernels(capability))
-        if strategy.fp8:
+        if strategy.has_fp8:
             stack.enter_context(fp8_without_kernels())
         yield
 
