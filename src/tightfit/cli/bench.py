@@ -20,12 +20,12 @@ from tightfit.cli.describe import count_of, describe_how, describe_levers
 from tightfit.cli.exit_codes import EXIT_BUG, EXIT_INTERRUPTED, EXIT_REQUEUE
 from tightfit.cli.faults import report_fault
 from tightfit.cli.flags.bench import BenchFlags
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce, write_err
 from tightfit.cli.require import require_packages
-from tightfit.cli.train_display import open_display
-from tightfit.cli.train_hardware import limiting, read_limit
-from tightfit.cli.train_progress import Progress
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce, write_err
+from tightfit.cli.training.display import open_display
+from tightfit.cli.training.hardware import limiting, read_limit
+from tightfit.cli.training.progress import Progress
 from tightfit.core.errors import DoesNotFitError, EnvironmentFaultError, UserError
 from tightfit.core.files import check_writable, write_atomic
 from tightfit.launch.signals import StopWish, hear_wishes
@@ -101,7 +101,7 @@ def bench(flags: BenchFlags) -> None:
 def _check_files(flags: BenchFlags) -> None:
     """Faults of the command line come before minutes of work."""
     if flags.chart is not None:
-        from tightfit.cli.bench_chart import check_bench_chart
+        from tightfit.cli.charts.bench import check_bench_chart
 
         check_bench_chart(flags.chart)
     if flags.out is not None:
@@ -240,7 +240,7 @@ def _tell(board: Board) -> None:
     if flags.as_json:
         show_json({**found.model_dump(mode="json"), **told})
     else:
-        from tightfit.cli.render_bench import show_bench
+        from tightfit.cli.render.bench import show_bench
 
         show_bench(found, command=repeat_job(flags))
     _write_files(flags, found)
@@ -255,7 +255,7 @@ def _write_files(flags: BenchFlags, found: Bench) -> None:
         write_atomic(flags.out, found.model_dump_json(indent=2) + "\n")
         announce(flags.out)
     if flags.chart is not None and any(trial.measured for trial in found.trials):
-        from tightfit.cli.bench_chart import write_bench_chart
+        from tightfit.cli.charts.bench import write_bench_chart
 
         write_bench_chart(found, flags.chart)
         announce(flags.chart)

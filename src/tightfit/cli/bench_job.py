@@ -8,13 +8,13 @@ from pathlib import Path
 
 from tightfit.cli.flags.bench import DEFAULT_LEVERS, BenchFlags
 from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.harmless import shorten
 from tightfit.cli.job import profile_sources
+from tightfit.cli.terminal.harmless import shorten
 from tightfit.cli.traced_plans import trace_search
-from tightfit.cli.train_data import encode_for
-from tightfit.cli.train_hardware import ELSEWHERE, find_hardware
-from tightfit.cli.train_plan import make_request, read_spec, recall_outcomes, refuse_nothing
-from tightfit.cli.train_recipe import Wish, read_wish
+from tightfit.cli.training.data import encode_for
+from tightfit.cli.training.hardware import ELSEWHERE, find_hardware
+from tightfit.cli.training.plan import make_request, read_spec, recall_outcomes, refuse_nothing
+from tightfit.cli.training.recipe import Wish, read_wish
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.files import write_atomic
 from tightfit.core.recipe import Recipe, make_training

@@ -10,7 +10,7 @@ from tightfit.cli.bench_words import NOT_TURNED, list_words
 from tightfit.cli.flags.bench import BenchFlags
 from tightfit.cli.saved_plan import read_saved_plans
 from tightfit.cli.settings import show_value
-from tightfit.cli.train_plan import encoded_len
+from tightfit.cli.training.plan import encoded_len
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Strategy
 from tightfit.ledger.find import find_run

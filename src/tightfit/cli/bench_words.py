@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from tightfit.cli.flags.bench import BenchFlags
+from tightfit.cli.repeat import list_given
 from tightfit.cli.settings import FIELDS, read_settings, show_value
 from tightfit.core.strategy import Method, Strategy
 from tightfit.planning.request import name_method
@@ -41,16 +42,15 @@ def list_words(strategy: Strategy) -> tuple[str, ...]:
 
 def repeat_job(flags: BenchFlags) -> str:
     """The command again as far as it names the job, to be continued with a plan's words."""
-    words = ["tightfit", "bench", flags.job]
-    for option, value in (
+    options = (
         ("--data", flags.data),
         ("--on", flags.on),
         ("--seq-len", flags.seq_len),
         ("--effective-batch", flags.effective_batch),
         ("--template", flags.template),
         ("--memory-limit", flags.memory_limit),
-    ):
-        words += [option, str(value)] if value is not None else []
+    )
+    words = ["tightfit", "bench", flags.job, *list_given(options)]
     for option, is_given in (
         ("--random-weights", flags.random_weights),
         ("--synthetic", flags.synthetic),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tightfit.cli.chart import Chart, Panel, make_panel, write_chart
+from tightfit.cli.charts.memory import Chart, Panel, make_panel, write_chart
 from tightfit.cli.describe import describe_how, describe_levers, shorten_gpu
 from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.job import Job
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce
 from tightfit.core.files import write_atomic
 from tightfit.core.units import render_usd
 from tightfit.planning.buying import Offer, buying_guide
@@ -26,7 +26,7 @@ def buy(flags: PlanFlags, job: Job) -> None:
         _write_files(flags, offers)  # first: should one fail, JSON stays one document
         show_json({"offers": [_describe(offer) for offer in offers]})
     else:
-        from tightfit.cli.render_buy import show_offers
+        from tightfit.cli.render.buy import show_offers
 
         show_offers(offers, request, num_shown=flags.top, unused=job.on)
         _write_files(flags, offers)

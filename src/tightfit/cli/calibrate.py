@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import typer
 from tightfit.cli.choices import read_word
 from tightfit.cli.faults import report_fault
 from tightfit.cli.flags.calibrate import DEVICES, CalibrateFlags
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce
-from tightfit.cli.progress_bar import progress_bar
+from tightfit.cli.repeat import list_given
 from tightfit.cli.require import require_packages
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce
+from tightfit.cli.terminal.progress_bar import progress_bar
 from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.cpu import probe_cpu
@@ -42,6 +44,8 @@ def calibrate(flags: CalibrateFlags) -> None:
         return
     require_packages("Calibration", "torch")
     prepare_folder()  # 90 seconds are not to be lost for a folder
+    if not flags.force:
+        _refuse_if_busy(flags, node)
     found = _measure(node, flags.seconds)
     if found.warnings and not flags.force:
         _refuse(flags, found, node)
@@ -50,12 +54,25 @@ def calibrate(flags: CalibrateFlags) -> None:
     announce(path)
 
 
-def _refuse(flags: CalibrateFlags, found: Calibration, node: Node) -> None:
-    """Times of a busy machine may turn the order of plans around: shown, and not kept."""
-    fault = EnvironmentFaultError(
-        f"Not kept, since {found.warnings[0].partition(':')[0]}.",
+def _refuse_if_busy(flags: CalibrateFlags, node: Node) -> None:
+    """Before the first measurement: what it would find could not be kept."""
+    from tightfit.runtime.calibrate.disturbance import Disturbance
+
+    seen = Disturbance(is_cpu=node.gpu.is_cpu).seen_before
+    if seen:
+        raise _describe_fault(flags, "measured", seen[0])
+
+
+def _describe_fault(flags: CalibrateFlags, verb: str, warning: str) -> EnvironmentFaultError:
+    return EnvironmentFaultError(
+        f"Not {verb}, since {warning.partition(':')[0]}.",
         remedy=f"{_name_command(flags)}    (when nothing else runs; --force keeps it all the same)",
     )
+
+
+def _refuse(flags: CalibrateFlags, found: Calibration, node: Node) -> None:
+    """Times of a busy machine may turn the order of plans around: shown, and not kept."""
+    fault = _describe_fault(flags, "kept", found.warnings[0])
     told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
     _tell(flags, found, node, path=None, more=told)
     raise typer.Exit(report_fault(fault, as_json=False))
@@ -80,8 +97,9 @@ def _find_machine(device: str | None) -> Cluster:
 
 
 def _name_command(flags: CalibrateFlags) -> str:
-    """For the device that was asked for, which is not always the one it would take by itself."""
-    return "tightfit calibrate" + (f" --device {flags.device}" if flags.device else "")
+    """As it was asked for: the device is not always the one it would take by itself."""
+    options = (("--device", flags.device), ("--seconds", flags.seconds))
+    return shlex.join(["tightfit", "calibrate", *list_given(options)])
 
 
 def _read_stored(node: Node, flags: CalibrateFlags) -> tuple[Calibration, Path]:
@@ -124,6 +142,6 @@ def _tell(
             }
         )
         return
-    from tightfit.cli.render_calibrate import show_calibration
+    from tightfit.cli.render.calibrate import show_calibration
 
     show_calibration(found, compared)

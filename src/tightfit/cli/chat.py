@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from tightfit.cli.engine_choice import engine_request, sampling
 from tightfit.cli.flags.chat import ChatFlags
-from tightfit.cli.harmless import harmless, harmless_lines
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import write_err, write_out
+from tightfit.cli.terminal.harmless import harmless, harmless_lines
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.errors import UsageError, UserError
 
 if TYPE_CHECKING:

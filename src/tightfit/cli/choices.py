@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TypeVar
 
-from tightfit.cli.harmless import shorten
+from tightfit.cli.terminal.harmless import shorten
 from tightfit.core.errors import UsageError
 from tightfit.core.suggest import did_you_mean
 

@@ -21,7 +21,7 @@ from tightfit.cli.faults import (
     usage_fault,
 )
 from tightfit.cli.guarded import run_in_guard
-from tightfit.cli.output import OutputLostError, PipeClosedError, silence_stdout, write_out
+from tightfit.cli.terminal.output import OutputLostError, PipeClosedError, silence_stdout, write_out
 from tightfit.core.errors import UserError
 
 # Typer carried click as a dependency and now carries a copy of it: asking its own exported

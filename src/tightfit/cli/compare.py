@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.cli.chart import NAMED_COLOURS
+from tightfit.cli.charts.memory import NAMED_COLOURS
 from tightfit.cli.engine_choice import engine_request, sampling
 from tightfit.cli.flags.compare import CompareFlags
 from tightfit.cli.hardware_choice import DEFAULT_CARD
-from tightfit.cli.harmless import harmless, shorten
-from tightfit.cli.output import write_err, write_out
+from tightfit.cli.terminal.harmless import harmless, shorten
+from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.errors import UsageError
 from tightfit.serve.compare.server import (
     DEFAULT_HOST,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from tightfit.cli import choices
 from tightfit.cli.flags.convert import DTYPES, FORMATS, ConvertFlags
-from tightfit.cli.harmless import harmless
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce, write_err
-from tightfit.cli.progress_bar import progress_bar
 from tightfit.cli.require import require_packages
+from tightfit.cli.terminal.harmless import harmless
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce, write_err
+from tightfit.cli.terminal.progress_bar import progress_bar
 from tightfit.core.units import render_bytes
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def convert(flags: ConvertFlags) -> None:
     if flags.as_json:
         show_json(made.model_dump(mode="json"))
     else:
-        from tightfit.cli.render_convert import show_conversion
+        from tightfit.cli.render.convert import show_conversion
 
         show_conversion(made)
     announce(Path(made.path))

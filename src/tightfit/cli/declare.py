@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from tightfit.cli.faults import UnforeseenOSError
-from tightfit.cli.output import PipeClosedError
+from tightfit.cli.terminal.output import PipeClosedError
 
 
 def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tightfit.cli.harmless import harmless
+from tightfit.cli.terminal.harmless import harmless
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Strategy
 from tightfit.planning.request import describe_recomputing, name_kernel_levers

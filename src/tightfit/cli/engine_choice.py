@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.cli import choices
 from tightfit.cli.flags.engine_options import WEIGHTS
-from tightfit.cli.harmless import shorten
+from tightfit.cli.terminal.harmless import shorten
 from tightfit.core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tightfit.cli.chart import check_chart_path
+from tightfit.cli.charts.memory import check_chart_path
 from tightfit.cli.echo import describe_group, describe_model
 from tightfit.cli.fill_in import choose_strategy
 from tightfit.cli.flags.estimate import EstimateFlags
 from tightfit.cli.hardware_choice import choose_cluster_or_card
-from tightfit.cli.harmless import harmless
-from tightfit.cli.json_output import show_json
 from tightfit.cli.network import note_network, state_network
+from tightfit.cli.terminal.harmless import harmless
+from tightfit.cli.terminal.json_output import show_json
 from tightfit.cli.zero_table import print_zero_table
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.strategy import Method, Strategy
@@ -89,7 +89,7 @@ def _estimate_model(flags: EstimateFlags, name: str) -> None:
             }
         )
     else:
-        from tightfit.cli.render_estimate import show_estimate
+        from tightfit.cli.render.estimate import show_estimate
 
         show_estimate(final, spec=spec, strategy=strategy, group=group)
     if traced is not None:

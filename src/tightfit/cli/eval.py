@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tightfit.cli.flags.eval import METRICS, EvalFlags
-from tightfit.cli.harmless import shorten
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce
-from tightfit.cli.progress_bar import progress_bar
 from tightfit.cli.require import require_packages
+from tightfit.cli.terminal.harmless import shorten
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce
+from tightfit.cli.terminal.progress_bar import progress_bar
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.suggest import did_you_mean
 
@@ -54,7 +54,7 @@ def eval(flags: EvalFlags) -> None:
     if flags.as_json:
         show_json(scores.model_dump(mode="json"))
     else:
-        from tightfit.cli.render_eval import show_scores
+        from tightfit.cli.render.eval import show_scores
 
         show_scores(scores)
     if scores.answers_path is not None:

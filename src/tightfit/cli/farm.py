@@ -16,9 +16,9 @@ from tightfit.cli.engine_choice import engine_request
 from tightfit.cli.exit_codes import EXIT_INTERRUPTED
 from tightfit.cli.flags.farm import RAY, FarmFlags, read_engine
 from tightfit.cli.flags.generate import GenerateFlags
-from tightfit.cli.harmless import harmless
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce, write_err
+from tightfit.cli.terminal.harmless import harmless
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce, write_err
 from tightfit.core.errors import UsageError, UserError
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def _show_estimate(
     job: GenerateJob,
     out: Path,
 ) -> None:
-    from tightfit.cli.render_farm import describe_estimate, show_estimate
+    from tightfit.cli.render.farm import describe_estimate, show_estimate
 
     told = describe_estimate(places, estimate, job) | {"out": str(out)}
     if flags.as_json:
@@ -333,7 +333,7 @@ def _report(flags: FarmFlags, end: FarmEnd, out: Path, estimate: FarmEstimate) -
         _write_statistics(flags.stats, statistics)
     fault = _fault_of(failed, statistics.num_answers + failed, out) if failed else None
     if flags.as_json:
-        from tightfit.cli.render_farm import describe_expected
+        from tightfit.cli.render.farm import describe_expected
 
         told: dict[str, Any] = {"finished": fault is None, "out": str(out)}
         told |= statistics.model_dump(mode="json") | {"estimate": describe_expected(estimate)}
@@ -341,7 +341,7 @@ def _report(flags: FarmFlags, end: FarmEnd, out: Path, estimate: FarmEstimate) -
             told |= {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json(told)
     else:
-        from tightfit.cli.render_farm import show_statistics
+        from tightfit.cli.render.farm import show_statistics
 
         show_statistics(statistics)
     if fault is not None and not flags.as_json:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tightfit.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_BUG, EXIT_INTERRUPTED
-from tightfit.cli.harmless import harmless, shorten
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import silence_stdout, write_err
+from tightfit.cli.terminal.harmless import harmless, shorten
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import silence_stdout, write_err
 from tightfit.core.errors import EnvironmentFaultError, UsageError, UserError
 from tightfit.core.suggest import did_you_mean
 

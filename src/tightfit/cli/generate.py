@@ -16,9 +16,9 @@ import typer
 from tightfit.cli.engine_choice import engine_request, sampling
 from tightfit.cli.exit_codes import EXIT_REQUEUE
 from tightfit.cli.flags.generate import GenerateFlags
-from tightfit.cli.harmless import harmless, shorten
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce, write_err
+from tightfit.cli.terminal.harmless import harmless, shorten
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce, write_err
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _predict(flags: GenerateFlags, request: EngineRequest, job: GenerateJob) -> 
 
 
 def _show_dry_run(flags: GenerateFlags, request: EngineRequest, job: GenerateJob) -> None:
-    from tightfit.cli.render_generate import describe_dry_run, show_dry_run
+    from tightfit.cli.render.generate import describe_dry_run, show_dry_run
     from tightfit.engines.open import open_prompter
 
     prediction = _predict(replace(flags, check=False), request, job)
@@ -276,7 +276,7 @@ def _show_end(
             told |= {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json(told)
     elif statistics is not None:
-        from tightfit.cli.render_generate import show_statistics
+        from tightfit.cli.render.generate import show_statistics
 
         show_statistics(statistics)
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from tightfit.cli.flags.hardware import HardwareFlags
-from tightfit.cli.json_output import show_json
+from tightfit.cli.terminal.json_output import show_json
 from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
 from tightfit.hardware.catalogue import describe_gpu, list_gpus, match_gpu, search_gpus
 from tightfit.hardware.inventory import (
@@ -64,7 +64,7 @@ def _show_list(gpus: list[Gpu], *, as_json: bool) -> None:
     if as_json:
         show_json({"gpus": [gpu.model_dump(mode="json") for gpu in gpus]})
         return
-    from tightfit.cli.render_hardware import show_gpus
+    from tightfit.cli.render.hardware import show_gpus
 
     show_gpus(gpus)
 
@@ -81,7 +81,7 @@ def _show_gpu(name: str, *, as_json: bool) -> None:
             }
         )
         return
-    from tightfit.cli.render_hardware import show_gpu
+    from tightfit.cli.render.hardware import show_gpu
 
     show_gpu(record)
 
@@ -100,7 +100,7 @@ def _show_cluster(flags: HardwareFlags, text: str) -> None:
     if flags.as_json:
         show_json(cluster.model_dump(mode="json"))
         return
-    from tightfit.cli.render_hardware import show_cluster
+    from tightfit.cli.render.hardware import show_cluster
 
     show_cluster(cluster)
 
@@ -109,7 +109,7 @@ def _show_inventory(flags: HardwareFlags, inventory: Inventory) -> None:
     if flags.as_json:
         show_json(describe_inventory(inventory))
         return
-    from tightfit.cli.render_inventory import show_inventory
+    from tightfit.cli.render.inventory import show_inventory
 
     show_inventory(inventory, is_each=flags.each)
 

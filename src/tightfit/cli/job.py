@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tightfit.cli import choices
 from tightfit.cli.describe import count_of
 from tightfit.cli.flags.plan import PlanFlags
-from tightfit.cli.output import write_err
 from tightfit.cli.settings import read_settings, refuse_twice
+from tightfit.cli.terminal.output import write_err
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
 from tightfit.core.training import DataSource

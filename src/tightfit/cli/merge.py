@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from tightfit.cli import choices
 from tightfit.cli.flags.merge import DTYPES, MergeFlags
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce, write_err
-from tightfit.cli.progress_bar import Report, progress_bar
 from tightfit.cli.require import require_packages
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce, write_err
+from tightfit.cli.terminal.progress_bar import Report, progress_bar
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import CheckFailedError
 from tightfit.core.units import parse_bytes, render_bytes
@@ -93,7 +93,7 @@ def _show(merged: Merged, *, as_json: bool) -> None:
     if as_json and merged.is_accepted:
         show_json(merged.model_dump(mode="json"))
     elif not as_json:
-        from tightfit.cli.render_verify import show_merged
+        from tightfit.cli.render.verify import show_merged
 
         show_merged(merged)
     announce(Path(merged.path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tightfit.cli.flags.models import ModelsFlags
-from tightfit.cli.json_output import show_json
+from tightfit.cli.terminal.json_output import show_json
 from tightfit.core.errors import NotFoundError
 from tightfit.models.catalogue import CatalogueRow, load_row
 from tightfit.models.parameters import explain_count
@@ -59,7 +59,7 @@ def _show_list(rows: list[CatalogueRow], *, as_json: bool) -> None:
         ]
         show_json({"models": told})
         return
-    from tightfit.cli.render_models import show_models
+    from tightfit.cli.render.models import show_models
 
     show_models(specs)
 
@@ -77,6 +77,6 @@ def _show_one(spec: ModelSpec, *, as_json: bool) -> None:
             }
         )
         return
-    from tightfit.cli.render_models import show_model
+    from tightfit.cli.render.models import show_model
 
     show_model(spec, row)

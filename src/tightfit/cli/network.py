@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tightfit.cli.harmless import shorten
+from tightfit.cli.terminal.harmless import shorten
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.estimate.communication import UNSTATED_NETWORK
 from tightfit.hardware.link_speed import parse_link_speed

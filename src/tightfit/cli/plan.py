@@ -14,12 +14,13 @@ from tightfit.cli.faults import report_fault
 from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.hardware_choice import choose_cluster
 from tightfit.cli.job import read_job
-from tightfit.cli.json_output import show_json
 from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
-from tightfit.cli.output import announce
+from tightfit.cli.repeat import repeat_plan
 from tightfit.cli.require import TRACING, has_packages
 from tightfit.cli.saved_plan import read_saved_plans, refuse_new_wishes
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.files import check_writable, write_atomic
 from tightfit.hardware.types import Cluster
@@ -27,7 +28,7 @@ from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
 
 if TYPE_CHECKING:
-    from tightfit.cli.chart import Chart
+    from tightfit.cli.charts.memory import Chart
     from tightfit.estimate.trace.result import TracedMemory
     from tightfit.planning.by_group import GroupBest
 
@@ -38,7 +39,7 @@ NUM_DRAWN = 3
 def plan(flags: PlanFlags) -> None:
     """Search, then show, save and draw."""
     if flags.chart is not None:
-        from tightfit.cli.chart import check_chart_path
+        from tightfit.cli.charts.memory import check_chart_path
 
         check_chart_path(flags.chart)
     if flags.save is not None:
@@ -56,7 +57,7 @@ def plan(flags: PlanFlags) -> None:
 
         buy(flags, job)
         return
-    cluster = choose_cluster(job.on, command=_repeat(flags))
+    cluster = choose_cluster(job.on, command=repeat_plan(flags))
     cluster = state_network(cluster, flags.network)
     result = search(job.request, cluster, num_plans=flags.top)
     if not result.plans:
@@ -89,7 +90,7 @@ def _tell(
         _write_files(flags, result, traces)
         show_json(describe_result(result))
     else:
-        from tightfit.cli.render_plan import show_plans
+        from tightfit.cli.render.plan import show_plans
 
         show_plans(result, cluster=cluster, is_explained=flags.explain)
         _write_files(flags, result, traces)
@@ -102,7 +103,7 @@ def _write_files(
         save_plan(result.plans[0], flags.save)
     if flags.chart is None:
         return
-    from tightfit.cli.chart import write_chart
+    from tightfit.cli.charts.memory import write_chart
     from tightfit.cli.traced_plans import draw_traces
 
     drawn = [pair for pair in zip(result.plans, traces, strict=False) if pair[1] is not None]
@@ -145,33 +146,28 @@ def save_plan(best: Plan, path: Path) -> None:
 
 def _refuse(flags: PlanFlags, result: SearchResult) -> None:
     """Nothing fits: say what is short; the search's reasons still go into the JSON."""
-    remedy = f"{_repeat(flags)} --buy    (the cheapest hardware that fits it)"
-    if result.shortfall is None and not flags.explain:
-        where = f" --on {shlex.quote(flags.on)}" if flags.on is not None else ""
-        remedy = f"{_repeat(flags)}{where} --explain    (every reason)"
-    fault = DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
+    fault = DoesNotFitError(result.failure or "Nothing fits.", remedy=_find_remedy(flags, result))
     if flags.as_json:
         told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json({**describe_result(result), **told})
     elif flags.explain:
-        from tightfit.cli.render_plan import show_exclusions
+        from tightfit.cli.render.plan import show_exclusions
 
         show_exclusions(result)
     raise typer.Exit(report_fault(fault, as_json=False))
 
 
-def _repeat(flags: PlanFlags) -> str:
-    """The command line again, less its hardware, to be continued."""
-    words = ["tightfit", "plan", flags.job]
-    for option, value in (
-        ("--method", flags.method),
-        ("--seq-len", flags.seq_len),
-        ("--data", flags.data),
-        ("--effective-batch", flags.effective_batch),
-        *(("--set", setting) for setting in flags.settings or ()),
-    ):
-        words += [option, str(value)] if value is not None else []
-    return shlex.join(words)
+def _find_remedy(flags: PlanFlags, result: SearchResult) -> str:
+    """Other hardware where memory is short; else reasons, and what may have caused them."""
+    again, where = repeat_plan(flags), ""
+    if flags.on is not None:
+        where = f" --on {shlex.quote(flags.on)}"
+    if result.shortfall is None and not flags.explain:
+        return f"{again}{where} --explain    (every reason)"
+    if result.shortfall is None and flags.settings:
+        left_out = " ".join(f"--set {setting}" for setting in flags.settings)
+        return f"{repeat_plan(flags, keeps_settings=False)}{where}    (without {left_out})"
+    return f"{again} --buy    (the cheapest hardware that fits it)"
 
 
 def _refuse_unused(flags: PlanFlags) -> None:
@@ -185,11 +181,11 @@ def _refuse_unused(flags: PlanFlags) -> None:
         "--network": "--buy rents single nodes; --network would be ignored.",
         "--explain": "--buy lists offers and keeps no reasons; --explain would be ignored.",
     }
-    raise UsageError(why[option], remedy=f"{_repeat(flags)} --buy    (without {option})")
+    raise UsageError(why[option], remedy=f"{repeat_plan(flags)} --buy    (without {option})")
 
 
 def _draw(plans: Sequence[Plan]) -> Chart:
-    from tightfit.cli.chart import Chart, make_panel
+    from tightfit.cli.charts.memory import Chart, make_panel
 
     drawn = plans[:NUM_DRAWN]
     is_cut = len(drawn) < len(plans)

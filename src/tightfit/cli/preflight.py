@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import typer
 
 from tightfit.cli.flags.preflight import MAX_NODES, PreflightFlags
-from tightfit.cli.harmless import harmless, shorten
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import write_err
+from tightfit.cli.terminal.harmless import harmless, shorten
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import write_err
 from tightfit.core.errors import EnvironmentFaultError, UsageError
 from tightfit.hardware.slurm import probe_slurm_inventory
 from tightfit.launch.nodes import NODES_VARIABLE, expand_nodes, node_prefix
@@ -52,7 +52,7 @@ def preflight(flags: PreflightFlags) -> None:
     if flags.as_json:
         show_json(report.model_dump(mode="json"))
     else:
-        from tightfit.cli.render_preflight import show_preflight
+        from tightfit.cli.render.preflight import show_preflight
 
         show_preflight(report)
     if report.exit_code:

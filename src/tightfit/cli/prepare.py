@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tightfit.cli.chart import check_chart_path
+from tightfit.cli.charts.memory import check_chart_path
 from tightfit.cli.describe import count_of
 from tightfit.cli.faults import report_fault
 from tightfit.cli.flags.prepare import PrepareFlags
-from tightfit.cli.harmless import harmless
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import write_err
-from tightfit.cli.prepare_faults import is_list_of_rows, list_faults, tell_faults
-from tightfit.cli.prepare_job import PrepareJob, find_next, read_prepare_job
-from tightfit.cli.train_data import encode_for
+from tightfit.cli.preparing.faults import is_list_of_rows, list_faults, tell_faults
+from tightfit.cli.preparing.job import PrepareJob, find_next, read_prepare_job
+from tightfit.cli.terminal.harmless import harmless
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.training.data import encode_for
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
-from tightfit.data.encode import Encoded, EncodeRequest, encode_dataset
+from tightfit.data.encode import Encoded
 from tightfit.data.epochs import epoch_rows
 from tightfit.data.lengths import estimate_padding_waste
-from tightfit.data.meter import ReadProgress
 from tightfit.data.packing import count_packed_rows
 from tightfit.data.token_store import TokenStore
 
 if TYPE_CHECKING:
-    from tightfit.cli.mask_view import ViewedRow  # draws with rich, which JSON does without
+    from tightfit.cli.preparing.mask_view import (
+        ViewedRow,  # draws with rich, which JSON does without
+    )
 
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 """What padding is told for; alone, a row is not padded."""
@@ -73,7 +72,7 @@ def prepare(flags: PrepareFlags) -> None:
         _draw(flags, job, encoded)
         show_json(_describe(flags, job, encoded, batching, rows))
         return
-    from tightfit.cli.render_prepare import show_prepared
+    from tightfit.cli.preparing.render import show_prepared
 
     show_prepared(
         job,
@@ -88,29 +87,9 @@ def prepare(flags: PrepareFlags) -> None:
 
 def _encode(job: PrepareJob, *, skip_faulty: bool) -> Encoded:
     """The very encoding that `train` asks for; less its faulty rows where that is wished."""
-    if not skip_faulty:
-        return encode_for(job.training, model_folder=job.folder, seq_len=job.seq_len)
-    is_watched = sys.stderr is not None and sys.stderr.isatty()
-
-    def tell(state: ReadProgress) -> None:
-        write_err(f"\rencoding data: {count_of(state.num_rows, 'row')} ({state.fraction:.0%})")
-
-    training = job.training
-    request = EncodeRequest(
-        sources=training.data,
-        model_folder=job.folder,
-        template=training.template,
-        train_on=training.train_on,
-        seq_len=job.seq_len,
-        eval_fraction=training.eval_fraction,
-        seed=training.seed,
-        skip_faulty=True,
+    return encode_for(
+        job.training, model_folder=job.folder, seq_len=job.seq_len, skip_faulty=skip_faulty
     )
-    try:
-        return encode_dataset(request, watch=tell if is_watched else None)
-    finally:
-        if is_watched:
-            write_err("\r\x1b[K")
 
 
 def _refuse(flags: PrepareFlags, job: PrepareJob, refusal: InvalidInputError) -> None:
@@ -161,7 +140,7 @@ def _find_rows(flags: PrepareFlags, encoded: Encoded) -> list[ViewedRow]:
     """Rows to show: those asked for; one for a person who asked for none."""
     if flags.as_json and flags.show is None and flags.row is None:
         return []
-    from tightfit.cli.mask_view import pick_rows, view_row
+    from tightfit.cli.preparing.mask_view import pick_rows, view_row
     from tightfit.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(Path(encoded.report.tokenizer))
@@ -195,7 +174,7 @@ def _find_row(encoded: Encoded, wanted: int) -> Iterator[tuple[TokenStore, int]]
 def _draw(flags: PrepareFlags, job: PrepareJob, encoded: Encoded) -> None:
     if flags.chart is None:
         return
-    from tightfit.cli.prepare_chart import LengthChart, write_length_chart
+    from tightfit.cli.preparing.chart import LengthChart, write_length_chart
 
     report = encoded.report
     sides = {"to train on": count_lengths(encoded.train.lengths)}

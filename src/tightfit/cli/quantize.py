@@ -12,11 +12,11 @@ import typer
 
 from tightfit.cli import choices
 from tightfit.cli.flags.quantize import FORMATS, TOOLS, QuantizeFlags
-from tightfit.cli.harmless import shorten
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce, write_err
-from tightfit.cli.progress_bar import Report, progress_bar
 from tightfit.cli.require import require_packages
+from tightfit.cli.terminal.harmless import shorten
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce, write_err
+from tightfit.cli.terminal.progress_bar import Report, progress_bar
 from tightfit.core.errors import (
     CheckFailedError,
     EnvironmentFaultError,
@@ -92,7 +92,7 @@ def _show(summary: QuantizeSummary, targets: Sequence[Target], *, as_json: bool)
     if as_json:
         show_json(summary.model_dump(mode="json"))
     else:
-        from tightfit.cli.render_quantize import show_summary
+        from tightfit.cli.render.quantize import show_summary
 
         show_summary(summary)
     if summary.plot is not None:

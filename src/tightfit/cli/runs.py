@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.flags.runs import RunsFlags
-from tightfit.cli.harmless import shorten
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce
+from tightfit.cli.terminal.harmless import shorten
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce
 from tightfit.core.errors import UsageError
 from tightfit.core.files import write_atomic
 from tightfit.ledger.curves import COLOURS, ToldRun, tell_runs
@@ -51,7 +51,7 @@ def _list(flags: RunsFlags, folders: Sequence[RunFolder]) -> None:
     if flags.as_json:
         show_json({"runs": [_describe_found(found) for found in listed]})
         return
-    from tightfit.cli.render_runs import show_list
+    from tightfit.cli.render.runs import show_list
 
     show_list(listed)
 
@@ -62,7 +62,7 @@ def _show_one(flags: RunsFlags, folder: RunFolder) -> None:
         _write_files(flags, told)
         show_json(_describe(told[0]))
         return
-    from tightfit.cli.render_runs import show_run
+    from tightfit.cli.render.runs import show_run
 
     show_run(told[0])
     _write_files(flags, told)
@@ -79,7 +79,7 @@ def _compare(flags: RunsFlags, folders: Sequence[RunFolder]) -> None:
             }
         )
         return
-    from tightfit.cli.render_runs import show_comparison
+    from tightfit.cli.render.runs import show_comparison
 
     show_comparison(told)
     _write_files(flags, told)

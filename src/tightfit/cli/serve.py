@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from tightfit.cli.engine_choice import engine_request
 from tightfit.cli.faults import DEBUG_VARIABLE
 from tightfit.cli.flags.serve import DEFAULT_HOST, DEFAULT_PORT, ServeFlags
-from tightfit.cli.harmless import harmless
-from tightfit.cli.output import write_err, write_out
 from tightfit.cli.require import require_packages
+from tightfit.cli.terminal.harmless import harmless
+from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _announcer(
     flags: ServeFlags, server: ApiServer, *, api_key: str | None, made_key: str | None
 ) -> Callable[[], None]:
     def announce_ready() -> None:
-        from tightfit.cli.render_serve import render_ready
+        from tightfit.cli.render.serve import render_ready
         from tightfit.core.files import write_atomic
         from tightfit.serve.api.ready import describe_ready
 

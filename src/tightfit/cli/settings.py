@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
 from pydantic import ValidationError
 
-from tightfit.cli.harmless import harmless, shorten
+from tightfit.cli.terminal.harmless import harmless, shorten
 from tightfit.core.errors import UsageError
 from tightfit.core.faults import describe_faults
 from tightfit.core.strategy import Strategy
-from tightfit.core.suggest import did_you_mean
+from tightfit.core.suggest import did_you_mean, nearest
 
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 FIELDS = tuple(name for name in Strategy.model_fields if name != "quirks")
@@ -72,9 +73,11 @@ def _split(text: str) -> tuple[str, str]:
             f"`--set {shorten(text)}` has no value.", remedy=f"--set {known}={_example(known)}"
         )
     if name not in FIELDS:
+        near = nearest(name, FIELDS)
+        meant = shlex.quote(f"{near[0]}={shorten(value.strip())}") if near else ""
         raise UsageError(
             f"`{shorten(key.strip())}` is no field of a strategy.{did_you_mean(name, FIELDS)}",
-            remedy="--set with one of " + ", ".join(FIELDS),
+            remedy=f"--set {meant}" if meant else f"--set with one of {', '.join(FIELDS)}",
         )
     if name == "method" and value.strip().lower() in ("qlora", "auto"):
         word = value.strip().lower()

@@ -12,10 +12,10 @@ import typer
 
 from tightfit.cli import choices
 from tightfit.cli.flags.stage import WAYS, StageFlags
-from tightfit.cli.harmless import harmless
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import write_err
-from tightfit.cli.progress_bar import progress_bar
+from tightfit.cli.terminal.harmless import harmless
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import write_err
+from tightfit.cli.terminal.progress_bar import progress_bar
 from tightfit.core.errors import EnvironmentFaultError, UsageError, UserError
 from tightfit.core.units import parse_bytes, render_bytes, render_seconds
 
@@ -128,7 +128,7 @@ def _show(flags: StageFlags, done: Staging, fault: UserError | None) -> None:
             told |= {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json(told)
         return
-    from tightfit.cli.render_stage import show_staging
+    from tightfit.cli.render.stage import show_staging
 
     show_staging(done)
 
@@ -200,6 +200,6 @@ def _show_copies(flags: StageFlags, told: dict[str, Any]) -> None:
     if flags.as_json:
         show_json(told)
         return
-    from tightfit.cli.render_stage import show_copies
+    from tightfit.cli.render.stage import show_copies
 
     show_copies(told)

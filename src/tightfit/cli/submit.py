@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tightfit.cli.flags.submit import SubmitFlags
-from tightfit.cli.harmless import shorten
+from tightfit.cli.terminal.harmless import shorten
 from tightfit.core.errors import UsageError, UserError
 
 _KUBERNETES = ("k8s", "kubernetes")
@@ -13,7 +13,7 @@ def submit(flags: SubmitFlags) -> None:
     """To the scheduler that `--on`, the run or the recipe names."""
     system = _find_system(flags)
     if system in _KUBERNETES:
-        from tightfit.cli.submit_kubernetes import submit_kubernetes
+        from tightfit.cli.submitting.kubernetes import submit_kubernetes
 
         submit_kubernetes(flags)
         return
@@ -23,7 +23,7 @@ def submit(flags: SubmitFlags) -> None:
             remedy="--on slurm:PARTITION or --on k8s    (on this machine: tightfit train)",
         )
     _refuse_options_of_kubernetes(flags)
-    from tightfit.cli.submit_slurm import submit_slurm
+    from tightfit.cli.submitting.slurm import submit_slurm
 
     submit_slurm(flags)
 
@@ -48,7 +48,7 @@ def _find_system(flags: SubmitFlags) -> str:
 def _recorded(job: str) -> str | None:
     """What the run was submitted to, or the recipe's `on`."""
     from tightfit.cli.job import RECIPE_ENDINGS
-    from tightfit.cli.train_place import read_wish_file
+    from tightfit.cli.training.place import read_wish_file
     from tightfit.core.recipe import read_recipe
     from tightfit.ledger.find import find_run
 

@@ -97,8 +97,8 @@ class TracedEstimate:
 
     def show(self, closed_form: Estimate) -> None:
         """All but the advice, which is not traced yet."""
-        from tightfit.cli.render_trace import show_trace
-        from tightfit.cli.render_traced_time import show_traced_time
+        from tightfit.cli.render.trace import show_trace
+        from tightfit.cli.render.traced_time import show_traced_time
 
         show_trace(
             self.traced,
@@ -112,12 +112,12 @@ class TracedEstimate:
             show_traced_time(stages, step=step, closed_form=closed_form.time)
 
     def show_advice(self) -> None:
-        from tightfit.cli.render_trace import show_advice
+        from tightfit.cli.render.trace import show_advice
 
         show_advice(self.advice)
 
     def draw(self, path: Path, closed_form: Estimate) -> None:
-        from tightfit.cli.trace_chart import make_strategy_panel, write_trace_panels
+        from tightfit.cli.charts.trace import make_strategy_panel, write_trace_panels
 
         case = self.case
         panel = make_strategy_panel(case.strategy, case.node.gpu, closed_form, self.traced)

@@ -11,7 +11,6 @@ from tightfit.cli.tracing import NUM_TRACED, VARIABLE, choose_tracer
 from tightfit.core.errors import DoesNotFitError
 from tightfit.estimate.trace.result import TracedMemory
 from tightfit.planning.plan import Plan
-from tightfit.planning.request import describe_strategy
 from tightfit.planning.search import SearchResult
 from tightfit.planning.traced import TRACED, TracedSearch, trace_plans
 
@@ -26,7 +25,7 @@ def trace_search(result: SearchResult, *, asked: bool | None) -> TracedSearch:
     if not found.result.plans:
         lost = found.lost[0]
         raise DoesNotFitError(
-            f"Nothing fits: {describe_strategy(lost.strategy)} {lost.estimate.reason}.",
+            f"Nothing fits: {lost.summary} {lost.estimate.reason}.",
             remedy=f"{VARIABLE}=0 goes by the formulas alone",
         )
     best = found.result.plans[0]
@@ -39,7 +38,7 @@ def trace_search(result: SearchResult, *, asked: bool | None) -> TracedSearch:
 
 def draw_traces(pairs: Sequence[tuple[Plan, TracedMemory | None]], path: Path) -> None:
     """Memory over the step of each traced plan."""
-    from tightfit.cli.trace_chart import make_strategy_panel, write_trace_panels
+    from tightfit.cli.charts.trace import make_strategy_panel, write_trace_panels
 
     panels = tuple(
         make_strategy_panel(
@@ -62,5 +61,5 @@ def _describe(found: TracedSearch) -> tuple[str, ...]:
         count = f"{num_timed} of them" if num_timed else "none"
         said.append(f"time is traced for {count}: not all operations were understood")
     for plan in found.lost:
-        said.append(f"left out after tracing: {describe_strategy(plan.strategy)}")
+        said.append(f"left out after tracing: {plan.summary}")
     return (*said, *found.notes)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tightfit.cli.harmless import harmless
-from tightfit.cli.output import write_err
-from tightfit.cli.progress_bar import Report, progress_bar
 from tightfit.cli.require import TRACING, require_packages
+from tightfit.cli.terminal.harmless import harmless
+from tightfit.cli.terminal.output import write_err
+from tightfit.cli.terminal.progress_bar import Report, progress_bar
 from tightfit.core.errors import UsageError
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.trace.ask import Answer, Tracer, has_torch

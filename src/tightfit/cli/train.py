@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import write_err, write_out
-from tightfit.cli.train_display import open_display
-from tightfit.cli.train_end import end_run, find_artefact, list_kept_plans
-from tightfit.cli.train_folder import write_folder
-from tightfit.cli.train_hardware import limiting, read_limit, read_rendezvous
-from tightfit.cli.train_job import read_training_job
-from tightfit.cli.train_place import (
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import write_err, write_out
+from tightfit.cli.training.display import open_display
+from tightfit.cli.training.end import end_run, find_artefact, list_kept_plans
+from tightfit.cli.training.folder import write_folder
+from tightfit.cli.training.hardware import limiting, read_limit, read_rendezvous
+from tightfit.cli.training.job import read_training_job
+from tightfit.cli.training.place import (
     Place,
     Stage,
     find_place,
@@ -21,10 +21,10 @@ from tightfit.cli.train_place import (
     name_folder,
     one_node_at_a_time,
 )
-from tightfit.cli.train_plan import Ready, make_ready, reuse_plan
-from tightfit.cli.train_planned import LOCK_WAIT_SECONDS, is_finished, open_planned
-from tightfit.cli.train_progress import Progress
-from tightfit.cli.train_recipe import Wish
+from tightfit.cli.training.plan import Ready, make_ready, reuse_plan
+from tightfit.cli.training.planned import LOCK_WAIT_SECONDS, is_finished, open_planned
+from tightfit.cli.training.progress import Progress
+from tightfit.cli.training.recipe import Wish
 from tightfit.core.errors import UserError
 from tightfit.launch.local import run_job
 from tightfit.launch.space import check_space, estimate_run_bytes
@@ -117,7 +117,7 @@ def _has_moved(wish: Wish, flags: TrainFlags, begun: Plan) -> bool:
     """Whether the run is to go on with other hardware than its plan was made for."""
     if wish.recipe.on is None and flags.nodes == begun.strategy.num_nodes:
         return False
-    from tightfit.cli.train_hardware import find_hardware
+    from tightfit.cli.training.hardware import find_hardware
 
     groups = find_hardware(flags, wish.recipe.on).groups
     same = [
@@ -134,7 +134,7 @@ def _has_moved(wish: Wish, flags: TrainFlags, begun: Plan) -> bool:
 def _show(plan: Plan, run: RunFolder, flags: TrainFlags) -> None:
     free = check_space(run.path, plan)
     if not flags.as_json:
-        from tightfit.cli.render_train import show_start
+        from tightfit.cli.render.train import show_start
 
         show_start(plan, folder=run.path, free_bytes=free, needed_bytes=estimate_run_bytes(plan))
     elif flags.dry_run:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from tightfit.cli.flags.verify import VerifyFlags
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import announce
-from tightfit.cli.progress_bar import progress_bar
 from tightfit.cli.require import require_packages
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import announce
+from tightfit.cli.terminal.progress_bar import progress_bar
 from tightfit.core.errors import CheckFailedError, InvalidInputError, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def verify(flags: VerifyFlags) -> None:
     if flags.as_json:
         show_json(verdict.model_dump(mode="json"))
     else:
-        from tightfit.cli.render_verify import show_verdict
+        from tightfit.cli.render.verify import show_verdict
 
         show_verdict(verdict)
     if flags.html is not None:

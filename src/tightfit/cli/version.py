@@ -6,8 +6,8 @@ import platform
 
 from tightfit import __version__
 from tightfit.cli.flags.version import VersionFlags
-from tightfit.cli.json_output import show_json
-from tightfit.cli.output import write_out
+from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.terminal.output import write_out
 
 
 def version(flags: VersionFlags) -> None:

@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tightfit.cli.describe import count_of
-from tightfit.cli.harmless import harmless
-from tightfit.cli.output import write_err
-from tightfit.cli.render_farm import render_range
+from tightfit.cli.render.farm import render_range
+from tightfit.cli.terminal.harmless import harmless
+from tightfit.cli.terminal.output import write_err
 from tightfit.core.units import render_seconds, render_usd
 from tightfit.farm.bounds import Bounds
 from tightfit.farm.estimate import FarmEstimate

@@ -7,7 +7,7 @@ import dataclasses
 from tightfit.cli.choices import read_count
 from tightfit.cli.describe import count_of
 from tightfit.cli.flags.estimate import EstimateFlags
-from tightfit.cli.json_output import show_json
+from tightfit.cli.terminal.json_output import show_json
 from tightfit.core.errors import UsageError
 from tightfit.core.units import render_count
 from tightfit.estimate.zero_table import estimate_zero_table, largest_layer_params
@@ -35,7 +35,7 @@ def print_zero_table(flags: EstimateFlags) -> None:
             }
         )
         return
-    from tightfit.cli.render_zero_table import show_zero_table
+    from tightfit.cli.render.zero_table import show_zero_table
 
     show_zero_table(
         rows,

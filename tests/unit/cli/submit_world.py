@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.cli import submit_follow
+from tightfit.cli.submitting import follow as submit_follow
 from tightfit.launch.slurm import watch
 
 HERE = Path(__file__).parent
@@ -21,6 +21,13 @@ SINFO = (
     "c1|cpu|up|(null)|16000|4|idle|1:00:00|900000|avx2\n"
     "c2|cpu|up|(null)|16000|4|idle|1:00:00|900000|avx2\n"
 )
+SINFO_COMMAND = """#!/bin/bash
+case "$*" in *-O*) exit 1;; esac
+cd "$(dirname "$0")"
+touch "asked.$PPID"
+while [ "$(ls asked.* | wc -l)" -lt "$SLURM_CROWD" ]; do sleep 0.05; done
+cat nodes.txt
+"""
 SBATCH = """#!/bin/bash
 echo "$*" >>"$SLURM_CALLS"
 if [ "$1" = --test-only ]; then echo "sbatch: Job 7 to start at noon" >&2; exit 0; fi
@@ -64,8 +71,7 @@ class Slurm:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder.mkdir()
         (folder / "nodes.txt").write_text(SINFO)
-        sinfo = f'#!/bin/bash\ncase "$*" in *-O*) exit 1;; esac\ncat {folder}/nodes.txt\n'
-        commands = {"sinfo": sinfo, "sbatch": SBATCH, "squeue": SQUEUE, "scancel": SCANCEL}
+        commands = {"sinfo": SINFO_COMMAND, "sbatch": SBATCH, "squeue": SQUEUE, "scancel": SCANCEL}
         for name, text in commands.items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
@@ -74,11 +80,16 @@ class Slurm:
         self._env = monkeypatch
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.setenv("SLURM_CALLS", str(self.calls))
+        monkeypatch.setenv("SLURM_CROWD", "1")
         monkeypatch.setenv("SLURM_STATE", "RUNNING")
         monkeypatch.delenv("SLURM_REFUSES", raising=False)
 
     def say(self, state: str) -> None:
         self._env.setenv("SLURM_STATE", state)
+
+    def wait_for(self, num_submitters: int) -> None:
+        """No nodes are shown to one submitter before as many have asked for them."""
+        self._env.setenv("SLURM_CROWD", str(num_submitters))
 
     def refuse(self, why: str) -> None:
         self._env.setenv("SLURM_REFUSES", why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def make_cluster(*names: str) -> Cluster:
 
 @pytest.fixture
 def one_h200(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A machine with a card, and a measurement that takes no time; what it was asked."""
+    """An idle machine with a card, and a measurement that takes no time; what it was asked."""
     asked: list[dict[str, Any]] = []
 
     def measure(node: Node, seconds: float | None) -> Any:
@@ -44,6 +45,7 @@ def one_h200(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(verb, "probe_here", lambda: make_cluster("H200-SXM"))
     monkeypatch.setattr(verb, "_measure", measure)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     return asked
 
 
@@ -94,6 +96,22 @@ def test_what_a_busy_machine_gave_is_shown_and_not_kept(run: Run, data_folder: P
     assert as_json.json["path"] is None
     assert as_json.json["exit_code"] == 6
     assert as_json.json["calibration"]["warnings"] == ["busy"]
+
+
+def test_a_machine_that_is_busy_before_is_not_measured(
+    run: Run, one_h200: list[dict[str, Any]], data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e4, 0.0, 0.0))
+
+    told = run("calibrate", "--seconds", "5", "--json")
+    assert (told.code, told.json["exit_code"]) == (6, 6)
+    assert told.json["remedy"].startswith("tightfit calibrate --seconds 5")
+    assert told.json["error"].startswith("Not measured, since the machine was busy before (load")
+    assert one_h200 == []
+    assert list(data_folder.iterdir()) == []
+
+    assert run("calibrate", "--force").code == 0
+    assert len(one_h200) == 1
 
 
 def test_plans_say_where_their_rates_are_doubtful(run: Run) -> None:

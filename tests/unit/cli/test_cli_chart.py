@@ -14,8 +14,8 @@ import pytest
 from cli_examples import make_estimate
 from conftest import Run
 
-from tightfit.cli.chart import Chart, make_panel, pick_ticks
-from tightfit.cli.chart_html import LEFT, RIGHT, WIDTH, render_html
+from tightfit.cli.charts.memory import Chart, make_panel, pick_ticks
+from tightfit.cli.charts.memory_html import LEFT, RIGHT, WIDTH, render_html
 from tightfit.core.units import GIB
 
 VOID = {"meta", "br", "link"}

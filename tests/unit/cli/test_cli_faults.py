@@ -28,7 +28,12 @@ FAULTY = (
     ("a negative", ("estimate", "gpt2", "--lora-rank", "-4"), 2, "--lora-rank -4"),
     ("an absurd size", ("estimate", "gpt2", "--seq-len", "99999999999"), 2, "--seq-len"),
     ("a large size", ("estimate", "gpt2", "--micro-batch", "70000"), 2, "--micro-batch"),
-    ("an unknown setting", ("plan", "gpt2", "--on", "T4", "--set", "shardin=ddp"), 2, "`sharding`"),
+    (
+        "an unknown setting",
+        ("plan", "gpt2", "--on", "T4", "--set", "shardin=ddp"),
+        2,
+        "`sharding`",
+    ),
     ("a setting without value", ("plan", "gpt2", "--on", "T4", "--set", "packing"), 2, "packing"),
     ("a wrong setting", ("plan", "gpt2", "--on", "T4", "--set", "packing=so"), 2, "packing=so"),
     ("no epochs", ("plan", "gpt2", "--on", "T4", "--epochs", "0"), 2, "--epochs"),
@@ -219,6 +224,13 @@ def test_no_arguments_print_the_help() -> None:
     answer = run_process()
     assert answer.code == 0
     assert answer.out.startswith("Usage: tightfit")
+
+
+def test_a_mistyped_setting_is_put_right_and_an_unknown_one_listed(run: Run) -> None:
+    near = run("plan", "gpt2", "--on", "T4", "--set", "shardin=ddp")
+    assert near.err.endswith("try: --set sharding=ddp\n")
+    far = run("plan", "gpt2", "--on", "T4", "--set", "zzz=1")
+    assert "packing" in far.err.splitlines()[1]
 
 
 def test_a_malformed_recipe_is_one_message(run: Run, tmp_path: Path) -> None:

@@ -216,6 +216,17 @@ def test_a_refusal_repeats_the_hardware_that_was_typed_and_no_other(
     assert "tightfit plan gpt2 --set packing=true --on '2n x 2xK80' --explain" in typed.err
 
 
+def test_a_setting_that_nothing_allows_is_left_out_and_not_shopped_for(run: Run) -> None:
+    """Each remedy is one step further; the last one plans."""
+    words = ("plan", "gpt2", "--method", "lora", "--on", "H200", "--set", "fp8_gradients=true")
+    told = run(*words, "--explain")
+    assert told.code == 5
+    assert "--buy" not in told.err
+    remedy = "tightfit plan gpt2 --method lora --on H200    (without --set fp8_gradients=true)"
+    assert remedy in told.err
+    assert run(*words[:6], "--no-trace").code == 0
+
+
 CLUSTER_FILE = """groups:
   - {name: volta, gpu: V100-32GB, gpus_per_node: 4, nodes: 2}
   - {name: turing, gpu: T4, gpus_per_node: 2}

@@ -13,7 +13,7 @@ import pytest
 from cli_run import run_process
 from conftest import Run
 
-from tightfit.cli.screen import render_bar, render_gauge
+from tightfit.cli.terminal.screen import render_bar, render_gauge
 
 HUMAN = (
     ("estimate", "Llama-2-7b", "--on", "V100-32GB"),

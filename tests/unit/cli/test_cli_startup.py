@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 
 import pytest
 
-from machine_pace import allow
+from machine_pace import children_seconds
 
 HEAVY = {"torch", "transformers", "datasets", "gradio", "matplotlib", "numpy", "pyarrow"}
 NOT_FOR_HELP = HEAVY | {"pydantic", "rich", "yaml", "psutil", "pynvml"}
-HELP_SECONDS = 0.2
+HELP_FACTOR = 1.5
+"""Of what importing typer alone takes; pydantic would be as much again."""
 
 
 def loaded_by(program: str) -> set[str]:
@@ -62,15 +62,15 @@ def test_json_is_made_without_rich() -> None:
     assert "rich" not in loaded_by(f"from tightfit.cli.app import main; main({argv!r})")
 
 
-def test_help_costs_less_than_its_budget() -> None:
-    """In processor time of the best of three: wall time on a busy machine says nothing."""
+def test_help_costs_little_more_than_the_library_it_is_made_with() -> None:
+    """In processor time of the best of five, taking turns: machines are slow now and then."""
 
-    def spend() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "tightfit.cli.app", "--help"], capture_output=True, check=True
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+    def spend(*words: str) -> float:
+        before = children_seconds()
+        subprocess.run([sys.executable, *words], capture_output=True, check=True)
+        return children_seconds() - before
 
-    assert min(spend() for _ in range(3)) < allow(HELP_SECONDS)
+    ways = (("-m", "tightfit.cli.app", "--help"), ("-c", "import typer"))
+    rounds = [[spend(*words) for words in ways] for _ in range(5)]
+    ours, library = (min(times) for times in zip(*rounds, strict=True))
+    assert ours < HELP_FACTOR * library

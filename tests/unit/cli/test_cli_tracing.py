@@ -13,8 +13,8 @@ from conftest import Run
 
 from tightfit.cli import tracing
 from tightfit.cli.missing import warn_of_missing
-from tightfit.cli.render_estimate import show_estimate
-from tightfit.cli.render_plan import show_plans
+from tightfit.cli.render.estimate import show_estimate
+from tightfit.cli.render.plan import show_plans
 from tightfit.cli.tracing import ModelTracer
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Verdict

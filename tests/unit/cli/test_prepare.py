@@ -22,9 +22,9 @@ from tokenizers.trainers import BpeTrainer
 
 from tightfit.cli.flags.prepare import TRAIN_ON
 from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.prepare_chart import choose_step, make_bins
-from tightfit.cli.train_data import encode_for
-from tightfit.cli.train_recipe import read_wish
+from tightfit.cli.preparing.length_bins import choose_step, make_bins
+from tightfit.cli.training.data import encode_for
+from tightfit.cli.training.recipe import read_wish
 from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
 from tightfit.core.training import TrainOn

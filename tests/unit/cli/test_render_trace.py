@@ -7,7 +7,7 @@ import re
 import pytest
 from cli_examples import make_estimate
 
-from tightfit.cli.render_trace import (
+from tightfit.cli.render.trace import (
     describe_advice,
     describe_effort,
     describe_loading,

@@ -7,7 +7,7 @@ import re
 import pytest
 from cli_examples import make_estimate
 
-from tightfit.cli.render_traced_time import show_traced_time
+from tightfit.cli.render.traced_time import show_traced_time
 from tightfit.estimate.trace.time_result import TracedTime
 
 

@@ -17,8 +17,8 @@ import pytest
 from conftest import Run
 from submit_world import SINFO, Slurm, write_site
 
-from tightfit.cli.train_place import claim_folder, name_folder
-from tightfit.cli.train_recipe import Wish
+from tightfit.cli.training.place import claim_folder, name_folder
+from tightfit.cli.training.recipe import Wish
 from tightfit.core.recipe import read_recipe
 from tightfit.launch.slurm import shared_files
 from tightfit.ledger.run_folder import RunFolder
@@ -113,6 +113,7 @@ def test_folders_claimed_at_the_same_moment_are_different_ones(
 
 
 def test_two_submissions_at_the_same_moment_share_no_folder(unnamed: Path, slurm: Slurm) -> None:
+    slurm.wait_for(2)  # neither has a job when the other looks for one
     words = [sys.executable, "-m", "tightfit", "submit", str(unnamed), *TO_CPU, "--json"]
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=120)[0] for process in both]

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from test_cli_chart import Checker
 
-from tightfit.cli.trace_chart import (
+from tightfit.cli.charts.trace import (
     TraceChart,
     TracePanel,
     make_trace_panel,
     stretch,
     write_trace_chart,
 )
-from tightfit.cli.trace_chart_html import SIDE, render_html
+from tightfit.cli.charts.trace_html import SIDE, render_html
 from tightfit.core.errors import EnvironmentFaultError
 from tightfit.core.units import GIB, MIB
 from tightfit.estimate.trace.result import Timeline, TracedMemory

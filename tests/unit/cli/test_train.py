@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from tightfit.cli import exit_codes, train_place
+from tightfit.cli import exit_codes
 from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.train_display import PlainDisplay, list_numbers, open_display, render_live
-from tightfit.cli.train_hardware import find_hardware, read_limit, read_rendezvous
-from tightfit.cli.train_place import Stage, find_place, move_aside, name_folder, write_wish_file
-from tightfit.cli.train_progress import Progress, render_eval, render_step
-from tightfit.cli.train_recipe import Wish, fixed_fields, read_wish
+from tightfit.cli.training import place as train_place
+from tightfit.cli.training.display import PlainDisplay, list_numbers, open_display, render_live
+from tightfit.cli.training.hardware import find_hardware, read_limit, read_rendezvous
+from tightfit.cli.training.place import Stage, find_place, move_aside, name_folder, write_wish_file
+from tightfit.cli.training.progress import Progress, render_eval, render_step
+from tightfit.cli.training.recipe import Wish, fixed_fields, read_wish
 from tightfit.core.errors import EnvironmentFaultError, UsageError
 from tightfit.core.strategy import Method
 from tightfit.core.units import GIB
@@ -508,3 +509,9 @@ class TestWholeRuns:
         assert answer.code == 5
         assert "--buy" in answer.err
         assert not (tmp_path / "out").exists()
+
+    def test_what_a_rule_forbids_is_not_a_matter_of_hardware(self, run: Run, job: Path) -> None:
+        answer = run("train", str(job), "--set", "fp8=true")
+        assert answer.code == 5
+        remedy = f"tightfit plan {job} --set fp8=true --on here --explain"
+        assert remedy in answer.err

@@ -1,0 +1,1 @@
+"""Charts as PNG or as one HTML file: memory, traces, speeds."""

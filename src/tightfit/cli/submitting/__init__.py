@@ -1,0 +1,1 @@
+"""The parts of `tightfit submit`: a run folder prepared here, a job elsewhere, and its end."""

@@ -1,0 +1,1 @@
+"""How text leaves: the console, tables, notes, JSON, harmless names, bars."""

@@ -1,0 +1,193 @@
+"""From a wish to the plan that will run, with the data that it will run on."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tightfit.cli.describe import count_of
+from tightfit.cli.flags.train import TrainFlags
+from tightfit.cli.repeat import repeat_plan
+from tightfit.cli.traced_plans import trace_search
+from tightfit.cli.training.data import encode_for
+from tightfit.cli.training.hardware import find_hardware
+from tightfit.cli.training.recipe import Wish, fixed_fields
+from tightfit.core.errors import DoesNotFitError, UsageError
+from tightfit.core.recipe import make_training
+from tightfit.core.strategy import Method
+from tightfit.data.encode import Encoded
+from tightfit.data.profile import profile_from_store
+from tightfit.hardware.types import Cluster
+from tightfit.models.resolve import resolve_model
+from tightfit.models.spec import ModelSpec
+from tightfit.planning.known import KnownOutcome
+from tightfit.planning.plan import Plan
+from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
+from tightfit.planning.search import NUM_PLANS, SearchResult, search
+
+SAME_TRAINING = (
+    "method",
+    "weights",
+    "double_quant",
+    "upcast_unquantized",
+    "compute",
+    "autocast",
+    "adapter_dtype",
+    "lora_rank",
+    "lora_targets",
+    "lora_dropout",
+    "dora",
+    "train_embeddings",
+    "optimizer",
+    "packing",
+)
+"""Fields that decide what is learnt: they stay when a run goes on with other hardware."""
+
+TOLD_FINDINGS = ("empty-answer", "answer-cut-off", "truncated", "in-both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A plan to run and its encoded data."""
+
+    plan: Plan
+    encoded: Encoded
+
+    def keep(self, plan: Plan) -> Ready:
+        """The same data under a plan as it was."""
+        return replace(self, plan=plan)
+
+
+def make_ready(
+    wish: Wish,
+    flags: TrainFlags,
+    *,
+    cluster: Cluster | None = None,
+    cache: Path | None = None,
+    begun: Plan | None = None,
+) -> Ready:
+    """Find the model, encode the data, search.
+
+    `cluster` is where a submitted job will run; None: what `--on` means here. `begun` is the
+    plan of a run that goes on with other hardware: what it learns stays.
+    """
+    from tightfit.runtime.model_files import locate_model
+
+    recipe = wish.recipe
+    folder = locate_model(recipe.model, needs_weights=not recipe.random_weights)
+    if cluster is None:
+        cluster = find_hardware(flags, recipe.on)
+    training = {
+        method: make_training(recipe, method=method, model_path=folder)
+        for method in (Method.FULL, Method.LORA)
+    }
+    request = make_request(wish, flags, read_spec(recipe.model, folder), begun)
+    anyhow = training[Method.LORA]  # the data side is the same for every method
+    encoded = encode_for(anyhow, model_folder=folder, seq_len=request.planned_seq_len, cache=cache)
+    request = replace(
+        request,
+        seq_len=request.planned_seq_len,
+        profile=profile_from_store(encoded.train),
+        training=training,
+    )
+    num_plans = max(NUM_PLANS, wish.plan_number)
+    result = search(request, cluster, num_plans=num_plans, known=recall_outcomes(request.spec))
+    if result.plans:
+        result = trace_search(result, asked=None).result
+    return Ready(plan=_warn(_pick(result, wish, flags), encoded), encoded=encoded)
+
+
+def make_request(
+    wish: Wish, flags: TrainFlags, spec: ModelSpec, begun: Plan | None = None
+) -> JobRequest:
+    """What is asked of the planner, before the data is known."""
+    recipe, fixed = wish.recipe, fixed_fields(wish)
+    batch = recipe.effective_batch or DEFAULT_EFFECTIVE_BATCH
+    if begun is not None:
+        fixed |= {name: getattr(begun.strategy, name) for name in SAME_TRAINING}
+        fixed["seq_len"] = encoded_len(begun)
+        batch = begun.effective_batch
+    if flags.nodes > 1:
+        fixed["num_nodes"] = flags.nodes
+    return JobRequest(
+        spec=spec,
+        method=recipe.method.value,
+        seq_len=fixed.pop("seq_len", None),
+        effective_batch=batch,
+        num_epochs=recipe.num_epochs,
+        max_steps=recipe.max_steps,
+        fixed=fixed,
+    )
+
+
+def reuse_plan(saved: Plan, wish: Wish, *, cache: Path | None = None) -> Ready:
+    """A saved plan as it is, with the data and the learning side that were asked for."""
+    from tightfit.runtime.model_files import locate_model
+
+    folder = locate_model(wish.recipe.model, needs_weights=not wish.recipe.random_weights)
+    training = make_training(wish.recipe, method=saved.strategy.method, model_path=folder)
+    encoded = encode_for(training, model_folder=folder, seq_len=encoded_len(saved), cache=cache)
+    profile = profile_from_store(encoded.train)
+    update = {"training": training, "data": profile, "num_epochs": wish.recipe.num_epochs}
+    return Ready(plan=_warn(saved.model_copy(update=update), encoded), encoded=encoded)
+
+
+def _warn(plan: Plan, encoded: Encoded) -> Plan:
+    """Rows that train less than they look, told where the number of rows is."""
+    told = [
+        f"{count_of(finding.num_rows, 'row')}: {finding.says}    (tightfit prepare lists them)"
+        for finding in encoded.report.findings
+        if finding.kind in TOLD_FINDINGS
+    ]
+    return plan.model_copy(update={"warnings": (*plan.warnings, *told)})
+
+
+def encoded_len(plan: Plan) -> int:
+    """Where rows are cut; the strategy's own length ends at the longest row."""
+    return plan.strategy.seq_len if plan.data is None else plan.data.seq_len
+
+
+def read_spec(name: str, folder: Path) -> ModelSpec:
+    """The architecture of the files that are trained, under the name that the user knows."""
+    spec = resolve_model(str(folder))
+    return spec.model_copy(update={"name": resolve_model(name).name})
+
+
+def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
+    """What earlier runs of this model showed, as far as it bears on planning."""
+    from tightfit.ledger.store import read_outcomes
+
+    return [
+        KnownOutcome(
+            model_name=outcome.model_name,
+            gpu_name=outcome.gpu_name,
+            strategy=outcome.strategy,
+            status="finished" if outcome.status.value == "finished" else "out-of-memory",
+            peak_bytes=outcome.measured_peak_bytes,
+            date=outcome.date,
+        )
+        for outcome in read_outcomes(model=spec.name)
+        if outcome.status.value in ("finished", "out-of-memory")
+    ]
+
+
+def refuse_nothing(result: SearchResult, flags: TrainFlags) -> None:
+    """A search that found no plan."""
+    if not result.plans:
+        remedy = f"{repeat_plan(flags)} --buy    (the cheapest hardware that fits it)"
+        if result.shortfall is None:
+            where = shlex.quote(flags.on or "here")
+            remedy = f"{repeat_plan(flags)} --on {where} --explain    (every reason)"
+        raise DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
+
+
+def _pick(result: SearchResult, wish: Wish, flags: TrainFlags) -> Plan:
+    number = wish.plan_number
+    refuse_nothing(result, flags)
+    if number > len(result.plans):
+        raise UsageError(
+            f"`--plan {number}`: there are only {len(result.plans)} plans.",
+            remedy=f"--plan {len(result.plans)}",
+        )
+    return result.plans[number - 1]
