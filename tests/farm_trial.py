@@ -28,7 +28,13 @@ from tightfit.serve.generate.job import GenerateJob
 from tightfit.serve.generate.prompts import Prompt
 
 NUM_TOKENS = 5
-PACES = {"gpu": (4, 0.04), "cpu": (1, 0.04), "local": (2, 0.004), "fast": (2, 0.0005)}
+PACES = {
+    "gpu": (4, 0.04),
+    "cpu": (1, 0.04),
+    "slow": (2, 0.04),  # for a worker that is to be stopped: at work for long enough to be
+    "local": (2, 0.004),
+    "fast": (2, 0.0005),
+}
 """Slots and seconds per token, by partition."""
 SELF = str(Path(__file__).absolute())
 

@@ -6,6 +6,7 @@ next, in processor time as well.
 
 from __future__ import annotations
 
+import resource
 import time
 
 USUAL_SECONDS = 0.15
@@ -17,3 +18,9 @@ def allow(seconds: float) -> float:
     started = time.process_time()
     sum(number * number for number in range(1_000_000))
     return seconds * max(1.0, (time.process_time() - started) / USUAL_SECONDS)
+
+
+def children_seconds() -> float:
+    """Processor time of the processes that this one has waited for, so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -125,9 +125,11 @@ def test_without_the_password_nothing_is_shown(chromium: Any, tmp_path: Path) ->
         page.votes.write_text("{}\n")
         paths = ("config", "gradio_api/info", f"gradio_api/file={page.votes.resolve()}")
         for path in paths:
-            assert httpx.get(page.address + path).status_code in (401, 403), path
+            assert httpx.get(page.address + path, timeout=60).status_code in (401, 403), path
         refused = httpx.post(
-            page.address + "login", data={"username": "x", "password": "a-long-worm"}
+            page.address + "login",
+            data={"username": "x", "password": "a-long-worm"},
+            timeout=60,
         )
         assert refused.status_code == 400
         with watched_page(chromium, page.address) as watched:
@@ -143,13 +145,13 @@ def test_a_foreign_name_for_this_machine_is_refused(scripted: Served) -> None:
     own = scripted.address.removeprefix("http://").rstrip("/")
     port = own.rpartition(":")[2]
     for name, status in ((own, 200), (f"localhost:{port}", 200), (f"evil.example:{port}", 421)):
-        answer = httpx.get(scripted.address + "config", headers={"host": name})
+        answer = httpx.get(scripted.address + "config", headers={"host": name}, timeout=60)
         assert answer.status_code == status, name
 
 
 def test_every_answer_carries_the_policy(scripted: Served) -> None:
     for path in ("", "config", "theme.css", "nowhere"):
-        policy = httpx.get(scripted.address + path).headers["content-security-policy"]
+        policy = httpx.get(scripted.address + path, timeout=60).headers["content-security-policy"]
         assert "default-src 'self' data: blob:" in policy
         assert "http" not in policy
         assert "*" not in policy

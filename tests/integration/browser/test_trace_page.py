@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from compare_browser import DESKTOP, PHONE, Watched, browser, keep_picture, watched_page
 
-from tightfit.cli.trace_chart import TraceChart, TracePanel, make_trace_panel
-from tightfit.cli.trace_chart_html import write_html
+from tightfit.cli.charts.trace import TraceChart, TracePanel, make_trace_panel
+from tightfit.cli.charts.trace_html import write_html
 from tightfit.core.units import GIB, MIB, render_bytes
 from trace_cases import record_full_tuning, trace
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from machine_pace import allow, children_seconds
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.cpu import probe_cpu
 from tightfit.runtime.calibrate.bench import Bench
@@ -35,7 +36,7 @@ def make_bench(seconds: float) -> Bench:
 def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What `tightfit calibrate --device cpu` prints with a small budget."""
     folder = tmp_path_factory.mktemp("data")
-    start = time.monotonic()
+    before = children_seconds()
     done = subprocess.run(
         [
             *(sys.executable, "-m", "tightfit.cli.app", "calibrate"),
@@ -49,14 +50,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
             "OMP_NUM_THREADS": "1",
         },
         check=False,
-        timeout=110,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    return {**json.loads(done.stdout), "wall": time.monotonic() - start, "folder": folder}
+    seconds = children_seconds() - before  # not of who else is at work here
+    return {**json.loads(done.stdout), "processor_seconds": seconds, "folder": folder}
 
 
 def test_ends_in_time_and_is_on_disk(told: Any) -> None:
-    assert told["wall"] < 60
+    assert told["processor_seconds"] < allow(90)
     path = Path(told["path"])
     assert path.parent == told["folder"] / "calibrations"
     assert (
@@ -79,16 +81,25 @@ def test_the_rates_are_a_cpus(told: Any) -> None:
 
 
 def test_the_rate_is_what_a_stopwatch_says() -> None:
-    """A second measure of the same product, by hand."""
-    rows = {(row.m, row.n, row.k): row for row in measure_matmuls(make_bench(5.0))}
+    """A second measure of the same product, by hand, before and after."""
     left, right = torch.randn(512, 2048), torch.randn(2048, 2048)
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        left @ right.T
-        times.append(time.perf_counter() - start)
 
-    assert rows[512, 2048, 2048].seconds == pytest.approx(sorted(times)[4], rel=1.5)
+    def stop_time() -> float:
+        times = []
+        for _ in range(9):
+            start = time.perf_counter()
+            left @ right.T
+            times.append(time.perf_counter() - start)
+        return sorted(times)[4]
+
+    tries = []
+    for _ in range(3):  # a pause of the machine spoils one
+        before = stop_time()
+        [row] = measure_matmuls(make_bench(-1.0))  # no time: the one product, close to both
+        by_hand = sorted([before, stop_time()])
+        assert (row.m, row.n, row.k) == (512, 2048, 2048)
+        tries.append((row.seconds, by_hand))
+    assert any(low / 2.5 < seconds < 2.5 * high for seconds, (low, high) in tries), tries
 
 
 def test_no_time_leaves_one_product_and_says_so() -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slow_steps import SlowSteps
+
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
@@ -143,6 +145,13 @@ class Job:
             "TIGHTFIT_LEDGER": str(self.home / "ledger.sqlite"),
         }
         return {**os.environ, **mine, **self.environment}
+
+    def slow_from(self, step: int) -> SlowSteps:
+        """What is started from now on takes a second for this step and for each after it."""
+        slow = SlowSteps(self.home / "slow")
+        slow.begin(step)
+        self.environment |= slow.environment
+        return slow
 
     def finish(self, *options: str, code: int = 0, command: list[str] | None = None) -> str:
         """Run to the end, which must have that exit code; what it said."""

@@ -15,13 +15,17 @@ class Nursery:
     """Many starts of `python -m tightfit.train.worker RUN`, one after the other."""
 
     def __init__(self, job: Job) -> None:
+        environment = job.surroundings()
+        here = Path(__file__).parent
+        paths = [environment.get("PYTHONPATH", ""), str(here), str(here.parents[1])]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**job.surroundings(), "PYTHONPATH": str(Path(__file__).parent)},
+            env=environment,
         )
         assert self._read() == "ready"
 

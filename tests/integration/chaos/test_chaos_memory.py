@@ -156,10 +156,12 @@ def test_too_much_from_the_start(tmp_path: Path, roomy: Job, limit: int) -> None
 def test_too_much_by_a_limit_of_ours(tmp_path: Path, roomy: Job, limit: int) -> None:
     """The variable, on a run whose plan was made before it was set."""
     job = make_job(tmp_path, roomy.model, roomy.data)
+    slow = job.slow_from(2)  # or it may be over before it is stopped
     process = job.start()
     assert wait_for(lambda: job.last_step() >= 2, process)
     process.terminate()
     process.communicate(timeout=PATIENCE_SECONDS)
+    slow.end()
     step = job.state()["step"]
 
     job.environment["TIGHTFIT_MEMORY_LIMIT_BYTES"] = str(limit)

@@ -35,11 +35,13 @@ def make_job(home: Path, model: Path, data: Path) -> Job:
 
 def stop(job: Job, kind: signal.Signals, *options: str, after: int, everyone: bool = False) -> None:
     """`everyone`: as batch systems do, which signal each process of a job."""
+    slow = job.slow_from(after)  # or a run of seconds may be over before it has heard of the wish
     process = job.start(*options)
     assert wait_for(lambda: job.last_step() >= after, process), job.log()
     for pid in list_tree(process.pid) if everyone else [process.pid]:
         os.kill(pid, kind)
     said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    slow.end()
 
     assert process.returncode == REQUEUE, said + job.log()
     state = job.state()

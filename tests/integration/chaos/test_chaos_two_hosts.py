@@ -85,10 +85,12 @@ def test_a_host_is_lost_and_comes_back(
     undisturbed = make_job(tmp_path / "undisturbed", model, data)
     undisturbed.finish("--on", "cpu")
     job = make_job(tmp_path / "job", model, data)
+    slow = job.slow_from(5)  # or it may be over before the host is lost
     running = [hosts.start(job, 0), hosts.start(job, 1)]
     try:
         assert wait_for(lambda: job.last_step() >= 5, running[1]), tell(job)
         kill_tree(running[1])
+        slow.end()
         running[1] = hosts.start(job, 1)
         codes = [process.wait(timeout=PATIENCE_SECONDS) for process in running]
     finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from slow_steps import SlowSteps
 from small_models import make_llama
 from tightfit.launch.preflight.salloc_options import KNOWN, KNOWN_LETTERS, keep_known
 
@@ -40,6 +40,7 @@ class Submission:
     model: Path
     changes: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    job_environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def run(self) -> Path:
@@ -55,7 +56,8 @@ class Submission:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         site = self.home / "site.yaml"
         shared = [str(self.home), str(self.model)]  # in /tmp, which nodes elsewhere do not share
-        site.write_text(f"environment: {{OMP_NUM_THREADS: 1}}\nshared: {json.dumps(shared)}\n")
+        variables = {"OMP_NUM_THREADS": "1"} | self.job_environment
+        site.write_text(f"environment: {json.dumps(variables)}\nshared: {json.dumps(shared)}\n")
         recipe = {
             "model": str(self.model),
             "data": str(data),
@@ -191,13 +193,14 @@ def test_a_finished_run_is_not_submitted_again(undisturbed: Submission) -> None:
 def test_cut_off_by_the_time_limit_it_goes_on_to_the_same_loss(
     tmp_path: Path, model: Path, undisturbed: Submission
 ) -> None:
-    made = Submission(home=tmp_path, model=model).write()
+    made, slow = slow_from(5, Submission(home=tmp_path, model=model))
     code, said = made.submit("--on", "slurm:cpu", "--time-limit", "10", "--no-follow")
     assert code == 0, said
     assert made.reaches(5), made.log()
 
     # Held still, so that the limit is met in the middle however fast the machine is.
     slurm("scancel", "--signal=STOP", made.job_id)
+    slow.end()
     slurm("scontrol", "update", f"JobId={made.job_id}", "TimeLimit=1")
     log = made.run / f"slurm-{made.job_id}.out"
     assert wait_until(lambda: "the time limit is near" in log.read_text(), seconds=120), made.log()
@@ -266,13 +269,14 @@ def test_preempted_it_is_queued_again_and_goes_on(tmp_path: Path, model: Path) -
 def test_after_the_loss_of_a_node_it_goes_on_to_the_same_loss(
     tmp_path: Path, model: Path, lab: SlurmLab, undisturbed: Submission
 ) -> None:
-    made = Submission(home=tmp_path, model=model).write()
+    made, slow = slow_from(5, Submission(home=tmp_path, model=model))
     made.add_options("--partition=gpu", "--nodelist=gpu01,gpu02")
     code, said = made.submit("--on", "slurm:cpu", "--nodes", "2", "--no-follow")
     assert code == 0, said
     assert made.reaches(5), made.log()
     try:
         lab.poweroff("gpu02")
+        slow.end()
         assert wait_until(made.is_queued_again, seconds=PATIENCE_SECONDS), made.log()
     finally:
         lab.poweron("gpu02")
@@ -328,7 +332,7 @@ def test_a_run_in_a_folder_of_this_machine_alone_is_refused(tmp_path: Path, mode
 def test_two_submissions_at_the_same_moment_are_two_runs(tmp_path: Path, model: Path) -> None:
     """Each asks for the nodes after it found no job of the other, and before it has one."""
     made = Submission(home=tmp_path, model=model, changes={"output": None}).write()
-    made.environment = {"PATH": f"{meet_at('sinfo', tmp_path)}:{os.environ['PATH']}"}
+    made.environment = {"PYTHONPATH": str(meet_at("sinfo", tmp_path))}
     both = [made.start("--on", "slurm:cpu", "--no-follow", "--json") for _ in range(2)]
     said = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
@@ -338,22 +342,30 @@ def test_two_submissions_at_the_same_moment_are_two_runs(tmp_path: Path, model: 
 
 
 def meet_at(command: str, home: Path) -> Path:
-    """A folder for PATH whose command waits until it was called twice, then does its work."""
+    """A folder for PYTHONPATH: whoever is about to start the command waits for another to.
+
+    Before the start, as the command itself has seconds to answer in.
+    """
     folder = home / "meeting"
     folder.mkdir()
-    path = folder / command
-    path.write_text(
-        f"""#!/bin/sh
-touch {folder}/came.$$
-for _ in $(seq {int(PATIENCE_SECONDS * 10)}); do
-    [ "$(ls {folder}/came.* | wc -l)" -ge 2 ] && break
-    sleep 0.1
-done
-exec {shutil.which(command)} "$@"
-"""
+    (folder / "sitecustomize.py").write_text(
+        MEETING.format(command=command, folder=str(folder), seconds=PATIENCE_SECONDS / 2)
     )
-    path.chmod(0o755)
     return folder
+
+
+MEETING = """
+import os, pathlib, sys, time
+folder = pathlib.Path({folder!r})
+def meet(event, given):
+    if event == "subprocess.Popen" and os.path.basename(os.fspath(given[0])) == {command!r}:
+        (folder / f"came.{{os.getpid()}}").touch()
+        end = time.monotonic() + {seconds}
+        while len(list(folder.glob("came.*"))) < 2:
+            assert time.monotonic() < end, "nobody else came"
+            time.sleep(0.05)
+sys.addaudithook(meet)
+"""
 
 
 def test_a_fresh_run_waits_for_the_old_ones_job_and_keeps_its_files(
@@ -428,7 +440,8 @@ def test_preflight_in_an_allocation(tmp_path: Path) -> None:
     assert done.returncode == 0, [f for f in told["findings"] if f["status"] == "fault"]
     assert [node["name"] for node in told["nodes"]] == ["cpu01", "cpu02"]
     assert told["all_reduce"]["bus_bytes_per_second"] > 1e6
-    assert slurm("squeue", "-h", "-n", "tightfit-preflight") == ""
+    # A job that is being cleared away is listed for a while.
+    assert wait_until(lambda: not slurm("squeue", "-h", "-n", "tightfit-preflight"), seconds=60)
 
 
 def test_dry_run_submits_nothing_and_asks_slurm(tmp_path: Path, model: Path) -> None:
@@ -468,6 +481,14 @@ def test_slurm_takes_the_golden_scripts(tmp_path: Path) -> None:
         assert done.returncode == 0, f"{path.name}: {done.stderr}"
         num_tested += 1
     assert num_tested >= 8
+
+
+def slow_from(step: int, made: Submission) -> tuple[Submission, SlowSteps]:
+    """Written with steps that take a second from there on: or the job may be over too early."""
+    slow = SlowSteps(made.home / "slow")
+    slow.begin(step)
+    made.job_environment |= slow.environment
+    return made.write(), slow
 
 
 def wait_until(is_so: Callable[[], bool], *, seconds: float) -> bool:

@@ -17,9 +17,13 @@ KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def compile_kernel(kind: str, capability: int) -> list[str]:
     return list_steps(
-        adamw_kernels._update,
+        adamw_kernels._adamw,
         TYPES,
-        {"dtype": adamw_kernels._WORDS[KINDS[kind]], "tile": adamw_kernels.TILE},
+        {
+            "dtype": adamw_kernels._WORDS[KINDS[kind]],
+            "tile": adamw_kernels.TILE,
+            "num_tiles": adamw_kernels.NUM_TILES,
+        },
         capability=capability,
         num_warps=adamw_kernels.NUM_WARPS,
         is_aligned=False,

@@ -11,10 +11,12 @@ from torch.optim import AdamW
 
 from tightfit.runtime import adamw
 from tightfit.runtime.adamw import KernelAdamW
-from tightfit.runtime.adamw_kernels import TILE, Rule, update_all
+from tightfit.runtime.adamw_kernels import NUM_TILES, TILE, Rule, update_all
 from tightfit.runtime.calibrate.updates import updates_alike
 
-SIZES = (5, TILE - 1, TILE, 2 * TILE, 3 * TILE + 7)
+SPAN = TILE * NUM_TILES
+"""Of one program."""
+SIZES = (5, TILE, SPAN - 1, SPAN, 2 * SPAN + TILE + 7)
 RATE, FACTOR, NUM_STEPS = 1e-2, 0.5, 4
 RULE = Rule(rate=RATE, decay=0.1, betas=(0.9, 0.999), epsilon=1e-8)
 

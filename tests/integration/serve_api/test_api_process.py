@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from api_client import wait_until
 
 pytest_plugins = ("api_served",)
 
+NUM_TRIES = 3
 HELLO: Any = [{"role": "user", "content": "How many singers?"}]
 
 
@@ -35,19 +37,25 @@ def _serve(*words: object, **variables: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_caller_who_goes_stops_the_computing(server: ServerProcess, model: str) -> None:
-    stream = server.client.chat.completions.create(
-        model=model,
-        messages=HELLO,
-        temperature=1,
-        stream=True,
-        extra_body={"ignore_eos": True},  # else it may end by itself
-    )
-    next(iter(stream))
-    assert server.gauge("tightfit_answers_running") == 1
-    before = server.gauge("tightfit_generated_tokens_total")
-    stream.close()
-    wait_until(lambda: server.gauge("tightfit_answers_running") == 0, seconds=20)
-    assert server.gauge("tightfit_generated_tokens_total") - before < 900  # of about 1,000
+    computed = []
+    for _ in range(NUM_TRIES):  # a busy machine may let us sleep until all is computed
+        before = server.gauge("tightfit_generated_tokens_total")
+        stream = server.client.chat.completions.create(
+            model=model,
+            messages=HELLO,
+            temperature=1,
+            stream=True,
+            n=16,  # so that it would take a while
+            extra_body={"ignore_eos": True},  # else it may end by itself
+        )
+        next(iter(stream))
+        was_running = server.gauge("tightfit_answers_running") >= 1
+        stream.close()
+        wait_until(lambda: server.gauge("tightfit_answers_running") == 0, seconds=60)
+        computed.append(server.gauge("tightfit_generated_tokens_total") - before)
+        if was_running and computed[-1] < 8_000:  # of about 16,000
+            return
+    pytest.fail(f"it went on after the caller was gone: {computed} tokens")
 
 
 def test_beyond_loopback_every_request_needs_the_key(tiny: tuple[Path, Path]) -> None:
@@ -56,9 +64,10 @@ def test_beyond_loopback_every_request_needs_the_key(tiny: tuple[Path, Path]) ->
         assert len(key) >= 32
         with pytest.raises(openai.AuthenticationError):
             server.client.models.list()
-        bare = httpx.post(f"{server.url}/v1/chat/completions", json={}, trust_env=False)
+        bare = httpx.post(f"{server.url}/v1/chat/completions", json={}, trust_env=False, timeout=60)
         assert bare.status_code == 401
-        assert httpx.get(f"{server.url}/health", trust_env=False).json() == {"status": "ready"}
+        health = httpx.get(f"{server.url}/health", trust_env=False, timeout=60)
+        assert health.json() == {"status": "ready"}
         answer = server.client_with(key).chat.completions.create(
             model="tiny-file", messages=HELLO, max_tokens=4, temperature=0
         )
@@ -67,32 +76,45 @@ def test_beyond_loopback_every_request_needs_the_key(tiny: tuple[Path, Path]) ->
 
 def test_another_machines_name_is_refused(server: ServerProcess) -> None:
     headers = {"Host": "evil.example"}
-    response = httpx.get(f"{server.url}/v1/models", headers=headers, trust_env=False)
+    response = httpx.get(f"{server.url}/v1/models", headers=headers, trust_env=False, timeout=60)
     assert response.status_code == 403
 
 
 def test_a_signal_while_streaming_ends_the_answer_and_the_process(tiny: tuple[Path, Path]) -> None:
-    with server_process(tiny[1], "--drain", 0) as server:
-        stream = server.client.chat.completions.create(
-            model="tiny-file",
-            messages=HELLO,
-            stream=True,
-            n=16,  # so that it would take a while
-            extra_body={"ignore_eos": True},
-        )
-        events = iter(stream)
-        next(events)
-        began_s = time.monotonic()
-        server.process.terminate()
-        with pytest.raises(openai.APIError) as told:
-            list(events)
-        assert told.value.code == "shutting_down"
-        assert server.process.wait(30) == 0
-        assert time.monotonic() - began_s < 30
-        assert server.process.stderr is not None
-        said = server.process.stderr.read()
-        assert said.endswith("stopped\n")
-        assert "Traceback" not in said
+    for _ in range(NUM_TRIES):  # as above
+        with server_process(tiny[1], "--drain", 0) as server:
+            stream = server.client.chat.completions.create(
+                model="tiny-file",
+                messages=HELLO,
+                stream=True,
+                n=16,  # so that it would take a while
+                extra_body={"ignore_eos": True},
+            )
+            events = iter(stream)
+            next(events)
+            began_s = time.monotonic()
+            server.process.terminate()
+            code = _read_to_the_end(events)
+            assert server.process.wait(30) == 0
+            assert time.monotonic() - began_s < 30
+            assert server.process.stderr is not None
+            said = server.process.stderr.read()
+            assert said.endswith("stopped\n")
+            assert "Traceback" not in said
+        if code is not None:
+            assert code == "shutting_down"
+            return
+    pytest.fail("the answers went on to their end")
+
+
+def _read_to_the_end(events: Iterator[Any]) -> str | None:
+    """The code of the error that broke it off; None where nothing did."""
+    try:
+        for _ in events:
+            pass
+    except openai.APIError as told:
+        return told.code
+    return None
 
 
 def test_a_signal_lets_a_short_answer_end(tiny: tuple[Path, Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,32 @@ def test_products_and_casts_of_a_step(
     assert count(TRITON, BACKWARD) == casts_back
 
 
+def test_of_fp8_gradients_the_forward_pass_is_bf16_s(tmp_path: Path) -> None:
+    """And the backward pass the one of full tuning in fp8."""
+    kept = FULL | {"checkpointing": False}
+    found = record(tmp_path, kept | {"fp8": False, "fp8_gradients": True}).operations
+    both = record(tmp_path, kept).operations
+    assert found is not None
+    assert both is not None
+    calls = [one for one in found.walk() if one.stage == FORWARD]
+    assert not any(one.name in ("aten::_scaled_mm", TRITON) for one in calls)
+    products = [one for one in calls if one.name in ("aten::mm", "aten::addmm")]
+    assert sum(one.count for one in products) == LINEARS + 1, "the head too"
+
+    def list_back(operations: Any) -> Counter[tuple[str, str]]:
+        counts: Counter[tuple[str, str]] = Counter()
+        for one in operations.walk():
+            if one.stage == BACKWARD and one.name in ("aten::_scaled_mm", TRITON):
+                counts[one.name, one.dtype] += one.count
+        return counts
+
+    assert list_back(found) == list_back(both)
+    assert list_back(both).total() == 7 * LINEARS + 2 * INPUTS
+
+
 def record(folder: Path, fields: dict[str, Any]) -> Recording:
     config = json.loads((make_llama(folder) / "config.json").read_text("utf-8"))
-    strategy = Strategy(fp8=True, micro_batch=2, seq_len=32, **fields)
+    strategy = Strategy(**({"fp8": True, "micro_batch": 2, "seq_len": 32} | fields))
     job = TraceJob(config=config, strategy=strategy, compute_capability=(9, 0), stages=())
     return record_job(job, config)
 

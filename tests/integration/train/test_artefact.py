@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 
+from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import EnvironmentFaultError
 from tightfit.ledger.run_folder import RunFolder

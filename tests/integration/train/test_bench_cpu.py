@@ -13,7 +13,7 @@ import pytest
 
 from tightfit.cli.bench_job import read_bench_job
 from tightfit.cli.flags.bench import BenchFlags
-from tightfit.cli.train_display import SilentDisplay
+from tightfit.cli.training.display import SilentDisplay
 from tightfit.launch.local import run_job
 from tightfit.launch.trial import PREFIX
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus, TokenFolders

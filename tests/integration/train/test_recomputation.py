@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from torch import nn
 
+from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.runtime.layers import decoder_layers
 from tightfit.train.finish import recompute_layers
 

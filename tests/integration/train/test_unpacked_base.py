@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from torch import nn
 
+from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.core.dtypes import Dtype
 from tightfit.data.token_store import TokenStore
 from tightfit.ledger.run_folder import RunFolder

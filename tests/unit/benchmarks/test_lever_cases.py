@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tightfit.core.strategy import Loss
+from tightfit.core.strategy import Loss, Method
 from tightfit.data.token_store import EncodedRow
 from tightfit.planning.why import LEVERS
 
@@ -151,8 +151,34 @@ def test_every_lever_of_one_gpu_has_a_case(scripts: dict[str, ModuleType]) -> No
             assert not lever.is_pulled(plain), lever.name
             assert any(map(lever.is_pulled, others)), lever.name
     assert make(cases["recomputing half the layers"], **sizes).count_recomputed(30) == 15
-    assert make(cases["4 micro-batches"], **sizes).grad_accum == 4
+    assert make(cases["2 micro-batches"], **sizes).grad_accum == 2
     assert {make(case, **sizes).loss for case in cases.values()} == set(Loss)
+
+
+def test_full_tuning_has_a_noise_of_its_own(
+    scripts: dict[str, ModuleType], lucky: dict[str, Any]
+) -> None:
+    """Half batches for the curve; they and other orders for what was learnt."""
+    full = {
+        "full tuning": make_run(0.0),
+        "full tuning in half batches": make_run(0.002, held_out=2.01),
+        "full tuning in order 1": make_run(0.5, order_seed=1, held_out=2.02),
+        "fp8 gradients": make_run(0.003),
+    }
+    script = scripts["_lever_cases"]
+    noise = script.find_noise(full, Method.FULL)
+    assert noise.mean_step_difference == pytest.approx(0.002)
+    assert noise.held_out_difference == pytest.approx((0.01 + 0.02 + 0.01) / 3)
+    assert noise.repeated is None
+    assert script.find_noise(full) is None
+
+    (row,) = script.judge_levers(lucky | full)
+    assert (row["lever"], row["against"]) == ("fp8 gradients", "full tuning")
+    assert row["is_within_noise"] is False, "0.003 of 0.002; the adapters' noise is 0.004"
+    table = scripts["measure_levers"].render_table(lucky | full).splitlines()
+    assert [line.split("  ")[0] for line in table[2:]] == [
+        *("noise, lora", "the same run twice", "noise, full"),
+    ]
 
 
 def test_all_ways_of_a_step_hold_the_same_rows(
@@ -172,7 +198,7 @@ def test_all_ways_of_a_step_hold_the_same_rows(
 
     seen = []
     cases = {case.name: case for case in scripts["_lever_cases"].CASES}
-    for name in ("plain", "packing", "4 micro-batches"):
+    for name in ("plain", "packing", "2 micro-batches"):
         strategy = scripts["_lever_cases"].make_strategy(
             cases[name], num_rows=8, seq_len=64, num_layers=2
         )

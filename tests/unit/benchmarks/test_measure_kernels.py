@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +96,27 @@ def test_short_operations_have_no_row_but_are_counted(scripts: dict[str, ModuleT
     assert step["left_out_seconds"] == pytest.approx(15e-6)
     assert step["product_flops_per_second"] == pytest.approx(2 * 2048**3 / 50e-6)
     assert step["step_seconds"] == 0.2
+
+
+def test_kernels_that_no_operation_started_are_found(scripts: dict[str, ModuleType]) -> None:
+    """As the profiler lists a step: each kernel, those of an operation with it too, and spans."""
+    kinds: Any = torch.autograd
+
+    def on_card(name: str, microseconds: float, *, is_span: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(
+            device_type=kinds.DeviceType.CUDA,
+            name=name,
+            time_range=SimpleNamespace(elapsed_us=lambda: microseconds),
+            is_user_annotation=is_span,
+        )
+
+    of_product = SimpleNamespace(name="gemm", duration=7.0)
+    product = SimpleNamespace(device_type=kinds.DeviceType.CPU, kernels=[of_product])
+    events = [
+        *(product, on_card("gemm", 7.0), on_card("_adamw", 30.0), on_card("_adamw", 10.0)),
+        on_card("Optimizer.step#KernelAdamW.step", 45.0, is_span=True),
+    ]
+    assert scripts["_kernel_steps"].read_kernels(events) == [("_adamw", [], 2, pytest.approx(4e-5))]
 
 
 def test_parts_run_without_a_gpu_and_are_written_a_row_a_line(

@@ -69,6 +69,7 @@ EXPECTED: tuple[tuple[str, list[list[int]], str], ...] = (
     ("triton_poi_fused_add_mul_3", [], "norms, rotary, activations"),
     ("bitsandbytes::gemm_4bit", [[4, 1024, 4096], [8388608, 1], []], "nf4 unpacking"),
     ("aten::_fused_adamw_", [[], []], "optimizer"),
+    ("_adamw", [], "optimizer"),
     ("aten::_foreach_norm", [[], []], "optimizer"),
     ("bitsandbytes::optimizer_update_8bit_blockwise", [[4096, 4096]], "optimizer"),
     ("aten::isneginf", [[4, 1, 8, 8]], "other"),

@@ -73,10 +73,10 @@ def test_packing_a_million_rows_is_quick() -> None:
     rng = random.Random(3)
     lengths = Counter(min(int(rng.lognormvariate(6, 1)) + 1, 8192) for _ in range(1_000_000))
 
-    started = time.perf_counter()
+    started = time.process_time()
     num_packed = count_packed_rows(lengths, 8192)
 
-    assert time.perf_counter() - started < allow(5)
+    assert time.process_time() - started < allow(5)
     tokens = sum(length * rows for length, rows in lengths.items())
     assert ceil(tokens / 8192) <= num_packed <= 1.01 * tokens / 8192
 

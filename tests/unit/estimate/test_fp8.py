@@ -70,6 +70,31 @@ def test_a_step_gains_less_than_twice_and_less_where_weights_are_trained(
     assert least < gain < most
 
 
+def test_gradients_alone_gain_less_than_both_passes() -> None:
+    plain, both = (seconds(estimate(FULL, fp8=fp8)) for fp8 in (False, True))
+    found = seconds(estimate(FULL | {"fp8_gradients": True}, fp8=False))
+    assert both < found < plain
+
+
+def test_gradients_alone_cast_nothing_before_the_backward_pass() -> None:
+    plain, both = (estimate(FULL, fp8=fp8) for fp8 in (False, True))
+    found = estimate(FULL | {"fp8_gradients": True}, fp8=False)
+    for name in ("forward", "eval"):
+        assert phase(found, name) == phase(plain, name) < phase(both, name)
+    assert phase(found, "backward") == phase(both, "backward") > phase(plain, "backward")
+
+
+def test_gradients_alone_are_two_of_three_products() -> None:
+    """On a card that was measured, and on one that was not."""
+    measured = (*make_matmuls(400e12), *make_matmuls(1000e12, "fp8"))
+    for gpu in (H200, make_calibration(matmuls=measured).apply(H200)):
+        plain, both, found = (
+            estimate(FULL | {"fp8_gradients": one}, fp8=two, gpu=gpu).time.components["matmul"]
+            for one, two in ((False, False), (False, True), (True, False))
+        )
+        assert (plain - found) / (plain - both) == pytest.approx(2 / 3, rel=0.02)
+
+
 def test_casts_are_traffic() -> None:
     plain, found = (estimate(LORA, fp8=fp8).time.components for fp8 in (False, True))
     assert found["memory_bound"] > plain["memory_bound"]

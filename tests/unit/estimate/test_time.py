@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from machine_pace import allow
 from tightfit.core.strategy import Strategy
 from tightfit.core.workload import DataProfile
 from tightfit.estimate.result import StepTime
@@ -268,4 +269,4 @@ def test_fast_enough_to_search_thousands() -> None:
         estimate_step_time(spec=LLAMA_7B, strategy=strategy, node=A100, num_trainable=trainable)
         best = min(best, time.perf_counter() - start)
 
-    assert best < 500e-6
+    assert best < allow(500e-6)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import farm_trial
 from farm_trial import TrialEngine, check_answers, make_order, make_prompts, run_trial
 from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.engines.protocol import Listener, Request
 from tightfit.farm.collect import collect
 from tightfit.farm.folder import FarmFile, farm_path
-from tightfit.farm.leases import FINISHED
+from tightfit.farm.leases import FINISHED, Leases, Why
 from tightfit.farm.places import local_place
 from tightfit.farm.progress import Lookout
 from tightfit.farm.statistics import sum_farm
 from tightfit.farm.status import read_statuses
+from tightfit.farm.store import FolderStore
 from tightfit.farm.submit import open_farm
 from tightfit.farm.worker import run_worker
 from tightfit.launch.exits import EXIT_REQUEUE
@@ -70,9 +75,29 @@ def test_one_worker_does_everything_and_says_so(tmp_path: Path) -> None:
     assert Lookout(folder, farm).look().is_finished
 
 
+class _GatedEngine(TrialEngine):
+    """Answers nothing before every other engine has something to answer."""
+
+    def __init__(self, gate: threading.Barrier) -> None:
+        super().__init__("local")
+        self._gate: threading.Barrier | None = gate
+
+    def submit(self, request: Request, listener: Listener) -> Any:
+        if self._gate is not None:
+            self._gate.wait()
+            self._gate = None
+        return super().submit(request, listener)
+
+
 def test_threads_share_the_work(tmp_path: Path) -> None:
-    folder, farm, out = begin(tmp_path, 300)
-    threads = [threading.Thread(target=work_here, args=(folder,)) for _ in range(4)]
+    folder, farm, out = begin(tmp_path, 300, lease_seconds=600.0)
+    # All have a chunk before any answers: a thread that starts late would find nothing left.
+    gate = threading.Barrier(4, timeout=60)
+
+    def work() -> None:
+        run_worker(folder, open_engine=lambda _: _GatedEngine(gate))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -88,20 +113,22 @@ def test_threads_share_the_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stopped_worker_gives_back_at_once(tmp_path: Path, number: signal.Signals) -> None:
     folder, farm, out = begin(tmp_path, 400, lease_seconds=600.0)
-    process = start(folder, "local")
+    process = start(folder, "slow")
     wait_for(lambda: any(folder.glob("done/*/*")))
     process.send_signal(number)
 
     assert process.wait(60) == EXIT_REQUEUE
     assert not (folder / FINISHED).exists()
-    assert work_here(folder) == 0, "no lease of ten minutes stands in the way"
-    collect(folder, farm, out)
+    assert work_here(folder) == 0
+    collected = collect(folder, farm, out)
     check_answers(out, 400)
+    whys = {head.why for head in collected.heads}
+    assert whys <= {Why.FRESH, Why.RETURNED}, "no lease of ten minutes stood in the way"
 
 
 def test_a_killed_worker_is_replaced_after_its_lease(tmp_path: Path) -> None:
     folder, farm, out = begin(tmp_path, 200, lease_seconds=2.0)
-    process = start(folder, "local")
+    process = start(folder, "slow")
     wait_for(lambda: any(folder.glob("done/*/*")))
     process.kill()
     process.wait()
@@ -174,8 +201,8 @@ def test_a_pause_between_two_commands_is_no_working_time(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     folder, farm, out = begin(tmp_path, 300, lease_seconds=1.0)
-    process = start(folder, "local")
-    wait_for(lambda: sum(1 for _ in folder.glob("done/*/*")) >= 20)
+    process = start(folder, "slow")
+    wait_for(lambda: sum(1 for _ in folder.glob("done/*/*")) >= 5)
     process.send_signal(number)
     process.wait()
     time.sleep(PAUSE_SECONDS)
@@ -194,21 +221,35 @@ def test_a_pause_between_two_commands_is_no_working_time(
     assert told.num_answers == 300
 
 
-def test_what_is_left_is_told_by_the_chunks_that_came(tmp_path: Path) -> None:
+def test_what_is_left_is_told_by_the_chunks_that_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, farm, _ = begin(tmp_path, 400)
+    chance, now = random.Random(7), 1000.0
+    # By a clock of our own: a machine that stands still for seconds is no pace of a worker.
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("tightfit.farm.progress.time", clock)
     lookout = Lookout(folder, farm)
-    assert lookout.look().seconds_left is None
-    time.sleep(0.3)
-    assert lookout.look().seconds_left is None, "time that passes is no pace"
+    leases = Leases(FolderStore(folder), farm.shape, "by hand", seconds=600, chance=chance)
 
-    process = start(folder, "local")
-    wait_for(lambda: lookout.look().num_done > 0)
-    wait_for(lambda: lookout.look().num_done > farm.shape.num_chunks / 2)
-    left, then = lookout.look().seconds_left, time.monotonic()
-    wait_for(lambda: lookout.look().is_finished)
-    took = time.monotonic() - then
-    process.wait()
+    def publish_one() -> None:
+        nonlocal now
+        now += chance.uniform(0.05, 0.15)
+        lease = leases.claim_fresh()
+        assert lease is not None
+        assert leases.commit(lease, b"an answer")
+
+    assert lookout.look().seconds_left is None
+    now += 30
+    assert lookout.look().seconds_left is None, "time that passes is no pace"
+    publish_one()
+    assert lookout.look().seconds_left is None, "nor is the first, which waited for a model"
+    while (progress := lookout.look()).num_done <= farm.shape.num_chunks / 2:
+        publish_one()
+    left, then = progress.seconds_left, now
+    while not lookout.look().is_finished:
+        publish_one()
 
     assert left is not None
-    assert 0 < left.low < left.high
-    assert left.low / 2 <= took <= 2 * left.high
+    assert 0 < left.low <= now - then <= left.high
+    assert left.high < 2 * left.low, "so wide that it would say nothing"

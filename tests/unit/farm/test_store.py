@@ -106,7 +106,7 @@ def test_nothing_gets_into_another_farm_of_the_same_name(
 
 
 def test_beats_are_of_the_files_own_clock(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+    store: FolderStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the clock of this node says: it is never asked."""
 
@@ -117,14 +117,16 @@ def test_beats_are_of_the_files_own_clock(
     import random
 
     shape = Shape(num_prompts=2, prompts_per_chunk=1)
-    dead = Leases(store, shape, "dead", seconds=0.2, chance=random.Random(1))
-    heir = Leases(store, shape, "heir", seconds=0.2, chance=random.Random(2))
+    dead = Leases(store, shape, "dead", seconds=60, chance=random.Random(1))
+    heir = Leases(store, shape, "heir", seconds=60, chance=random.Random(2))
     dead.join()
     heir.join()
     assert [dead.claim_fresh(), dead.claim_fresh(), dead.claim_fresh()][-1] is None
     first = heir.beat()
     assert heir.claim_left() is None, "it has just been there"
-    time.sleep(0.4)
+    # Made old by hand: a lease short enough to wait for could end before we look.
+    os.utime(tmp_path / "workers" / "dead.beat", (first - 61, first - 61))
+    time.sleep(0.05)  # more than a tick of the clock that files are dated by
     taken = heir.claim_left()
 
     assert taken is not None

@@ -11,6 +11,7 @@ from importlib import resources
 
 import pytest
 
+from machine_pace import allow
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.units import GIB, MIB
 from tightfit.hardware import catalogue
@@ -271,7 +272,7 @@ def test_the_catalogue_loads_fast() -> None:
         started = time.perf_counter()
         find_gpu("V100")
         best = min(best, time.perf_counter() - started)
-    assert best < 0.03
+    assert best < allow(0.03)
 
 
 def test_the_room_loads_no_heavy_package() -> None:

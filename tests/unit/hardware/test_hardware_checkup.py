@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -110,13 +111,31 @@ def test_the_real_machine_answers_fast_without_torch(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     before = set(sys.modules)
-    started = time.perf_counter()
+    started = time.process_time()
     checkup = run_checkup()
-    assert time.perf_counter() - started < allow(2)
+    assert time.process_time() - started < allow(2)
     assert "torch" not in set(sys.modules) - before
     assert {"python", "gpu", "memory", "disk", "packages", "cluster", "hub"} == {
         finding.area for finding in checkup.findings
     }
+
+
+def test_the_real_machine_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor a network or a command, which take no processor time of ours."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    probe = (
+        "import time; from tightfit.hardware.checkup import run_checkup\n"
+        "started = time.perf_counter(); run_checkup(); print(time.perf_counter() - started)"
+    )
+
+    def seconds() -> float:
+        """In a process of its own: what was waited for once may be kept."""
+        return float(subprocess.check_output([sys.executable, "-c", probe], text=True))
+
+    # A pause of the machine spoils one.
+    assert any(seconds() < allow(2) for _ in range(3))
 
 
 def test_every_warning_and_fault_has_a_remedy_and_the_json_comes_back() -> None:

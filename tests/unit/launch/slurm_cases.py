@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.submit_prepare import plan_on_fewest
+from tightfit.cli.submitting.prepare import plan_on_fewest
 from tightfit.core.errors import DoesNotFitError
 from tightfit.core.recipe import Recipe, make_training
 from tightfit.core.strategy import Method

@@ -1,7 +1,7 @@
 """A worker that trains nothing but keeps the contract: files, exit codes, signals.
 
 `behaviour.json` in the run folder says what it does at which step:
-{"num_steps": 6, "at": {"3": "oom"}, "seconds_per_step": 0.02}
+{"num_steps": 6, "at": {"3": "oom"}, "seconds_per_step": 0.02, "lost_seconds": 60}
 A word with `once:` before it happens only at the first start.
 """
 
@@ -15,18 +15,19 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from tightfit.ledger.metrics import EventRecord, StepRecord, append_record, forget_after
 from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 
-LOST_SECONDS = 4.0
-"""A collective fails soon after a peer is gone."""
+LOST_SECONDS = 60.0
+"""A collective fails a while after a peer is gone: long enough for one that only pauses."""
 
 
 class StandIn:
     def __init__(self, folder: Path) -> None:
         self.run = RunFolder(path=folder)
-        self.behaviour = json.loads((folder / "behaviour.json").read_text())
+        self.behaviour = read_behaviour(folder)
         self.num_steps = int(self.behaviour["num_steps"])
         self.is_asked = False
         self.saved = folder / "saved_step"
@@ -53,7 +54,7 @@ class StandIn:
         forget_after(self.run.metrics_path, first)
         print(f"stand-in starts at step {first}", flush=True)
         self.tell(RunStatus.RUNNING, first)
-        (self.run.path / "beat").unlink(missing_ok=True)
+        self.meet()
         if first:
             text = f"resumed at step {first}"
             append_record(self.run.metrics_path, EventRecord(step=first, text=text))
@@ -63,6 +64,14 @@ class StandIn:
                 return code
         self.tell(RunStatus.FINISHED, self.num_steps, exit_code=0)
         return 0
+
+    def meet(self) -> None:
+        """As the first collective: a peer that came when all is over would wait for ever."""
+        beat = self.run.path / "beat"
+        beat.unlink(missing_ok=True)
+        end = time.monotonic() + find_patience(self.behaviour)
+        while has_peer() and not beat.exists() and time.monotonic() < end:
+            time.sleep(0.02)
 
     def step(self, step: int) -> int | None:
         time.sleep(float(self.behaviour.get("seconds_per_step", 0.01)))
@@ -83,7 +92,7 @@ class StandIn:
         if word == "nan":
             self.tell(RunStatus.FAILED, step, exit_code=4, problem="loss is nan", remedy="lower it")
             return 4
-        if is_silent(self.run.path / "beat"):
+        if is_silent(self.run.path / "beat", find_patience(self.behaviour)):
             problem = "Another process of the job was lost."
             self.tell(RunStatus.FAILED, step - 1, exit_code=1, problem=problem)
             return 1
@@ -117,22 +126,35 @@ def make_step(step: int) -> StepRecord:
     )
 
 
-def is_silent(path: Path) -> bool:
+def read_behaviour(folder: Path) -> dict[str, Any]:
+    behaviour: dict[str, Any] = json.loads((folder / "behaviour.json").read_text())
+    return behaviour
+
+
+def find_patience(behaviour: dict[str, Any]) -> float:
+    return float(behaviour.get("lost_seconds", LOST_SECONDS))
+
+
+def has_peer() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def is_silent(path: Path, seconds: float) -> bool:
     """Whether the peer that touches this file is gone; where there is none, it is not missed."""
-    has_peer = int(os.environ.get("WORLD_SIZE", "1")) > 1 and path.exists()
-    return has_peer and time.time() - path.stat().st_mtime > LOST_SECONDS
+    return has_peer() and path.exists() and time.time() - path.stat().st_mtime > seconds
 
 
 def keep_company(run: RunFolder) -> int:
     """What the other ranks do: be there until the first one has ended, or is lost."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     parent, started = os.getppid(), time.time()
+    patience = find_patience(read_behaviour(run.path))
     while os.getppid() == parent:
         (run.path / "beat").touch()
         is_fresh = run.state_path.exists() and run.state_path.stat().st_mtime > started
         if is_fresh and run.read_state().status is not RunStatus.RUNNING:
             return 0
-        if is_fresh and is_silent(run.state_path):
+        if is_fresh and is_silent(run.state_path, patience):
             return 1
         time.sleep(0.05)
     return 1

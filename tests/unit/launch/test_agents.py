@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from tightfit.launch.agents import remote
 from tightfit.launch.agents.remote import AgentGoneError, Line, RemoteAgent
 
 HERE = "env TIGHTFIT_TEST_NODE={node}"
@@ -33,20 +34,28 @@ for request in read_requests():
 """
 
 
+@pytest.fixture(autouse=True)
+def _wait_for_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All agents here close their pipes; a machine that pauses takes longer to say so."""
+    monkeypatch.setattr(remote, "LAST_WORDS_SECONDS", 60.0)
+
+
 @contextmanager
-def agent_of(code: str, news: list[Line] | None = None) -> Iterator[RemoteAgent]:
+def agent_of(
+    code: str, news: list[Line] | None = None, *, end_seconds: float = 1.0
+) -> Iterator[RemoteAgent]:
     heard: list[Line] = [] if news is None else news
     words = [sys.executable, "-c", code]
     agent = RemoteAgent("n1", words, prefix=HERE, on_news=heard.append)
     try:
         yield agent
     finally:
-        agent.close(seconds=1.0)
+        agent.close(seconds=end_seconds)
 
 
 def test_answers_find_their_questions() -> None:
     news: list[Line] = []
-    with agent_of(BACKWARDS, news) as agent:
+    with agent_of(BACKWARDS, news, end_seconds=60.0) as agent:
         asked = [agent.ask({"value": value, "of": 3}) for value in "abc"]
         assert [future.result(timeout=30)["answer"] for future in asked] == ["a", "b", "c"]
 
@@ -86,14 +95,14 @@ def test_a_question_has_a_deadline() -> None:
 def test_one_that_does_not_end_is_ended_with_its_children() -> None:
     child = "import subprocess; p = subprocess.Popen(['sleep', '601']); print(p.pid, flush=True)"
     with agent_of(f"{child}; p.wait()") as agent:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while not agent.last_words and time.monotonic() < end:
             time.sleep(0.02)
         number = int(agent.last_words.removeprefix(": "))
         begin = time.monotonic()
 
-    assert time.monotonic() - begin < 30
-    while is_running(number) and time.monotonic() - begin < 30:
+    assert time.monotonic() - begin < 60
+    while is_running(number) and time.monotonic() - begin < 60:
         time.sleep(0.02)  # a killed process goes when the kernel comes to it
     assert not is_running(number)
 
@@ -116,7 +125,7 @@ def test_an_agent_ends_with_a_killed_asker() -> None:
         number = int(asker.stdout.readline())
         assert is_running(number)
         asker.kill()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while is_running(number):
         assert time.monotonic() < end
         time.sleep(0.05)

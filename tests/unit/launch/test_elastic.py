@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -54,6 +55,12 @@ def spread_run(folder: Path, *, num_nodes: int, gpus_per_node: int, num_steps: i
     return run
 
 
+def pace_run(run: RunFolder, **behaviour: float) -> None:
+    """For ranks that start from now on; a lost one is soon missed, one that pauses is not."""
+    path = run.path / "behaviour.json"
+    path.write_text(json.dumps({**behaviour, "lost_seconds": 12.0}))
+
+
 def launch(run: RunFolder, *more: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", LAUNCHER, str(HERE), str(run.path), *more])
 
@@ -78,6 +85,13 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def is_caught(pid: int, kind: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal, as its kernel says."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (kind - 1) & 1)
+
+
 def last_step(run: RunFolder) -> int:
     return max((record.step for record in read_records(run.metrics_path)), default=0)
 
@@ -95,7 +109,8 @@ def test_two_ranks_finish(tmp_path: Path) -> None:
 def test_a_stop_reaches_the_ranks_and_not_torchrun(tmp_path: Path) -> None:
     run = spread_run(tmp_path / "run", num_nodes=1, gpus_per_node=2, num_steps=2000)
     launcher = launch(run)
-    wait_for(lambda: last_step(run))
+    # A start of workers sets the signal aside until the launcher listens again.
+    wait_for(lambda: last_step(run) and is_caught(launcher.pid, signal.SIGUSR1))
     launcher.send_signal(signal.SIGUSR1)
 
     assert wait_or_kill(launcher) == 75
@@ -117,6 +132,8 @@ def test_a_killed_rank_is_named_although_torchrun_says_1(tmp_path: Path) -> None
 
 def test_a_lost_node_comes_back_with_the_same_command(tmp_path: Path) -> None:
     run = spread_run(tmp_path / "run", num_nodes=2, gpus_per_node=1, num_steps=300)
+    # Slow, so that it is not over when the node is lost; those that resume it need not be.
+    pace_run(run, num_steps=300, seconds_per_step=0.5)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -124,7 +141,8 @@ def test_a_lost_node_comes_back_with_the_same_command(tmp_path: Path) -> None:
     first = launch(run, endpoint, "0")
     wait_for(lambda: is_open(port))  # so that the store is on the node that stays
     second = launch(run, endpoint, "1")
-    wait_for(lambda: last_step(run) > 20)
+    wait_for(lambda: last_step(run) > 4)
+    pace_run(run, num_steps=300, seconds_per_step=0.02)
     end_all(second.pid)
     second.wait()
     again = launch(run, endpoint, "1")

@@ -33,6 +33,7 @@ _BF16: dict[str, Any] = {"weights": "bf16", "compute": "bf16", "adapter_dtype": 
 _FP16: dict[str, Any] = {"weights": "fp32", "compute": "fp16"}
 _FOLDED: dict[str, Any] = {"method": "lora", "folded_adapters": True}
 _FP8: dict[str, Any] = _BF16 | {"fp8": True}
+_FP8_GRADIENTS: dict[str, Any] = _BF16 | {"fp8_gradients": True}
 _NF4: dict[str, Any] = {"method": "lora", "weights": "nf4", "compute": "fp16"}
 _UNPACKED: dict[str, Any] = {**_NF4, "unpacked_base": True}
 _INT8: dict[str, Any] = {"method": "lora", "weights": "int8", "compute": "fp16"}
@@ -352,6 +353,14 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "fp8-adapters": (
         lambda: _case(_FP8 | {"method": "lora"}, gpu="H100-SXM"),
         lambda: _case(_FP8 | _FOLDED, gpu="H100-SXM"),
+    ),
+    "fp8-gradients-method": (
+        lambda: _case(_FP8_GRADIENTS | {"method": "lora"}, gpu="H100-SXM"),
+        lambda: _case(_FP8_GRADIENTS | {"method": "full"}, gpu="H100-SXM"),
+    ),
+    "fp8-twice": (
+        lambda: _case(_FP8 | _FP8_GRADIENTS, gpu="H100-SXM"),
+        lambda: _case(_FP8_GRADIENTS, gpu="H100-SXM"),
     ),
     "fp8-sharded": (
         lambda: _case(_FP8 | _FSDP4, gpu="H100-SXM"),

@@ -88,6 +88,22 @@ def test_impossible_request_says_why() -> None:
     assert "1024 learned positions; 4096 were asked for" in str(result.failure)
 
 
+@pytest.mark.parametrize(
+    ("fixed", "gpus", "reason"),
+    [
+        ({"fp8": True}, (1, "T4"), "fp8 products need compute capability 8.9; Tesla T4 is 7.5"),
+        ({"fp8": True, "sharding": "fsdp"}, (8, "H100"), "fsdp cuts weights into shards"),
+    ],
+)
+def test_the_reason_is_the_one_that_nothing_escapes(
+    fixed: dict[str, object], gpus: tuple[int, str], reason: str
+) -> None:
+    """Most of these fail for another reason first: a dtype or an optimizer of their own."""
+    result = search(make_request(method="full", fixed=fixed), make_cluster(gpus))
+    assert reason not in result.excluded[0].reason
+    assert reason in str(result.failure)
+
+
 def test_host_memory_bounds_offload() -> None:
     fixed = {"sharding": "fsdp", "offload": "all"}
     request = make_request(method="full", fixed=fixed)

@@ -52,8 +52,10 @@ def test_alone_there_is_nothing_to_say(is_cpu: bool) -> None:
 
 def test_load_before_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1e4, 0.0, 0.0))
-    (told,) = Disturbance(is_cpu=True).find(QUIET)
+    found = Disturbance(is_cpu=True)
+    (told,) = found.find(QUIET)
     assert "busy before (load 10000.0" in told
+    assert found.seen_before == (told,)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,14 @@ def test_other_work_on_the_card_is_seen(
     with drivers(monkeypatch, before, after) as found:
         (told,) = found.find(QUIET)
     assert word in told
+    assert found.seen_before == ((told,) if before.gpus[0].processes else ())
+
+
+def test_a_card_that_was_slow_before_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = make_driver(0, slowdown_reasons=0x40)
+    with drivers(monkeypatch, slow, slow) as found:
+        (told,) = found.find(QUIET)
+    assert found.seen_before == (told,)
 
 
 def test_our_own_process_on_the_card_is_no_disturbance(monkeypatch: pytest.MonkeyPatch) -> None:

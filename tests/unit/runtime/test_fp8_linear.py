@@ -114,6 +114,34 @@ def test_fast_sums_are_for_the_forward_pass_alone(monkeypatch: pytest.MonkeyPatc
     assert seen == [True, False, False, True, False]
 
 
+# The backward pass alone
+
+
+GRADIENTS: dict[str, Any] = {"fp8": False, "fp8_gradients": True}
+
+
+def test_results_are_bf16_s_and_gradients_fp8_s() -> None:
+    torch.manual_seed(1)
+    linear = nn.Linear(256, 384, dtype=BF16)
+    x, g = torch.randn(2, 56, 256).to(BF16), torch.randn(2, 56, 384).to(BF16)
+    model, both = inside(copy.deepcopy(linear)), inside(copy.deepcopy(linear))
+    use_fp8(model, is_backward_alone=True)
+    use_fp8(both)
+    found, wanted = run(model[0]["0"], x, g), run(both[0]["0"], x, g)
+
+    assert torch.equal(found.pop("y"), linear(x))
+    assert not torch.equal(wanted.pop("y"), linear(x))
+    assert found.keys() == wanted.keys() == {"x", "weight", "bias"}
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_model_s_loss_is_bf16_s_own() -> None:
+    found, plain = finished(Method.FULL, **GRADIENTS), finished(Method.FULL, fp8=False)
+    one, other = (model(input_ids=IDS, labels=IDS).loss for model in (found, plain))
+    assert torch.equal(one, other)
+    assert train(found, rate=3e-3)[1:] != train(plain, rate=3e-3)[1:]
+
+
 # Where fp8 cannot be
 
 
@@ -195,9 +223,11 @@ def test_frozen_matrices_take_half_the_memory() -> None:
     assert size(plain) - size(found) == matrices
 
 
-@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
-def test_recomputed_layers_have_the_same_gradients(method: Method) -> None:
-    found, wanted = (gradients(finished(method, checkpointing=c)) for c in (True, False))
+@pytest.mark.parametrize(
+    ("method", "fields"), [(Method.FULL, {}), (Method.LORA, {}), (Method.FULL, GRADIENTS)]
+)
+def test_recomputed_layers_have_the_same_gradients(method: Method, fields: dict[str, Any]) -> None:
+    found, wanted = (gradients(finished(method, checkpointing=c, **fields)) for c in (True, False))
     assert found.keys() == wanted.keys()
     assert len(found) > NUM_LINEARS
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -208,10 +238,15 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("method", "rate"), [(Method.FULL, 3e-3), (Method.LORA, 1e-2)])
-def test_fifty_steps_go_down_the_curve_of_bf16(method: Method, rate: float) -> None:
+@pytest.mark.parametrize(
+    ("method", "rate", "fields"),
+    [(Method.FULL, 3e-3, {}), (Method.LORA, 1e-2, {}), (Method.FULL, 3e-3, GRADIENTS)],
+)
+def test_fifty_steps_go_down_the_curve_of_bf16(
+    method: Method, rate: float, fields: dict[str, Any]
+) -> None:
     """Far nearer to it than bf16 comes to itself when the same data is drawn anew."""
-    curve = train(finished(method), rate=rate)
+    curve = train(finished(method, **fields), rate=rate)
     plain = train(finished(method, fp8=False), rate=rate)
     again = train(finished(method, fp8=False), rate=rate, seed=2)
     assert mean(plain[-10:]) < 0.5 * plain[0]
@@ -254,9 +289,11 @@ def draw_rows(drawn: torch.Generator, *, num_rows: int = 8, length: int = 24) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo's
-@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
-def test_the_compiler_sees_one_graph(method: Method) -> None:
-    model = finished(method)
+@pytest.mark.parametrize(
+    ("method", "fields"), [(Method.FULL, {}), (Method.LORA, {}), (Method.FULL, GRADIENTS)]
+)
+def test_the_compiler_sees_one_graph(method: Method, fields: dict[str, Any]) -> None:
+    model = finished(method, **fields)
     base = model.base_model.model if method is Method.LORA else model
     layer = base.model.layers[0].mlp
     compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")

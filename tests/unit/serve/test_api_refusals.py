@@ -247,8 +247,8 @@ def test_an_answer_that_takes_too_long_ends_with_504_and_frees_its_slot() -> Non
     engine = ScriptedEngine(num_slots=1, token_seconds=0.05)
     with serving(engine, timeout_seconds=0.3) as served:
         assert _error(served.chat("abc"), 504).code == "timeout"
-        assert engine.tickets[-1].is_over.wait(5)
-        assert engine.tickets[-1].num_computed < 20
+        assert engine.tickets[-1].is_over.wait(60)
+        assert engine.tickets[-1].num_computed < 500  # about half of the whole answer
 
         events = read_events(served.chat("abc", stream=True))
         assert events[-1]["error"]["code"] == "timeout"

@@ -36,6 +36,9 @@ from tightfit.serve.chat.commands import change_sampling, read_command, read_mes
 from tightfit.serve.chat.conversation import Conversation, printable_text
 from tightfit.serve.chat.typed import read_messages
 
+LONG = 32_768
+"""Tokens of a context that takes minutes to fill."""
+
 
 class WordPrompter:
     """A token for each word."""
@@ -268,7 +271,7 @@ class Terminal:
                 return
         raise AssertionError(f"{text!r} did not come")
 
-    def read_until(self, text: str, *, seconds: float = 90) -> str:
+    def read_until(self, text: str, *, seconds: float = 300) -> str:
         """What came up to and with `text`."""
         end = time.monotonic() + seconds
         while text not in self.seen:
@@ -304,8 +307,23 @@ def _own_terminal() -> None:
 
 
 @pytest.fixture
-def terminal(model: Path, tmp_path: Path) -> Iterator[Terminal]:
-    line = chat_line(model, "--max-new-tokens", "900")
+def endless(tmp_path: Path) -> Path:
+    """A model that never ends an answer itself: whoever stops it may take minutes to do so."""
+    import torch
+    import transformers
+
+    library: Any = transformers
+    folder = make_llama(tmp_path / "endless", max_position_embeddings=LONG)
+    made = library.LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        made.lm_head.weight[made.config.eos_token_id] = 0  # others are always likelier
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def terminal(endless: Path, tmp_path: Path) -> Iterator[Terminal]:
+    line = chat_line(endless, "--max-new-tokens", f"{LONG}", "--context", f"{LONG}")
     opened = Terminal(line, tmp_path)
     yield opened
     opened.close()
@@ -324,7 +342,7 @@ def test_a_chat_in_a_real_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.say("/stats\n")
     terminal.read_until("session: 1 answers")
     terminal.read_until("> ")
-    terminal.say("/set max_new_tokens 900\n")
+    terminal.say(f"/set max_new_tokens {LONG}\n")
     terminal.read_until("> ")
     terminal.say("tell me everything\n")
     terminal.read_until("everything\r\n")
@@ -352,12 +370,12 @@ def test_a_pipe_gets_answers_alone(model: Path, tmp_path: Path) -> None:
     line = chat_line(model, "--max-new-tokens", "6")
     told = "hi there\n/set max_new_tokens 3\nhi again\n"
     done = subprocess.run(
-        line, input=told, capture_output=True, text=True, env=environment(tmp_path), timeout=120,
+        line, input=told, capture_output=True, text=True, env=environment(tmp_path), timeout=300,
         check=False,
     )  # fmt: skip
     once = subprocess.run(
         [*line, "--once", "hi there", "--json"], capture_output=True, text=True,
-        env=environment(tmp_path), timeout=120, check=False,
+        env=environment(tmp_path), timeout=300, check=False,
     )  # fmt: skip
 
     assert done.returncode == 0, done.stderr

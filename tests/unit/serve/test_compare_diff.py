@@ -59,9 +59,9 @@ def test_spaces_and_line_ends_alone_are_no_difference() -> None:
 def test_long_answers_are_compared_by_the_line_and_in_time() -> None:
     lines = [f"line {number} of a long and tedious answer" for number in range(MOST_WORDS)]
     changed = [*lines[:100], "another line", *lines[101:]]
-    began = time.monotonic()
+    began = time.process_time()  # a pause of the machine is not ours
 
     found = find_difference("\n".join(lines), "\n".join(changed))
 
-    assert time.monotonic() - began < allow(5)
+    assert time.process_time() - began < allow(5)
     assert [piece.text.strip() for piece in found.right if not piece.is_shared] == ["another line"]

@@ -99,14 +99,17 @@ def test_both_models_answer_the_same_prompt_with_the_same_settings(tmp_path: Pat
 
 def test_answers_grow_at_the_same_time(tmp_path: Path) -> None:
     desk = make_desk(tmp_path, token_seconds=0.02)
-    settings = read_settings(0.0, 1.0, 40, "")
-    grown = [
-        tuple(len(side.text) for side in shown.sides)
-        for shown in desk.play(desk.open_round("go on", "", settings, is_blind=False), "visitor")
-    ]
+    most = 1000  # of which a busy machine may show none for a while
+    settings = read_settings(0.0, 1.0, most, "")
+    grown: list[tuple[int, ...]] = []
+    num_both = 0
+    for shown in desk.play(desk.open_round("go on", "", settings, is_blind=False), "visitor"):
+        grown.append(tuple(len(side.text) for side in shown.sides))
+        num_both += all(0 < length < most for length in grown[-1])
+        if num_both == 4:
+            desk.models.cancel("visitor")
 
-    both = [pair for pair in grown if 0 < pair[0] < 40 and 0 < pair[1] < 40]
-    assert len(both) >= 4
+    assert num_both >= 4
     assert grown == sorted(grown)
 
 
@@ -144,7 +147,7 @@ def test_a_visitor_who_leaves_takes_the_work_along(tmp_path: Path) -> None:
 
     for place in (0, 1):
         (ticket,) = desk.models._engines[place].tickets  # type: ignore[attr-defined]
-        assert ticket.is_over.wait(5)
+        assert ticket.is_over.wait(60)
 
 
 def test_blind_rounds_hide_names_and_figures_and_votes_reach_the_right_model(

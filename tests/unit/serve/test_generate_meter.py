@@ -40,6 +40,7 @@ class FakeNvml:
 
     def __init__(self) -> None:
         self.used, self.millijoules = 2 * 10**9, 1000
+        self.num_reads = 0
 
     def nvmlInit(self) -> None: ...  # noqa: N802
     def nvmlShutdown(self) -> None: ...  # noqa: N802
@@ -47,6 +48,7 @@ class FakeNvml:
         return index
 
     def nvmlDeviceGetMemoryInfo(self, _: int) -> Any:  # noqa: N802
+        self.num_reads += 1
         return SimpleNamespace(used=self.used)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, _: int) -> int:  # noqa: N802
@@ -73,7 +75,10 @@ def test_a_cards_peak_is_what_came_on_top_and_energy_is_of_answering(
         nvml.millijoules = 5000
         meter.mark("loaded")
         nvml.used = 9 * 10**9
-        time.sleep(0.2)
+        # The second reading from now begins when the first, which is of the peak, was kept.
+        num_reads, end = nvml.num_reads, time.monotonic() + 60
+        while nvml.num_reads < num_reads + 2 and time.monotonic() < end:
+            time.sleep(0.005)
         nvml.used, nvml.millijoules = 3 * 10**9, 8500
         meter.mark("answered")
         on_card = meter.measure(device="cuda:0", num_threads=1)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -45,9 +45,9 @@ def parent_of(program: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Proc
         yield parent, child
     finally:
         parent.kill()
+        with suppress(psutil.NoSuchProcess):
+            child.kill()  # first: one that goes on holds the pipe that is read to its end here
         parent.communicate()
-        if child.is_running():
-            child.kill()
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -106,11 +106,17 @@ def test_a_parent_that_died_before_the_kernel_knew_is_noticed() -> None:
     assert done.stdout == b""
 
 
-def test_without_the_kernel_a_thread_looks() -> None:
+def test_without_the_kernel_a_thread_looks(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
     before = "with_parent._ask_kernel = lambda: False\n"
-    child = HELPER.format(before=before, parent="__import__('os').getppid()") + WAIT
+    child = HELPER.format(before=before, parent="int(__import__('sys').argv[1])")
+    child += f"open({str(ready)!r}, 'w').close()\n" + WAIT
     with parent_of(START.format(words=f"'-c', {child!r}")) as (parent, process):
-        wait_for_children_to_settle(process)
+        # Not by its rest: on a machine that stands still, one at its imports takes no time
+        # either, and without the thread it would yet end, by the look at its start.
+        while not ready.exists():
+            assert process.status() != psutil.STATUS_ZOMBIE
+            time.sleep(0.05)
         assert process.is_running()
         parent.kill()
         assert has_ended(process)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from shard_cases import NUM_STEPS, make_model, make_store
 from shard_worker import CASES
+
+from shard_cases import NUM_STEPS, make_model, make_store
 
 WORKER = Path(__file__).with_name("shard_worker.py")
 METHODS = ("full", "lora")
@@ -24,7 +25,7 @@ def _start(part: str, folder: Path, num_ranks: int) -> subprocess.Popen[bytes]:
     launcher = []
     if num_ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
     command = [sys.executable, *launcher, str(WORKER), part, str(folder)]
     with (folder / f"{part}.log").open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from shard_cases import NUM_STEPS, Trainer, make_plan, quiet
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shard_cases import NUM_STEPS, Trainer, make_plan, quiet
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Method, Sharding
 from tightfit.data.token_store import TokenStore

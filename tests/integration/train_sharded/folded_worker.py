@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from shard_cases import Trainer, make_plan, quiet
-
 from tightfit.core.strategy import Method
 from tightfit.data.token_store import TokenStore
 from tightfit.train.place import Place, leave, take_place

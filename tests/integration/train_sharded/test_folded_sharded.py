@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from folded_worker import NUM_STEPS, SHARDED
+
 from shard_cases import make_model, make_store
 
 WORKER = Path(__file__).with_name("folded_worker.py")
@@ -22,7 +23,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("folded")
     make_store(folder / "store")
     make_model(folder / "model")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parent)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for launcher in ([], many):
         command = [sys.executable, *launcher, str(WORKER), str(folder)]
