@@ -239,6 +239,7 @@ def keep_logs(work: Path, folder: Path | None, job: str) -> None:
 
 
 def main() -> int:
+    """1 where a contestant that was asked for has no result."""
     options = read_options()
     end = time.monotonic() + options.seconds
     document: dict[str, Any] = {"jobs": {}}
@@ -265,7 +266,9 @@ def main() -> int:
             )
             keep(run_job(setting, job, names, tiny=options.tiny, before=before, keep=keep))
             keep_logs(setting.work, options.logs, name)
-    return 0
+    found = (document["jobs"][name]["contestants"] for name in options.only.split(","))
+    asked = [rows[name] for rows in found for name in names or rows if name in rows]
+    return int(any("fault" in row for row in asked))
 
 
 if __name__ == "__main__":

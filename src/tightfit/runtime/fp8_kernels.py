@@ -12,13 +12,15 @@ from torch import Tensor
 
 from tightfit.runtime.fp8_casts import FP8
 
-_TILE = 4096
-"""Values that programs hold at least: short rows share one."""
-TURNED_TILE = {"tile_rows": 128, "tile_columns": 64}
+# How each kernel divides a matrix; `benchmarks/tune_casts.py` times the other ways.
+ROW_VALUES = 4096
+"""That programs hold at least: short rows share one."""
+VALUES_A_WARP = 1024
+"""Of a program that holds rows."""
+TURNED_TILE = {"tile_rows": 128, "tile_columns": 64, "num_warps": 8}
 """That is turned: 128 bytes of a line where bf16 is read, and where fp8 is written."""
-HIGH_TILE = {"tile_rows": 256, "tile_columns": 64}
+HIGH_TILE = {"tile_rows": 256, "tile_columns": 64, "num_warps": 8}
 """Whose columns are looked through for their largest values."""
-NUM_WARPS = 8
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
@@ -29,12 +31,12 @@ def cast_rows(x: Tensor, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     columns = triton.next_power_of_2(num_columns)
-    rows = max(1, _TILE // columns)
+    rows = max(1, ROW_VALUES // columns)
     _cast_rows[(triton.cdiv(num_rows, rows),)](
         *(values, scale, x, num_rows, num_columns, x.stride(0)),
         tile_rows=rows,
         tile_columns=columns,
-        num_warps=min(32, max(4, columns // 1024)),
+        num_warps=min(32, max(4, columns // VALUES_A_WARP)),
     )
     return values, scale
 
@@ -48,12 +50,8 @@ def cast_columns(x: Tensor, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
     scale = torch.empty(num_columns, 1, dtype=torch.float32, device=x.device)
     largest = torch.zeros(num_columns, dtype=torch.int32, device=x.device)
     sizes = (num_rows, num_columns, x.stride(0))
-    _find_largest[_count_tiles(x, HIGH_TILE)](
-        *(largest, x, *sizes), **HIGH_TILE, num_warps=NUM_WARPS
-    )
-    _cast_turned[_count_tiles(x, TURNED_TILE)](
-        *(values, scale, largest, x, *sizes), **TURNED_TILE, num_warps=NUM_WARPS
-    )
+    _find_largest[_count_tiles(x, HIGH_TILE)](*(largest, x, *sizes), **HIGH_TILE)
+    _cast_turned[_count_tiles(x, TURNED_TILE)](*(values, scale, largest, x, *sizes), **TURNED_TILE)
     return values, scale
 
 
@@ -64,7 +62,6 @@ def turn(x: Tensor) -> Tensor:
     _turn[_count_tiles(x, TURNED_TILE)](
         *(values.view(torch.uint8), x.view(torch.uint8), num_rows, num_columns, x.stride(0)),
         **TURNED_TILE,
-        num_warps=NUM_WARPS,
     )
     return values
 

@@ -13,7 +13,7 @@ from tightfit.runtime import fp8_kernels
 
 NARROW, WIDE, SCALES, LARGEST, BYTES = "*fp8e4nv", "*bf16", "*fp32", "*i32", "*u8"
 SIZES = ("i32", "i32", "i32")
-ROW: Mapping[str, int] = {"tile_rows": 1, "tile_columns": 4096}
+ROW: Mapping[str, int] = {"tile_rows": 1, "tile_columns": 4096, "num_warps": 4}
 KERNELS = {
     "_cast_rows": ((NARROW, SCALES, WIDE, *SIZES), ROW),
     "_find_largest": ((LARGEST, WIDE, *SIZES), fp8_kernels.HIGH_TILE),
@@ -27,9 +27,9 @@ def compile_kernel(name: str, capability: int) -> list[str]:
     return list_steps(
         getattr(fp8_kernels, name),
         types,
-        tile,
+        {key: size for key, size in tile.items() if key != "num_warps"},
         capability=capability,
-        num_warps=fp8_kernels.NUM_WARPS,
+        num_warps=tile["num_warps"],
         is_aligned=True,
     )
 

@@ -1,0 +1,111 @@
+"""Time the casts to fp8 with other tiles than theirs on this machine's GPU.
+
+    python benchmarks/tune_casts.py --out benchmarks/results/h200_cast_tiles.json
+
+For each kernel of `runtime/fp8_kernels.py`: every tile and number of warps on the matrices of a 7B
+and a 1B model, in sum, beside those in use. Needs a GPU and triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from _provenance import write_result
+from measure_fused_kernels import CASTS
+from tightfit.runtime import fp8_kernels
+from tightfit.runtime.calibrate.bench import Bench
+
+WARPS = (4, 8)
+MOST_VALUES = 256
+"""That one thread holds: more would leave its registers."""
+THREADS = 32
+
+
+def list_tiles(rows: tuple[int, ...], columns: tuple[int, ...]) -> Iterator[dict[str, int]]:
+    for tile_rows, tile_columns, num_warps in product(rows, columns, WARPS):
+        if tile_rows * tile_columns <= MOST_VALUES * THREADS * num_warps:
+            yield {"tile_rows": tile_rows, "tile_columns": tile_columns, "num_warps": num_warps}
+
+
+def list_settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A cast, and what is set in the module while it is timed; what is in use comes first."""
+    for name in ("rows", "columns", "turned"):
+        yield name, {}
+    for row_values, warp_values in product((4096, 8192), (256, 512, 1024, 2048)):
+        yield "rows", {"ROW_VALUES": row_values, "VALUES_A_WARP": warp_values}
+    for tile in list_tiles((32, 64, 128, 256, 512), (64, 128, 256)):
+        yield "columns", {"HIGH_TILE": tile}
+    for tile in list_tiles((64, 128, 256), (32, 64, 128)):
+        yield "columns", {"TURNED_TILE": tile}
+        yield "turned", {"TURNED_TILE": tile}
+
+
+@contextmanager
+def set_in_module(settings: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(fp8_kernels, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(fp8_kernels, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(fp8_kernels, name, value)
+
+
+def measure(bench: Bench, shapes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
+    matrices = [bench.randn(*shape) for shape in shapes]
+    narrow = [fp8_kernels.cast_rows(x)[0] for x in matrices]
+    casts: dict[str, tuple[Callable[[Tensor], object], list[Tensor]]] = {
+        "rows": (fp8_kernels.cast_rows, matrices),
+        "columns": (fp8_kernels.cast_columns, matrices),
+        "turned": (fp8_kernels.turn, narrow),
+    }
+    found = []
+    for name, settings in list_settings():
+        work, operands = casts[name]
+        with set_in_module(settings):
+            took = [round(1e6 * bench.seconds(partial(work, x)), 1) for x in operands]
+        found.append({"cast": name, **settings, "us": took, "sum_us": round(sum(took), 1)})
+    return found
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tiny", action="store_true", help="on a CPU, by triton's interpreter")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    bench = Bench(
+        device=torch.device("cpu") if arguments.tiny else torch.device("cuda", 0),
+        dtype=torch.bfloat16,
+        supports_bf16=True,
+        deadline=float("inf"),
+    )
+    shapes = ((32, 48),) if arguments.tiny else CASTS
+    rows = measure(bench, shapes)
+    for row in sorted(rows, key=lambda row: (row["cast"], row["sum_us"])):
+        print(row)
+    write_result(
+        arguments.out,
+        "benchmarks/tune_casts.py",
+        gpu="none" if arguments.tiny else torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        shapes=shapes,
+        tiles=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
