@@ -21,6 +21,8 @@ _MISSING = re.compile(r"No module named '?([\w.]+)")
 _OURS = "tightfit"
 NUM_LAST_LINES = 80
 _USER_CODES = range(UserError.exit_code, EnvironmentFaultError.exit_code + 1)
+_REFUSED = "OpenBLAS error: Memory allocation still failed"
+"""What multiplies on ARM processors ends the process with these words, where others raise."""
 _NO_SPACE_BYTES = 1 << 16
 """Below this not even the state fits."""
 _OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
@@ -71,6 +73,8 @@ def conclude(
         return conclude_as(run, RunStatus.OUT_OF_MEMORY, exit_code=EXIT_OUT_OF_MEMORY)
     if code < 0 or 128 < code < 160:
         return _killed(run, before, signum=-code if code < 0 else code - 128)
+    if any(_REFUSED in line for line in last):
+        return _out_of_host_memory(run)
     if code in _USER_CODES:
         return _unwritten(run, last, code=code)
     return _died(run, last, code=code)
@@ -119,16 +123,20 @@ def conclude_as(
     )
 
 
-def _killed(run: RunFolder, before: Before, *, signum: int) -> RunState:
+def _tell_step(run: RunFolder) -> str:
     held = read_state(run)
-    at = f" at step {held.step} of {held.num_steps}" if held and held.num_steps else ""
+    return f" at step {held.step} of {held.num_steps}" if held and held.num_steps else ""
+
+
+def _killed(run: RunFolder, before: Before, *, signum: int) -> RunState:
+    at = _tell_step(run)
     name = signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
     again = "start the same command again    (it goes on from the last checkpoint)"
     if signum != signal.SIGKILL:
         problem = f"A worker died of {name}{at}; {run.log_path} has its last words."
         return conclude_as(run, RunStatus.FAILED, exit_code=EXIT_BUG, problem=problem, remedy=again)
     if count_oom_kills() > before.num_oom_kills:
-        return _out_of_host_memory(run, at)
+        return _out_of_host_memory(run)
     return conclude_as(
         run,
         RunStatus.FAILED,
@@ -139,7 +147,7 @@ def _killed(run: RunFolder, before: Before, *, signum: int) -> RunState:
     )
 
 
-def _out_of_host_memory(run: RunFolder, at: str) -> RunState:
+def _out_of_host_memory(run: RunFolder) -> RunState:
     """On a CPU a smaller plan helps; beside a GPU it is another memory that ran out."""
     if run.read_plan().hardware.node.gpu.is_cpu:
         return conclude_as(run, RunStatus.OUT_OF_MEMORY, exit_code=EXIT_OUT_OF_MEMORY)
@@ -147,7 +155,7 @@ def _out_of_host_memory(run: RunFolder, at: str) -> RunState:
         run,
         RunStatus.FAILED,
         exit_code=EnvironmentFaultError.exit_code,
-        problem=f"The kernel ended a worker{at}: the machine ran out of host memory.",
+        problem=f"The machine ran out of host memory{_tell_step(run)}, which ended a worker.",
         remedy="free host memory, or plan without offload: --set offload=none",
     )
 

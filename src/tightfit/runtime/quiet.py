@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from typing import Any
 
 
@@ -15,6 +16,8 @@ def silence_libraries() -> None:
     # Every file is local by the time a library loads it; some look for kernels on the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it deplores the kernels it lacks
+    # torch's word, with its stack, on an ARM processor that has no bf16 and is asked for it.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
     import torch
     from huggingface_hub import utils as hub
     from transformers.utils import logging as logging_of_transformers

@@ -67,7 +67,7 @@ def test_ten_steps_have_the_losses_of_the_packed_base(
 
 
 def test_in_fp8_losses_stay_near(model: Path, store: TokenStore) -> None:
-    """Half as far off as packing itself has them."""
+    """Less far off than packing itself has them."""
     wide, exact = (
         _trainer(model, store, **(FP8 | fields | {"fp8": False})).train(0, 20)
         for fields in ({}, {"weights": "bf16", "unpacked_base": False})
@@ -75,7 +75,7 @@ def test_in_fp8_losses_stay_near(model: Path, store: TokenStore) -> None:
     trainer = _trainer(model, store, **FP8)
     assert _count_unpacked(trainer) == NUM_PACKED
     narrow = trainer.train(0, 20)
-    assert 0 < _apart(narrow, wide) < 0.5 * _apart(wide, exact)
+    assert 0 < _apart(narrow, wide) < _apart(wide, exact)
 
 
 def _apart(losses: list[float], others: list[float]) -> float:

@@ -90,6 +90,7 @@ def test_the_kernels_killing_for_memory_is_told_apart(
         ("bug", 70, "ValueError: the stand-in is broken"),
         ("import", 6, "needs the package peft"),
         ("abort", 70, "SIGABRT"),
+        ("refused", 6, "host memory at step 1 of 6"),
         ("nan", 4, "loss is nan"),
     ],
 )
