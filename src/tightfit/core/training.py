@@ -22,6 +22,9 @@ for models up to 13B (arXiv:2305.14314, table 9)."""
 DEFAULT_ALPHA_PER_RANK = 2.0
 """LoRA's scale is alpha / rank; twice the rank is what most open recipes write."""
 
+MEMORY_VARIABLE = "TIGHTFIT_MEMORY_LIMIT_BYTES"
+"""Read by a worker, which then cannot take more."""
+
 
 class Schedule(str, Enum):
     """How the learning rate goes from its peak, after the warm-up, to its end."""

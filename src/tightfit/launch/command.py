@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tightfit.core.training import MEMORY_VARIABLE
 from tightfit.launch.rendezvous import Rendezvous
 from tightfit.planning.plan import Plan
 
@@ -84,6 +85,9 @@ def worker_environment(
         if "PYTORCH_ALLOC_CONF" not in inherited:
             wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         wanted["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML and nvidia-smi count
+    elif inherited.get(MEMORY_VARIABLE):
+        # On ARM torch's allocator takes a gigabyte at once, within which no limit would hold.
+        wanted["MIMALLOC_DISALLOW_ARENA_ALLOC"] = "1"
     if rendezvous is not None:
         # Without it a node that stayed keeps the first round's address to itself, and one that
         # came back waits a minute for it in vain (torch 2.13, dynamic_rendezvous.py).

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
-from tightfit.core.training import Training
+from tightfit.core.training import MEMORY_VARIABLE, Training
 from tightfit.data.token_store import TokenStore
 from tightfit.ledger.run_folder import RunFolder
 from tightfit.planning.plan import Plan
@@ -25,8 +25,6 @@ from tightfit.train.loop import Loop
 from tightfit.train.place import Place
 from tightfit.train.rehearsal import rehearse
 from tightfit.train.signals import StopRequest
-
-MEMORY_LIMIT = "TIGHTFIT_MEMORY_LIMIT_BYTES"
 
 
 def assemble(
@@ -73,7 +71,7 @@ def assemble(
 
 def cap_memory(device: torch.device) -> None:
     """Obey a limit below what the machine has, so that others can use the rest."""
-    text = os.environ.get(MEMORY_LIMIT)
+    text = os.environ.get(MEMORY_VARIABLE)
     if not text:
         return
     limit = int(text)

@@ -138,8 +138,9 @@ class Job:
         )
 
     def surroundings(self) -> dict[str, str]:
-        """Nothing is written outside of the test's folders."""
+        """Nothing is written outside of the test's folders, and no allocator hoards memory."""
         mine = {
+            "MIMALLOC_DISALLOW_ARENA_ALLOC": "1",  # torch's, on ARM
             "OMP_NUM_THREADS": "1",
             "TIGHTFIT_CACHE": str(self.home / "cache"),
             "TIGHTFIT_LEDGER": str(self.home / "ledger.sqlite"),

@@ -92,6 +92,19 @@ def test_what_the_user_set_stays() -> None:
     assert "PYTORCH_CUDA_ALLOC_CONF" not in made
 
 
+@pytest.mark.parametrize("has_limit", [False, True])
+def test_a_limit_on_a_cpu_is_one_for_an_allocator_that_hoards(has_limit: bool) -> None:
+    plan = make_plan()
+    node = plan.hardware.node
+    gpu = node.gpu.model_copy(update={"compute_capability": None})
+    hardware = plan.hardware.model_copy(update={"node": node.model_copy(update={"gpu": gpu})})
+    limit = {"TIGHTFIT_MEMORY_LIMIT_BYTES": "1000000000"} if has_limit else {}
+    made = worker_environment(
+        plan.model_copy(update={"hardware": hardware}), mark="x", num_cores=1, inherited=limit
+    )
+    assert ("MIMALLOC_DISALLOW_ARENA_ALLOC" in made) == has_limit
+
+
 def test_the_network_device_is_named_only_where_it_was_given() -> None:
     meet = Rendezvous(endpoint="a:1", interface="ib0")
     made = worker_environment(make_plan(), meet, mark="x", num_cores=1, inherited={})

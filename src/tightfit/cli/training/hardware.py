@@ -11,13 +11,12 @@ from tightfit.cli.hardware_choice import with_measured_rates
 from tightfit.cli.network import state_network
 from tightfit.cli.terminal.harmless import shorten
 from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
+from tightfit.core.training import MEMORY_VARIABLE
 from tightfit.core.units import parse_bytes
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.launch.rendezvous import Rendezvous, parse_endpoint, probe_is_here
 
-MEMORY_VARIABLE = "TIGHTFIT_MEMORY_LIMIT_BYTES"
-"""Read by the worker, which then cannot take more."""
 ELSEWHERE = ("slurm", "k8s", "kubernetes")
 
 
