@@ -68,7 +68,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
