@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import resource
 import time
-from pathlib import Path
 
 import psutil
 import torch
 
+from tightfit.hardware.own_memory import read_peak_bytes
 from tightfit.ledger.metrics import StepRecord
 from tightfit.planning.plan import Plan
 from tightfit.train.agreement import Agreed
 from tightfit.train.feed import StepItems
-
-_KIB = 1024
-_STATUS = Path("/proc/self/status")
 
 
 class Meter:
@@ -78,14 +73,3 @@ class Meter:
         if not planned_tokens or not peak:
             return None
         return predicted.flops_per_step * num_tokens / planned_tokens / seconds / peak
-
-
-def read_peak_bytes() -> int:
-    """The most memory this process ever held.
-
-    From the kernel's own mark, which starts anew with a program; `ru_maxrss` carries over what
-    the process was before it became this program.
-    """
-    if _STATUS.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())):
-        return int(found[1]) * _KIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB

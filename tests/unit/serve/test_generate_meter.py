@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.units import MIB
 from tightfit.hardware.nvml import DriverReading, GpuReading
 from tightfit.serve.generate import ceilings
 from tightfit.serve.generate import meter as meters
 from tightfit.serve.generate.ceilings import probe_copy_bandwidth, probe_matmul_flops
-from tightfit.serve.generate.meter import RunMeter, count_threads, read_disk_bytes, read_host_peak
+from tightfit.serve.generate.meter import RunMeter, count_threads, read_disk_bytes
 
 
 def test_disk_reads_are_those_of_storage_not_of_the_page_cache(tmp_path: Path) -> None:
@@ -24,13 +23,6 @@ def test_disk_reads_are_those_of_storage_not_of_the_page_cache(tmp_path: Path) -
     io.write_text("rchar: 900\nwchar: 1\nread_bytes: 4096\nwrite_bytes: 7\n", encoding="ascii")
     assert read_disk_bytes(io) == 4096
     assert read_disk_bytes(tmp_path / "none") is None
-
-
-def test_the_peak_of_this_process_grows_with_what_it_holds() -> None:
-    before = read_host_peak()
-    held = bytearray(b"x") * (before + 64 * MIB)
-    assert read_host_peak() >= before + 48 * MIB
-    assert held[-1]
 
 
 class FakeNvml:

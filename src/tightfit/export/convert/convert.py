@@ -23,7 +23,7 @@ from tightfit.export.convert.source import (
     default_target,
     find_source,
 )
-from tightfit.export.merge.memory import read_peak_bytes, reset_peak
+from tightfit.hardware.own_memory import read_peak_bytes, reset_peak
 from tightfit.runtime.finished_folder import check_room, check_target
 from tightfit.runtime.gguf.unpack import UnpackPlan, plan_unpack, write_unpacked
 from tightfit.runtime.whole_output import check_file_target

@@ -1,22 +1,14 @@
-"""Host memory of a merge: what it will take, and what it took."""
+"""Host memory that a merge will take, and how it gives back what it took."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
-import resource
-from pathlib import Path
 
 from tightfit.export.merge.changes import AdapterChanges
 from tightfit.export.merge.plan import MergePlan
 from tightfit.runtime.stored_weights import StoredWeights
 
-_KIB = 1024
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-"""Source: proc_pid_clear_refs(5)."""
 FP32_BYTES = 4
 _COPIES = 2
 """A matrix and what is added to it."""
@@ -67,16 +59,3 @@ def release_freed() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def reset_peak() -> None:
-    """Start the kernel's high-water mark anew, where it lets us."""
-    with contextlib.suppress(OSError):
-        _CLEAR.write_text(_RESET_PEAK)
-
-
-def read_peak_bytes() -> int:
-    """The most memory this process held since `reset_peak`, or ever where there is no such mark."""
-    if _STATUS.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())):
-        return int(found[1]) * _KIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB

@@ -22,12 +22,11 @@ from tightfit.export.merge.memory import (
     RELEASE_BYTES,
     estimate_merge_bytes,
     estimate_whole_bytes,
-    read_peak_bytes,
     release_freed,
-    reset_peak,
 )
 from tightfit.export.merge.plan import MergePlan, plan_merge
 from tightfit.export.verify.verdict import Verdict
+from tightfit.hardware.own_memory import read_peak_bytes, reset_peak
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
 from tightfit.runtime.companion_files import copy_tuned_companions
 from tightfit.runtime.devices import torch_dtype

@@ -16,7 +16,6 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError, EnvironmentFaultError
 from tightfit.core.units import render_bytes
 from tightfit.export.convert.convert import GgufRequest, convert_to_gguf
-from tightfit.export.merge.memory import read_peak_bytes, reset_peak
 from tightfit.export.quantize.bits import pack_bits
 from tightfit.export.quantize.calibration import (
     CPU_ROWS,
@@ -40,6 +39,7 @@ from tightfit.export.quantize.gptq_worker import AUTO_ROUND, GptqJob
 from tightfit.export.quantize.importance import measure_importance, read_importance
 from tightfit.export.quantize.source import Source
 from tightfit.export.quantize.targets import Family, Target
+from tightfit.hardware.own_memory import read_peak_bytes, reset_peak
 from tightfit.runtime.companion_files import copy_companions
 from tightfit.runtime.finished_folder import PARTIAL, begin_folder, finish_folder
 from tightfit.runtime.model_files import locate_model

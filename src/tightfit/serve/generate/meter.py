@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightfit.hardware.nvml import read_driver
+from tightfit.hardware.own_memory import read_peak_bytes
 from tightfit.serve.generate.statistics import Measured
 
 SAMPLE_SECONDS = 0.1
@@ -58,9 +58,9 @@ class RunMeter:
             load_seconds=loaded.moment_s - start.moment_s,
             load_disk_bytes=_less(loaded.disk_bytes, start.disk_bytes),
             answer_disk_bytes=_less(answered.disk_bytes, loaded.disk_bytes),
-            device_peak_bytes=read_host_peak() if is_cpu else max(seen, default=None),
+            device_peak_bytes=read_peak_bytes() if is_cpu else max(seen, default=None),
             allocated_peak_bytes=allocated,
-            host_peak_bytes=read_host_peak(),
+            host_peak_bytes=read_peak_bytes(),
             energy_joules=None
             if answered.energy_joules is None or loaded.energy_joules is None
             else answered.energy_joules - loaded.energy_joules,
@@ -82,12 +82,6 @@ def read_disk_bytes(path: Path = Path("/proc/self/io")) -> int | None:
     except (OSError, ValueError):
         return None  # not Linux, or a container that hides it
     return None
-
-
-def read_host_peak() -> int:
-    """The most memory this process was ever resident with, mapped files included."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def count_threads(asked: int | None) -> int:
