@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from _limited import run_limited
 from _throughput_jobs import JOBS
 
 HERE = Path(__file__).resolve().parent
@@ -96,21 +95,15 @@ def run_item(item: Item, out: Path, seconds_left: float) -> bool:
     """Whether it ended well; all its processes end when the time is over."""
     begin = time.monotonic()
     words = [str(word) for word in (sys.executable, *item.make_words(seconds_left))]
-    with (out / "logs" / f"{item.file_name}.txt").open("w") as stream:
-        process = subprocess.Popen(
-            words,
-            env=os.environ | {"TIGHTFIT_LEDGER": str(out / "ledger.sqlite")},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(seconds_left)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+    environment = os.environ | {"TIGHTFIT_LEDGER": str(out / "ledger.sqlite")}
+    log = out / "logs" / f"{item.file_name}.txt"
+    try:
+        code = run_limited(words, environment, seconds_left, log)
+        end = f"exit {code}"
+    except TimeoutError as fault:
+        code, end = None, str(fault)
     took = time.monotonic() - begin
-    print(f"{took:6.1f} s  exit {code:3}  {item.name}", flush=True)
+    print(f"{took:6.1f} s  {item.name}: {end}", flush=True)
     if code == 0:
         (out / "done" / item.file_name).write_text(f"{took:.1f} s\n")
     return code == 0

@@ -98,12 +98,12 @@ def measure_products(bench: Bench) -> list[dict[str, Any]]:
             "tokens": tokens,
             "inputs": inputs,
             "outputs": outputs,
-            "product_us": _us(bench, partial(torch.mm, x, weight.t())),
-            "added_us": _us(bench, partial(y.addmm_, h, b.t(), alpha=2.0)),
+            "product_us": count_us(bench, partial(torch.mm, x, weight.t())),
+            "added_us": count_us(bench, partial(y.addmm_, h, b.t(), alpha=2.0)),
         }
         for num_spare in SPARE:
             wide, matrix = (bench.randn(n, inputs + num_spare) for n in (tokens, outputs))
-            row[f"wider_by_{num_spare}_us"] = _us(bench, partial(torch.mm, wide, matrix.t()))
+            row[f"wider_by_{num_spare}_us"] = count_us(bench, partial(torch.mm, wide, matrix.t()))
         found.append(row)
     return found
 
@@ -141,7 +141,7 @@ def measure_updates(bench: Bench) -> list[dict[str, Any]]:
         }
         row |= {"largest_difference": apart, "of_rate": apart / RATE}
         for name, work in (("tightfit", update), ("torch", clip_and_update)):
-            row[f"{name}_us"] = _us(bench, work)
+            row[f"{name}_us"] = count_us(bench, work)
         moved = 7 * drawn[0].element_size() * count * size
         row["tb_per_second"] = round(moved / row["tightfit_us"] / 1e6, 2)
         found.append(row)
@@ -164,7 +164,7 @@ def measure_losses(bench: Bench) -> list[dict[str, Any]]:
 
         row: dict[str, Any] = {"tokens": tokens, "width": width, "words": words}
         row["is_trained"] = is_trained
-        row |= {f"factor_{n}_us": _us(bench, partial(both, n)) for n in SLICE_FACTORS}
+        row |= {f"factor_{n}_us": count_us(bench, partial(both, n)) for n in SLICE_FACTORS}
         found.append(row)
     return found
 
@@ -184,13 +184,17 @@ def measure_casts(bench: Bench) -> list[dict[str, Any]]:
         }
         row: dict[str, Any] = {"shape": [num_rows, width]}
         for name, (value_bytes, work) in ways.items():
-            took = row[f"{name}_us"] = _us(bench, work)
+            took = row[f"{name}_us"] = count_us(bench, work)
             row[f"{name}_tb_per_second"] = round(value_bytes * x.numel() / took / 1e6, 2)
         found.append(row)
     return found
 
 
-def _us(bench: Bench, work: Callable[[], object]) -> float:
+def open_bench(device: torch.device) -> Bench:
+    return Bench(device=device, dtype=torch.bfloat16, supports_bf16=True, deadline=float("inf"))
+
+
+def count_us(bench: Bench, work: Callable[[], object]) -> float:
     return round(1e6 * bench.seconds(work), 1)
 
 
@@ -198,12 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    bench = Bench(
-        device=torch.device("cuda", 0),
-        dtype=torch.bfloat16,
-        supports_bf16=True,
-        deadline=float("inf"),
-    )
+    bench = open_bench(torch.device("cuda", 0))
     norms, products = measure_norms(bench), measure_products(bench)
     updates, losses = measure_updates(bench), measure_losses(bench)
     casts = measure_casts(bench)

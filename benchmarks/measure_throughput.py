@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from _limited import run_limited
 from _provenance import provenance
 from _throughput_contestants import Contestant, Switches, list_contestants
 from _throughput_jobs import JOBS, NUM_WARM_UP, TINY_LEN, Job, make_rows, write_folder, write_text
@@ -60,20 +59,6 @@ class Setting:
         return min(self.limit_seconds, self.end - time.monotonic())
 
 
-def run_process(command: list[str], environment: dict[str, str], limit: float, log: Path) -> int:
-    """The exit code; the process and its children are ended at the limit."""
-    with log.open("w") as stream:
-        started = subprocess.Popen(
-            command, env=environment, stdout=stream, stderr=stream, start_new_session=True
-        )
-        try:
-            return started.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(started.pid, signal.SIGKILL)
-            started.wait()
-            raise ContestantError(f"not done after {limit:.0f} s") from None
-
-
 def make_environment(setting: Setting, kind: str, *, expandable: bool) -> dict[str, str]:
     environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     for name in (ALLOCATOR, "PYTORCH_ALLOC_CONF"):
@@ -106,7 +91,7 @@ def run_attempt(
     )
     log = setting.work / f"{name}.log"
     command = [sys.executable, worker, str(asked), str(answered)]
-    code = run_process(command, environment, setting.remaining(), log)
+    code = run_limited(command, environment, setting.remaining(), log)
     if not answered.exists():
         raise ContestantError(f"exit {code}: {log.read_text()[-600:]}")
     answer: dict[str, Any] = json.loads(answered.read_text())
@@ -126,7 +111,7 @@ def run_peer(setting: Setting, job: Job, contestant: Contestant) -> dict[str, An
         try:
             name = f"{contestant.name}-{number}"
             return run_attempt(setting, job, contestant, switches, name) | {"tried": tried}
-        except ContestantError as fault:
+        except (ContestantError, TimeoutError) as fault:
             tried.append({"switches": asdict(switches), "fault": str(fault)})
     return {"fault": tried[-1]["fault"], "tried": tried}
 
@@ -148,10 +133,10 @@ def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str
     path.write_text(json.dumps(recipe))
     environment = make_environment(setting, "tightfit", expandable=False)
     try:
-        code = run_process(train_command(path), environment, setting.remaining(), log)
+        code = run_limited(train_command(path), environment, setting.remaining(), log)
         if code:
             raise ContestantError(f"exit {code}: {log.read_text()[-1500:]}")
-    except ContestantError as fault:
+    except (ContestantError, TimeoutError) as fault:
         worker_log = run / "log.txt"
         if worker_log.exists():
             print(worker_log.read_text()[-3000:], flush=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from _provenance import write_result
-from measure_fused_kernels import CASTS
+from measure_fused_kernels import CASTS, count_us, open_bench
 from tightfit.runtime import fp8_kernels
 from tightfit.runtime.calibrate.bench import Bench
 
@@ -73,7 +73,7 @@ def measure(bench: Bench, shapes: tuple[tuple[int, int], ...]) -> list[dict[str,
     for name, settings in list_settings():
         work, operands = casts[name]
         with set_in_module(settings):
-            took = [round(1e6 * bench.seconds(partial(work, x)), 1) for x in operands]
+            took = [count_us(bench, partial(work, x)) for x in operands]
         found.append({"cast": name, **settings, "us": took, "sum_us": round(sum(took), 1)})
     return found
 
@@ -87,12 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    bench = Bench(
-        device=torch.device("cpu") if arguments.tiny else torch.device("cuda", 0),
-        dtype=torch.bfloat16,
-        supports_bf16=True,
-        deadline=float("inf"),
-    )
+    bench = open_bench(torch.device("cpu") if arguments.tiny else torch.device("cuda", 0))
     shapes = ((32, 48),) if arguments.tiny else CASTS
     rows = measure(bench, shapes)
     for row in sorted(rows, key=lambda row: (row["cast"], row["sum_us"])):
