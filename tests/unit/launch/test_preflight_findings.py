@@ -30,6 +30,7 @@ from tightfit.launch.preflight.seen import Clock, FolderSeen, Seen
 from tightfit.launch.site import Site, SlurmSite
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2"}
+NOTHING = Heard(sender=0, num_small=0, num_large=0)
 
 
 def make_facts(node: str, **changes: Any) -> Facts:
@@ -54,7 +55,7 @@ def make_facts(node: str, **changes: Any) -> Facts:
 
 def make_seen() -> Seen:
     """Two nodes with nothing wrong."""
-    seen = Seen(nodes=("a", "b"), port=29_500, num_small=200, num_large=4)
+    seen = Seen(nodes=("a", "b"), port=29_500, sent={"a": 200, "b": 200})
     both = (("a", "b"), ("b", "a"))
     seen.facts = {node: make_facts(node) for node in "ab"}
     names = [Lookup(name=node, addresses=(address,)) for node, address in ADDRESSES.items()]
@@ -159,7 +160,7 @@ def test_one_way() -> None:
     seen = make_seen()
     for pair in list(seen.knocks):
         seen.knocks[pair] = make_knock(pair[1], Outcome.TIMEOUT)
-    del seen.heard[("a", "b")]
+    seen.heard[("a", "b")] = NOTHING
     seen.port_knocks["b"] = make_knock("a", Outcome.TIMEOUT)
     finding = only(seen, "network")
 
@@ -179,9 +180,55 @@ def test_loss_in_one_direction(heard: int, status: Status) -> None:
 
 def test_a_firewall_against_datagrams_alone_is_no_fault() -> None:
     seen = make_seen()
-    seen.heard = {}
+    seen.heard = dict.fromkeys(seen.heard, NOTHING)
+    report = conclude(seen)
 
+    assert bad(report) == []
+    assert any("UDP is filtered" in finding.detail for finding in report.findings)
+
+
+def test_loss_is_of_what_was_sent() -> None:
+    seen = make_seen()
+    seen.sent["b"] = 150
+    seen.heard[("b", "a")] = Heard(sender=1, num_small=150, num_large=4)
     assert bad(conclude(seen)) == []
+
+    seen.heard[("b", "a")] = Heard(sender=1, num_small=120, num_large=4)
+    assert "20.0% of the packets from b to a" in only(seen, "network").detail
+
+
+def test_nothing_is_said_of_loss_where_a_node_was_silent() -> None:
+    seen = make_seen()
+    del seen.sent["b"], seen.heard[("b", "a")]
+    report = conclude(seen)
+
+    assert bad(report) == []
+    assert {link.source: link.lost_fraction for link in report.links} == {"a": 0.0, "b": None}
+    assert not any("filtered" in finding.detail for finding in report.findings)
+
+    seen.heard[("a", "b")] = Heard(sender=0, num_small=150, num_large=4)
+    assert "25.0% of the packets from a to b are lost (not known" in only(seen, "network").detail
+
+
+def test_nothing_passes_as_far_as_is_known() -> None:
+    seen = make_seen()
+    for pair in list(seen.knocks):
+        seen.knocks[pair] = make_knock(pair[1], Outcome.TIMEOUT)
+    seen.port_knocks["b"] = make_knock("a", Outcome.TIMEOUT)
+    seen.heard = {("a", "b"): NOTHING}
+
+    assert "nothing passes between them" in only(seen, "network").detail
+
+
+def test_what_a_busy_node_dropped_is_not_the_networks_loss() -> None:
+    seen = make_seen()
+    seen.heard[("b", "a")] = Heard(sender=1, num_small=180, num_large=0, num_dropped=24)
+    report = conclude(seen)
+    assert bad(report) == []
+    assert any("24 datagrams reached a" in finding.detail for finding in report.findings)
+
+    seen.heard[("b", "a")] = Heard(sender=1, num_small=150, num_large=4, num_dropped=20)
+    assert "15.0% of the packets from b to a" in only(seen, "network").detail
 
 
 def test_large_packets() -> None:

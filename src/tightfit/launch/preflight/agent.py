@@ -113,8 +113,8 @@ class Agent:
         amounts = {key: wish[key] for key in ("sender", "num_small", "num_large")}
         return spray(wish["targets"], **amounts)
 
-    def do_heard(self, _wish: dict[str, Any]) -> Any:
-        return self.listener.tell_heard()
+    def do_heard(self, wish: dict[str, Any]) -> Any:
+        return self.listener.tell_heard(wish["senders"])
 
     def do_stream(self, wish: dict[str, Any]) -> Any:
         keys = ("node", "address", "port", "seconds")

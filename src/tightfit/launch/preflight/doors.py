@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 import threading
-from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 
 import psutil
 
+from tightfit.launch.preflight.datagrams import DatagramCounter
 from tightfit.launch.preflight.messages import Doors, Heard
 
 IDLE_SECONDS = 30.0
@@ -19,30 +19,26 @@ CHECK_BYTES = 256 * 1024
 """More than fits into one packet of any network, so that a narrow spot on the way shows."""
 PING, CHECK, SINK = b"P", b"C", b"S"
 PING_BYTES = 64
-DATAGRAM = struct.Struct("!4sHB")
-"""Mark, the sender's number, whether it is large."""
-MARK = b"tfpf"
 
 
 class Listener:
     """Opens the doors of a node and serves who comes in, until the process ends."""
 
     def __init__(self) -> None:
-        self._heard: Counter[tuple[int, bool]] = Counter()
+        self._datagrams: DatagramCounter | None = None
         self._rendezvous: socket.socket | None = None
 
     def open(self, rendezvous_port: int | None) -> Doors:
         tcp = _listen(0)
-        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        udp.bind(("", 0))
+        self._datagrams = DatagramCounter()
         _in_thread(self._serve, tcp)
-        _in_thread(self._count, udp)
+        self._datagrams.start()
         fault = None
         if rendezvous_port is not None:
             fault = self._open_rendezvous(rendezvous_port)
         return Doors(
             tcp_port=tcp.getsockname()[1],
-            udp_port=udp.getsockname()[1],
+            udp_port=self._datagrams.door.getsockname()[1],
             rendezvous_fault=fault,
         )
 
@@ -64,16 +60,8 @@ class Listener:
             self._rendezvous.close()
             self._rendezvous = None
 
-    def tell_heard(self) -> list[Heard]:
-        senders = sorted({sender for sender, _ in self._heard})
-        return [
-            Heard(
-                sender=sender,
-                num_small=self._heard[(sender, False)],
-                num_large=self._heard[(sender, True)],
-            )
-            for sender in senders
-        ]
+    def tell_heard(self, senders: Sequence[int]) -> list[Heard]:
+        return self._datagrams.tell(senders) if self._datagrams else []
 
     def _serve(self, door: socket.socket) -> None:
         while True:
@@ -82,17 +70,6 @@ class Listener:
             except OSError:
                 return
             _in_thread(_answer, guest)
-
-    def _count(self, door: socket.socket) -> None:
-        while True:
-            try:
-                data = door.recv(65_536)
-            except OSError:
-                return
-            if len(data) >= DATAGRAM.size:
-                mark, sender, is_large = DATAGRAM.unpack_from(data)
-                if mark == MARK:
-                    self._heard[(sender, bool(is_large))] += 1
 
 
 def _listen(port: int) -> socket.socket:

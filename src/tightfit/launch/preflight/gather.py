@@ -239,14 +239,32 @@ class Gathering:
             seen.port_knocks[node] = _read(list[Knock], answer)[0]
 
     def _spray(self) -> None:
+        """What arrives is held against what its source says it has sent, in time."""
         seen = self.seen
-        order = {node: at for at, node in enumerate(seen.nodes)}
+        pairs = [
+            (source, target)
+            for source, target in self._pairs(seen.seats)
+            if target in seen.doors and ":" not in seen.seats[target].address
+        ]
+        seen.sent = self.crew.ask("spray", self.left(SPRAY_SECONDS), self._plan_spray(pairs))
+        time.sleep(self.left(0.3))  # for the last of them to arrive
+        wanted: dict[str, dict[str, list[int]]] = {}
+        for source, target in pairs:
+            if source in seen.sent:
+                ask = wanted.setdefault(target, {"senders": []})
+                ask["senders"].append(seen.nodes.index(source))
+        for node, answer in self.crew.ask("heard", self.left(OPEN_SECONDS), wanted).items():
+            for heard in _read(list[Heard], answer):
+                seen.heard[(seen.nodes[heard.sender], node)] = heard
+
+    def _plan_spray(self, pairs: list[Pair]) -> dict[str, dict[str, Any]]:
+        seen = self.seen
         wanted: dict[str, dict[str, Any]] = {}
-        for source, target in self._pairs(seen.seats):
-            if target not in seen.doors or ":" in seen.seats[target].address:
-                continue
+        for source, target in pairs:
             mtu = min(seen.seats[source].mtu, seen.seats[target].mtu)
-            ask = wanted.setdefault(source, {"targets": [], "sender": order[source]})
+            amounts = {"num_small": NUM_SMALL, "num_large": NUM_LARGE}
+            sender = seen.nodes.index(source)
+            ask = wanted.setdefault(source, {"targets": [], "sender": sender, **amounts})
             ask["targets"].append(
                 {
                     "address": seen.seats[target].address,
@@ -254,16 +272,7 @@ class Gathering:
                     "large_bytes": min(max(mtu, 576), 65_535) - IP_UDP_HEADER_BYTES,
                 }
             )
-        for ask in wanted.values():
-            ask.update(num_small=NUM_SMALL, num_large=NUM_LARGE)
-        sent = self.crew.ask("spray", self.left(SPRAY_SECONDS), wanted)
-        if not sent:
-            return
-        seen.num_small, seen.num_large = NUM_SMALL, NUM_LARGE
-        time.sleep(self.left(0.3))  # for the last of them to arrive
-        for node, answer in self.crew.ask("heard", self.left(OPEN_SECONDS)).items():
-            for heard in _read(list[Heard], answer):
-                seen.heard[(seen.nodes[heard.sender], node)] = heard
+        return wanted
 
     def _stream(self) -> None:
         """Round the ring, all at once: each node sends to one and receives from one."""

@@ -37,6 +37,7 @@ def judge_links(seen: Seen) -> Iterator[Finding]:
             yield finding
     alive = [pair for pair in seen.knocks if frozenset(pair) not in dead]
     yield from _judge_loss(seen, alive)
+    yield from _judge_drops(seen)
     if not dead and seen.knocks:
         slowest = max((k.rtt_seconds or 0.0 for k in seen.knocks.values()), default=0.0)
         told = f"every node reaches every other; there and back in {slowest * 1e6:,.0f} µs or less"
@@ -102,12 +103,14 @@ def _judge_pair(seen: Seen, pair: Pair) -> Finding | None:
     back = (b, a)
     if seen.is_open(pair) and seen.is_open(back):
         return None
-    for lost, other in ((pair, back), (back, pair)):
-        if seen.lost_fraction(lost) > MUCH_LOSS and seen.lost_fraction(other) <= MUCH_LOSS:
+    shares = {way: share for way in (pair, back) if (share := seen.lost_fraction(way)) is not None}
+    if len(shares) == 2:
+        other, lost = sorted(shares, key=shares.__getitem__)
+        if shares[other] <= MUCH_LOSS < shares[lost]:
             return _one_way(seen, lost, other)
     knock = next(seen.knocks[p] for p in (pair, back) if p in seen.knocks and not seen.is_open(p))
     source = a if knock.node == b else b
-    if seen.hears_none(pair) and seen.hears_none(back):
+    if set(shares.values()) == {1.0}:
         return _found(
             "network",
             f"{a} and {b}",
@@ -121,16 +124,16 @@ def _judge_pair(seen: Seen, pair: Pair) -> Finding | None:
 
 def _one_way(seen: Seen, lost: Pair, other: Pair) -> Finding:
     source, target = lost
-    share = seen.lost_fraction(lost)
+    share = seen.lost_fraction(lost) or 0.0
     amount = "Everything" if share == 1.0 else f"{share:.0%} of what"
     told = "is lost" if share == 1.0 else "is lost on the way"
-    came = seen.heard[other].num_small if other in seen.heard else 0
     return _found(
         "network",
         f"{source} to {target}",
         Status.FAULT,
-        f"one-way: {amount.lower()} {source} sends to {target} {told}, while {came} of "
-        f"{seen.num_small} datagrams from {target} to {source} arrive",
+        f"one-way: {amount.lower()} {source} sends to {target} {told}, while "
+        f"{seen.heard[other].num_small} of {seen.sent[target]} datagrams from {target} to {source} "
+        "arrive",
         f"see filters and the cable into {target}, and the way back; on {source}: "
         f"ip route get {seen.seats[target].address}, on {target}: "
         f"ip -s link show {seen.seats[target].device}",
@@ -160,7 +163,8 @@ def _large_lost(seen: Seen) -> list[Pair]:
     return [
         pair
         for pair, heard in seen.heard.items()
-        if seen.num_large and heard.num_large == 0 and seen.lost_fraction(pair) <= SOME_LOSS
+        if heard.num_large + heard.num_dropped == 0
+        and (seen.lost_fraction(pair) or 0.0) <= SOME_LOSS
     ]
 
 
@@ -183,23 +187,34 @@ def _judge_loss(seen: Seen, alive: list[Pair]) -> Iterator[Finding]:
     for pair in alive:
         source, target = pair
         share = seen.lost_fraction(pair)
-        if seen.hears_none(pair):
+        if share is None:
+            continue
+        if share == 1.0:
             told = f"no datagram from {source} reaches {target}, connections do: UDP is filtered"
             yield _found("network", f"{source} to {target}", Status.INFO, told)
         elif share >= SOME_LOSS:
             back = seen.lost_fraction((target, source))
-            one_way = "one-way: " if back < SOME_LOSS else ""
+            one_way = "one-way: " if back is not None and back < SOME_LOSS else ""
+            other_way = "not known" if back is None else f"{back:.1%}"
             yield _found(
                 "network",
                 f"{source} to {target}",
                 Status.FAULT if share >= MUCH_LOSS else Status.WARNING,
                 f"{one_way}{share:.1%} of the packets from {source} to {target} are lost"
-                f" ({back:.1%} the other way)",
+                f" ({other_way} the other way)",
                 f"see the cable and the counters of drops: ip -s link show "
                 f"{seen.seats[target].device} (on {target}), and the switch's",
             )
         elif pair in narrow:
             yield _narrow(seen, pair)
+
+
+def _judge_drops(seen: Seen) -> Iterator[Finding]:
+    dropped = {target: heard.num_dropped for (_, target), heard in seen.heard.items()}
+    for node, num_dropped in dropped.items():
+        if num_dropped:
+            told = f"{num_dropped} datagrams reached {node}, which was too busy to take them in"
+            yield _found("network", node, Status.INFO, f"{told}: not counted as lost")
 
 
 def _judge_bandwidth(seen: Seen) -> Iterator[Finding]:

@@ -23,7 +23,8 @@ _TOLD = {
     "open": "no port could be opened there",
     "routes": "it does not tell its routes",
     "knock": "it did not finish connecting to the others",
-    "spray": "it could not send datagrams",
+    "spray": "it did not finish sending datagrams",
+    "heard": "it does not tell which datagrams reached it",
     "stream": "the stream from there did not end",
 }
 """Questions whose silence is not judged elsewhere."""

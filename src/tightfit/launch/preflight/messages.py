@@ -6,7 +6,7 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Counts changes that an agent of another version would not understand."""
 
 
@@ -122,6 +122,8 @@ class Heard(Message):
     sender: int
     num_small: int
     num_large: int
+    num_dropped: int = 0
+    """Of all senders together: what reached the listener's host and found no room there."""
 
 
 class FolderStep(Message):

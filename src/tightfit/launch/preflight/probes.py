@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from tightfit.launch.preflight.datagrams import DATAGRAM, MARK
 from tightfit.launch.preflight.doors import (
     CHECK,
     CHECK_BYTES,
-    DATAGRAM,
-    MARK,
     PING,
     PING_BYTES,
     SINK,

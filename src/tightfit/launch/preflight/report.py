@@ -110,7 +110,7 @@ def _report_links(seen: Seen) -> tuple[LinkReport, ...]:
                 target=target,
                 outcome=knock.outcome.value,
                 rtt_seconds=knock.rtt_seconds,
-                lost_fraction=seen.lost_fraction((source, target)) if seen.num_small else None,
+                lost_fraction=seen.lost_fraction((source, target)),
                 bytes_per_second=stream.bytes_per_second if stream else None,
                 resent_fraction=stream.resent_fraction if stream else None,
             )

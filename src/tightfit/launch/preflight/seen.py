@@ -72,9 +72,10 @@ class Seen:
     """At the seats of the device that was asked for, where those are others."""
     port_knocks: dict[str, Knock] = field(default_factory=dict)
     """At the rendezvous port of the first node, by who knocked."""
-    num_small: int = 0
-    num_large: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
+    """Small datagrams to each target, by the node that says so."""
     heard: dict[Pair, Heard] = field(default_factory=dict)
+    """Only where both nodes told; then also where nothing came."""
     streams: dict[Pair, Stream] = field(default_factory=dict)
     torch: dict[str, TorchFacts] = field(default_factory=dict)
     reduce: Reduce | None = None
@@ -95,13 +96,9 @@ class Seen:
         knock = self.knocks.get(pair)
         return knock is not None and knock.outcome is Outcome.OK
 
-    def hears_none(self, pair: Pair) -> bool:
-        """Not one datagram came over, though they were sent."""
-        heard = self.heard.get(pair)
-        return self.num_small > 0 and (heard is None or heard.num_small == 0)
-
-    def lost_fraction(self, pair: Pair) -> float:
-        heard = self.heard.get(pair)
-        if not self.num_small:
-            return 0.0
-        return 1.0 - min(1.0, (heard.num_small if heard else 0) / self.num_small)
+    def lost_fraction(self, pair: Pair) -> float | None:
+        """At least so much is lost on the way; 1.0: nothing arrives. None: not known."""
+        heard, sent = self.heard.get(pair), self.sent.get(pair[0])
+        if heard is None or not sent:
+            return None
+        return max(0, sent - heard.num_small - heard.num_dropped) / sent
