@@ -77,7 +77,9 @@ _ELEMENTWISE = frozenset(
 _FUSED = ("triton_", "compiledfunction", "liger", "rmsnorm")
 """Compiled layers, Liger's kernels and ours, whatever attention and loss have not claimed."""
 _CASTS = frozenset(
-    f"{name}{end}" for name in ("_TrainedProduct", "_FrozenProduct") for end in ("", "Backward")
+    f"_{name}{end}"
+    for name in ("TrainedProduct", "JoinedProducts", "FrozenProduct")
+    for end in ("", "Backward")
 )
 """What `runtime/fp8_linear.py` does beside its products."""
 

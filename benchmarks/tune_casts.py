@@ -75,6 +75,7 @@ def measure(bench: Bench, shapes: tuple[tuple[int, int], ...]) -> list[dict[str,
         with set_in_module(settings):
             took = [count_us(bench, partial(work, x)) for x in operands]
         found.append({"cast": name, **settings, "us": took, "sum_us": round(sum(took), 1)})
+        print(found[-1], flush=True)
     return found
 
 
@@ -90,8 +91,6 @@ def main() -> None:
     bench = open_bench(torch.device("cpu") if arguments.tiny else torch.device("cuda", 0))
     shapes = ((32, 48),) if arguments.tiny else CASTS
     rows = measure(bench, shapes)
-    for row in sorted(rows, key=lambda row: (row["cast"], row["sum_us"])):
-        print(row)
     write_result(
         arguments.out,
         "benchmarks/tune_casts.py",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding, Strategy
+from tightfit.estimate.readers import group_linears
 from tightfit.estimate.state import mixes_frozen, trained_value_bytes
 from tightfit.estimate.weights import (
     estimate_weight_bytes,
@@ -88,9 +89,10 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
 
 def _fp8_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     """fp8 copies of the largest product's operands: a matrix, and rows of the batch; for the
-    gradient of a trained matrix, rows on either side."""
+    gradient of a trained matrix, rows on either side. Joined matrices are one."""
     tokens = strategy.tokens_per_micro_batch
-    widths = [(p.in_features, p.out_features) for block in spec.blocks for p in block.linears]
+    groups = [g for block in spec.blocks for g in group_linears(spec, block, strategy)]
+    widths = [(g[0].in_features, sum(part.out_features for part in g)) for g in groups]
     sizes = [n * k + tokens * max(n, k) for n, k in widths]
     if not strategy.stores_fp8:
         sizes += [tokens * (n + k) for n, k in widths]

@@ -19,22 +19,36 @@ Scaled: TypeAlias = tuple[Tensor, Tensor]
 """Rows in e4m3, and by what to multiply each to have it back."""
 
 
-def cast_rows(x: Tensor) -> Scaled:
-    """Each row of bf16 with a scale of its own; rows lie one after the other, however they lay."""
-    if not _runs_kernels(x):
-        return scale_rows(x)
+def cast_rows(*parts: Tensor) -> Scaled:
+    """Each row of bf16 with a scale of its own, of matrices side by side; rows lie one after the
+    other, however they lay."""
+    if not _runs_kernels(parts[0]):
+        return scale_rows(_beside(parts))
     from tightfit.runtime.fp8_kernels import cast_rows as cast
 
-    return cast(x)
+    return cast(*parts)
 
 
-def cast_columns(x: Tensor) -> Scaled:
-    """Each column as a row."""
-    if not _runs_kernels(x):
-        return scale_rows(x.t())
+def cast_columns(*parts: Tensor) -> Scaled:
+    """Each column of matrices side by side as a row."""
+    if not _runs_kernels(parts[0]):
+        return scale_rows(_beside(parts).t())
     from tightfit.runtime.fp8_kernels import cast_columns as cast
 
-    return cast(x)
+    return cast(*parts)
+
+
+def cast_stacked_columns(*parts: Tensor) -> Scaled:
+    """Each column of matrices on top of each other as a row."""
+    if not _runs_kernels(parts[0]):
+        return scale_rows(torch.cat(parts).t())
+    from tightfit.runtime.fp8_kernels import cast_stacked_columns as cast
+
+    return cast(*parts)
+
+
+def _beside(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def turn(x: Tensor) -> Tensor:

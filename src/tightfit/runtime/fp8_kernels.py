@@ -5,54 +5,93 @@ The same numbers as `fp8_casts` has in torch, where each is several passes over 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightfit.runtime.fp8_casts import FP8
+from tightfit.runtime.fp8_casts import FP8, Scaled
 
 # How each kernel divides a matrix; `benchmarks/tune_casts.py` times the other ways.
+_TILES = ("x_tile", "y_tile", "z_tile")
+"""Of matrices side by side that are cast by rows at once, as `_cast_rows` knows them."""
 ROW_VALUES = 4096
 """That programs hold at least: short rows share one."""
-VALUES_A_WARP = 1024
+VALUES_A_WARP = 512
 """Of a program that holds rows."""
-TURNED_TILE = {"tile_rows": 128, "tile_columns": 64, "num_warps": 8}
-"""That is turned: 128 bytes of a line where bf16 is read, and where fp8 is written."""
-HIGH_TILE = {"tile_rows": 256, "tile_columns": 64, "num_warps": 8}
+TURNED_TILE = {"tile_rows": 64, "tile_columns": 128, "num_warps": 8}
+"""That is turned."""
+HIGH_TILE = {"tile_rows": 512, "tile_columns": 64, "num_warps": 4}
 """Whose columns are looked through for their largest values."""
 
 
-def cast_rows(x: Tensor, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
-    """Each row of bf16 with a scale of its own, read once; rows may lie apart."""
-    num_rows, num_columns = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
-    columns = triton.next_power_of_2(num_columns)
-    rows = max(1, ROW_VALUES // columns)
+def cast_rows(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
+    """Each row of bf16 with a scale of its own, read once, of up to three matrices side by side;
+    their rows may lie apart."""
+    parts = tuple(map(_with_whole_rows, parts))
+    num_rows, widths = len(parts[0]), [x.shape[1] for x in parts]
+    values = torch.empty(num_rows, sum(widths), dtype=dtype, device=parts[0].device)
+    scale = torch.empty(num_rows, 1, dtype=torch.float32, device=parts[0].device)
+    tiles = [triton.next_power_of_2(width) for width in widths]
+    row_values = triton.next_power_of_2(sum(tiles))
+    rows = max(1, ROW_VALUES // row_values)
+    absent = len(_TILES) - len(parts)
     _cast_rows[(triton.cdiv(num_rows, rows),)](
-        *(values, scale, x, num_rows, num_columns, x.stride(0)),
+        *(values, scale, *parts, *(None,) * absent, num_rows),
+        *(*widths, *(0,) * absent, *(x.stride(0) for x in parts), *(0,) * absent),
         tile_rows=rows,
-        tile_columns=columns,
-        num_warps=min(32, max(4, columns // VALUES_A_WARP)),
+        **dict(zip(_TILES, (*tiles, *(0,) * absent), strict=True)),
+        num_warps=min(32, max(4, row_values // VALUES_A_WARP)),
     )
     return values, scale
 
 
-def cast_columns(x: Tensor, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
-    """`cast_rows` of the turned matrix: read twice, by its own rows."""
-    num_rows, num_columns = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    values = torch.empty(num_columns, num_rows, dtype=dtype, device=x.device)
-    scale = torch.empty(num_columns, 1, dtype=torch.float32, device=x.device)
-    largest = torch.zeros(num_columns, dtype=torch.int32, device=x.device)
-    sizes = (num_rows, num_columns, x.stride(0))
-    _find_largest[_count_tiles(x, HIGH_TILE)](*(largest, x, *sizes), **HIGH_TILE)
-    _cast_turned[_count_tiles(x, TURNED_TILE)](*(values, scale, largest, x, *sizes), **TURNED_TILE)
+def cast_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
+    """`cast_rows` of the turned matrices, one on top of the other: read twice, by their own
+    rows."""
+    widths = [x.shape[1] for x in parts]
+    values = torch.empty(sum(widths), len(parts[0]), dtype=dtype, device=parts[0].device)
+    scale = torch.empty(sum(widths), 1, dtype=torch.float32, device=parts[0].device)
+    largest = torch.zeros(sum(widths), dtype=torch.int32, device=parts[0].device)
+    places = zip(
+        parts, values.split(widths), scale.split(widths), largest.split(widths), strict=True
+    )
+    for x, *place in places:
+        _turn_columns([x], [place[0]], *place[1:])
     return values, scale
+
+
+def cast_stacked_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
+    """`cast_columns` of matrices of one width as if they were one, each below the other."""
+    width, heights = parts[0].shape[1], [len(x) for x in parts]
+    values = torch.empty(width, sum(heights), dtype=dtype, device=parts[0].device)
+    scale = torch.empty(width, 1, dtype=torch.float32, device=parts[0].device)
+    largest = torch.zeros(width, dtype=torch.int32, device=parts[0].device)
+    _turn_columns(parts, values.split(heights, dim=1), scale, largest)
+    return values, scale
+
+
+def _turn_columns(
+    parts: Sequence[Tensor], places: Sequence[Tensor], scale: Tensor, largest: Tensor
+) -> None:
+    """Each matrix turned, to its place, with the scales of all."""
+    parts = list(map(_with_whole_rows, parts))
+    for x in parts:
+        _find_largest[_count_tiles(x, HIGH_TILE)](
+            *(largest, x, *x.shape, x.stride(0)),
+            **HIGH_TILE,
+        )
+    for x, values in zip(parts, places, strict=True):
+        _cast_turned[_count_tiles(x, TURNED_TILE)](
+            *(values, scale, largest, x, *x.shape, x.stride(0), values.stride(0)),
+            **TURNED_TILE,
+        )
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def turn(x: Tensor) -> Tensor:
@@ -103,19 +142,44 @@ def _find_scale(largest, shift):
 
 
 @triton.jit
+def _load_rows(x, rows, num_rows, width, stride, tile: tl.constexpr):
+    columns = tl.arange(0, tile)[None, :]
+    is_inside = (rows[:, None] < num_rows) & (columns < width)
+    return tl.load(x + rows[:, None] * stride + columns, mask=is_inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(values, found, shift, rows, num_rows, width, stride, tile: tl.constexpr):
+    columns = tl.arange(0, tile)[None, :]
+    is_inside = (rows[:, None] < num_rows) & (columns < width)
+    places = values + rows[:, None] * stride + columns
+    tl.store(places, _scale(found, shift[:, None], values.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
 def _cast_rows(
-    values, scale, x, num_rows, num_columns, stride,
-    tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+    values, scale, x, y, z, num_rows,
+    x_width, y_width, z_width, x_stride, y_stride, z_stride,
+    tile_rows: tl.constexpr, x_tile: tl.constexpr, y_tile: tl.constexpr, z_tile: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
-    columns = tl.arange(0, tile_columns)[None, :]
-    is_inside = (rows[:, None] < num_rows) & (columns < num_columns)
-    found = tl.load(x + rows[:, None] * stride + columns, mask=is_inside, other=0.0)
-    largest = tl.max(_size(found), axis=1)
+    of_x = _load_rows(x, rows, num_rows, x_width, x_stride, x_tile)
+    largest = tl.max(_size(of_x), axis=1)
+    if y is not None:
+        of_y = _load_rows(y, rows, num_rows, y_width, y_stride, y_tile)
+        largest = tl.maximum(largest, tl.max(_size(of_y), axis=1))
+    if z is not None:
+        of_z = _load_rows(z, rows, num_rows, z_width, z_stride, z_tile)
+        largest = tl.maximum(largest, tl.max(_size(of_z), axis=1))
     shift = _find_shift(largest)
     tl.store(scale + rows, _find_scale(largest, shift), mask=rows < num_rows)
-    places = values + rows[:, None] * num_columns + columns
-    tl.store(places, _scale(found, shift[:, None], values.dtype.element_ty), mask=is_inside)
+    stride = x_width + y_width + z_width
+    _store_rows(values, of_x, shift, rows, num_rows, x_width, stride, x_tile)
+    if y is not None:
+        _store_rows(values + x_width, of_y, shift, rows, num_rows, y_width, stride, y_tile)
+    if z is not None:
+        behind = values + x_width + y_width
+        _store_rows(behind, of_z, shift, rows, num_rows, z_width, stride, z_tile)
 
 
 @triton.jit
@@ -133,7 +197,7 @@ def _find_largest(
 
 @triton.jit
 def _cast_turned(
-    values, scale, largest, x, num_rows, num_columns, stride,
+    values, scale, largest, x, num_rows, num_columns, stride, turned_stride,
     tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
@@ -146,7 +210,7 @@ def _cast_turned(
     places = x + rows[:, None] * stride + columns[None, :]
     found = tl.load(places, mask=is_row[:, None] & is_column[None, :], other=0.0)
     turned = tl.trans(_scale(found, shift[None, :], values.dtype.element_ty))
-    places = values + columns[:, None] * num_rows + rows[None, :]
+    places = values + columns[:, None] * turned_stride + rows[None, :]
     tl.store(places, turned, mask=is_column[:, None] & is_row[None, :])
 
 

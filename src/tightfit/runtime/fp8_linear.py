@@ -22,6 +22,7 @@ from tightfit.runtime.fp8_casts import (
     cast_input,
     cast_input_columns,
     cast_rows,
+    cast_stacked_columns,
     scale_matrix,
     turn,
 )
@@ -73,6 +74,11 @@ def _mark_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> None:
         last[beside] = module
 
 
+def multiplies_in_fp8(layer: nn.Module) -> bool:
+    """Whether `use_fp8` has given this trained layer fp8 products."""
+    return "is_backward_alone" in vars(layer)
+
+
 def takes_fp8(name: str, module: Any) -> bool:
     """Whether this is a plain bf16 matrix with rows that fp8 kernels can read.
 
@@ -106,12 +112,14 @@ def multiply_rows(
     )
 
 
-def multiply_columns(g: Tensor, x: Tensor, *, is_preceded: bool = False) -> Tensor:
-    """`g^T x`, summed over tokens; in bf16 where fp8 kernels cannot read as many."""
-    if len(g) % ALIGNED:
-        return g.t() @ x.reshape(-1, x.shape[-1])
+def multiply_columns(*g: Tensor, x: Tensor, is_preceded: bool = False) -> Tensor:
+    """`g^T x`, summed over tokens, of gradients side by side; in bf16 where fp8 kernels cannot read
+    as many."""
+    if len(g[0]) % ALIGNED:
+        rows = x.reshape(-1, x.shape[-1])
+        return torch.cat([one.t() @ rows for one in g]) if len(g) > 1 else g[0].t() @ rows
     columns = cast_input_columns(x, is_preceded=is_preceded)
-    return multiply_rows(cast_columns(g), columns, is_fast=False)
+    return multiply_rows(cast_columns(*g), columns, is_fast=False)
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -159,8 +167,59 @@ class _TrainedProduct(torch.autograd.Function):
         if needs_x:
             of_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
         if needs_weight:
-            of_weight = multiply_columns(g, x, is_preceded=ctx.is_preceded)
+            of_weight = multiply_columns(g, x=x, is_preceded=ctx.is_preceded)
         return of_x, of_weight, g.sum(0) if needs_bias else None, None
+
+
+# Trained weights of layers with one input
+
+
+def multiply_readers(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
+    """The answer of each, as `Readers` asks for it."""
+    product: Any = _JoinedProducts
+    parts = [part for layer in layers for part in (layer.weight, layer.bias)]
+    answers: tuple[Tensor, ...] = product.apply(x, layers[0].is_backward_alone, *parts)
+    return answers
+
+
+class _JoinedProducts(torch.autograd.Function):
+    """`x W^T + bias` of each; backward they are one layer, whose outputs stand side by side.
+
+    What autograd would add up is one long sum, whose rows have one scale, and the gradients of
+    all weights are one product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, is_backward_alone: bool, *parts: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        pairs: Any = list(zip(parts[::2], parts[1::2], strict=True))
+        ctx.save_for_backward(x, *parts[::2])
+        if is_backward_alone:
+            return tuple(functional.linear(x, weight, bias) for weight, bias in pairs)
+        rows = cast_rows(x.reshape(-1, x.shape[-1]))
+        answers = [
+            multiply_rows(rows, cast_rows(weight), bias, is_fast=True) for weight, bias in pairs
+        ]
+        return tuple(answer.view(*x.shape[:-1], answer.shape[-1]) for answer in answers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        g = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        of_x = None
+        if needs_x:
+            of_x = multiply_rows(cast_rows(*g), cast_stacked_columns(*weights), is_fast=False)
+            of_x = of_x.view_as(x)
+        of_weights: Sequence[Tensor | None] = [None] * len(g)
+        if any(needs[::2]):
+            of_weights = torch.split(multiply_columns(*g, x=x), [len(one) for one in weights])
+        of_biases = [
+            one.sum(0) if is_needed else None for one, is_needed in zip(g, needs[1::2], strict=True)
+        ]
+        pairs = zip(of_weights, of_biases, strict=True)
+        return of_x, None, *(one for pair in pairs for one in pair)
 
 
 # Frozen weights

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tightfit.core.strategy import Method, Strategy
-from tightfit.estimate.spare_columns import SPARE_FAMILIES, SPARE_READERS
+from tightfit.estimate.spare_columns import SPARE_READERS
+from tightfit.runtime.fp8_linear import multiplies_in_fp8, multiply_readers
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.spare_columns import has_room, leave_spare_columns, widen
 
@@ -172,26 +172,16 @@ def _add_products(total: Tensor, g: Sequence[Tensor], weights: Sequence[Tensor])
 # Trained matrices
 
 
-def can_join_trained(model_type: str, strategy: Strategy) -> bool:
-    """Whether layers that read one norm are plain, whole and trained in the dtype they compute in.
-    The compiler joins what it likes itself."""
-    return (
-        strategy.method is Method.FULL
-        and strategy.fused_kernels
-        and strategy.weights is strategy.compute
-        and not strategy.has_fp8
-        and not strategy.compile
-        and not strategy.sharding.shards_optimizer
-        and model_type in SPARE_FAMILIES
-    )
-
-
 def join_trained(model: nn.Module) -> int:
-    """Join the trained layers behind every norm of the blocks; how many."""
+    """Join the trained layers behind every norm of the blocks; how many.
+
+    After some were given fp8 products: those that all have them are joined in fp8.
+    """
     count = 0
     for _, layers in _find_beside(model):
-        if all(type(layer) is nn.Linear for layer in layers):
-            _join(layers, _multiply_trained)
+        in_fp8 = {multiplies_in_fp8(layer) for layer in layers}
+        if len(in_fp8) == 1 and all(type(layer) is nn.Linear for layer in layers):
+            _join(layers, multiply_readers if in_fp8.pop() else _multiply_trained)
             for layer in layers:
                 # A bound method, which a copy of the model binds to the copy's own layer.
                 layer.forward = MethodType(_forward_trained, layer)
@@ -200,7 +190,9 @@ def join_trained(model: nn.Module) -> int:
 
 
 def _forward_trained(layer: Any, x: Tensor) -> Tensor:
-    if x.dtype != layer.weight.dtype or torch.is_autocast_enabled(x.device.type):
+    dtype = torch.bfloat16 if multiplies_in_fp8(layer) else layer.weight.dtype
+    is_plain = x.dtype is layer.weight.dtype is dtype and x.numel() > 0
+    if not is_plain or torch.is_autocast_enabled(x.device.type):
         return nn.Linear.forward(layer, x)
     readers: Readers = layer.readers
     return readers.multiply(layer, x)

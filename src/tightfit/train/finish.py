@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.training import Training
+from tightfit.estimate.readers import can_join_trained
 from tightfit.estimate.spare_columns import leaves_spare_columns
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.attention import check_packable
@@ -18,7 +19,7 @@ from tightfit.runtime.folded_adapters import fold_adapters
 from tightfit.runtime.fp8_linear import use_fp8
 from tightfit.runtime.kernels import apply_fused_kernels
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.readers import can_join_trained, join_adapters, join_trained
+from tightfit.runtime.readers import join_adapters, join_trained
 from tightfit.runtime.unpacked import unpack_base, unpack_waiting
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from typing import Any
 
 from compiled import list_steps  # before what imports triton
 
@@ -13,11 +13,16 @@ from tightfit.runtime import fp8_kernels
 
 NARROW, WIDE, SCALES, LARGEST, BYTES = "*fp8e4nv", "*bf16", "*fp32", "*i32", "*u8"
 SIZES = ("i32", "i32", "i32")
-ROW: Mapping[str, int] = {"tile_rows": 1, "tile_columns": 4096, "num_warps": 4}
-KERNELS = {
-    "_cast_rows": ((NARROW, SCALES, WIDE, *SIZES), ROW),
+ROW_SIZES = ("i32", *SIZES, *SIZES)
+ABSENT = ("constexpr", "constexpr")
+ONE: dict[str, Any] = {"tile_rows": 1, "x_tile": 4096, "y_tile": 0, "z_tile": 0, "num_warps": 4}
+ONE |= {"y": None, "z": None}
+THREE = {"tile_rows": 1, "x_tile": 2048, "y_tile": 512, "z_tile": 512, "num_warps": 4}
+KERNELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "_cast_rows": ((NARROW, SCALES, WIDE, *ABSENT, *ROW_SIZES), ONE),
+    "_cast_rows beside": ((NARROW, SCALES, WIDE, WIDE, WIDE, *ROW_SIZES), THREE),
     "_find_largest": ((LARGEST, WIDE, *SIZES), fp8_kernels.HIGH_TILE),
-    "_cast_turned": ((NARROW, SCALES, LARGEST, WIDE, *SIZES), fp8_kernels.TURNED_TILE),
+    "_cast_turned": ((NARROW, SCALES, LARGEST, WIDE, *SIZES, "i32"), fp8_kernels.TURNED_TILE),
     "_turn": ((BYTES, BYTES, *SIZES), fp8_kernels.TURNED_TILE),
 }
 
@@ -25,7 +30,7 @@ KERNELS = {
 def compile_kernel(name: str, capability: int) -> list[str]:
     types, tile = KERNELS[name]
     return list_steps(
-        getattr(fp8_kernels, name),
+        getattr(fp8_kernels, name.split(maxsplit=1)[0]),
         types,
         {key: size for key, size in tile.items() if key != "num_warps"},
         capability=capability,

@@ -8,7 +8,7 @@ import pytest
 from interpreted import interpret
 
 NUM_CASES = 10
-NUM_KERNELS = 4
+NUM_KERNELS = 5
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,9 @@ def found() -> dict[str, Any]:
     return interpret("fp8_script.py")
 
 
-@pytest.mark.parametrize("what", ["rows", "columns", "turned"])
+@pytest.mark.parametrize(
+    "what", ["rows", "columns", "turned", "rows beside", "columns beside", "columns stacked"]
+)
 def test_casts_are_those_of_torch(found: dict[str, Any], what: str) -> None:
     assert len(found) == NUM_CASES
     assert [case for case, same in found.items() if not same[what]] == []

@@ -54,6 +54,7 @@ EXPECTED: tuple[tuple[str, list[list[int]], str], ...] = (
     ("aten::mm", [[8192, 4224], [4224, 4096]], "matmul"),
     ("aten::_scaled_mm", [[8192, 4096], [4096, 11008], [8192, 1], [1, 11008]], "fp8 products"),
     ("_TrainedProductBackward", [[8192, 11008]], "casts to fp8"),
+    ("_JoinedProductsBackward", [[8192, 11008], [8192, 11008]], "casts to fp8"),
     ("RmsNormBackward", [[4, 2048, 4096]], "norms, rotary, activations"),
     ("aten::_cudnn_attention_backward", [[4, 32, 2048, 128]] * 5, "attention"),
     ("aten::_flash_attention_forward", [[8192, 32, 64]] * 3, "attention"),

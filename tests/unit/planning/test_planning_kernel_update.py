@@ -48,6 +48,7 @@ def test_the_faster_kernel_is_chosen_and_told_of() -> None:
         (_measured(TORCH, KERNEL.model_copy(update={"seconds": 30e-3})), {}),  # slower
         (_measured(TORCH, KERNEL), {"optimizer": Optimizer.ADAMW}),  # asked for
         (_measured(TORCH, KERNEL), {"method": "lora"}),  # adapters are few
+        (_measured(TORCH, KERNEL), {"weights": "fp32"}),  # not torch's update in this dtype
     ],
 )
 def test_elsewhere_torch_updates(gpu: Gpu, more: dict[str, Any]) -> None:

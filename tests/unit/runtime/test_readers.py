@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding
+from tightfit.estimate.readers import can_join_trained
+from tightfit.runtime.fp8_linear import use_fp8
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.readers import can_join_trained, join_trained
+from tightfit.runtime.readers import join_trained
 from tightfit.train.finish import recompute_layers
 
 
@@ -103,13 +105,67 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert_same(backward(joined), before, within=1e-12)
 
 
+# In fp8
+
+
+def in_fp8(model: Any, *, is_backward_alone: bool = True) -> Any:
+    given = copy.deepcopy(model)
+    use_fp8(given, is_backward_alone=is_backward_alone)
+    return given
+
+
+@pytest.mark.parametrize("is_backward_alone", [True, False], ids=["gradients", "products"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_in_fp8_results_are_those_apart(family: str, is_backward_alone: bool) -> None:
+    """qwen2 has biases. Gradients of a layer that comes later are those apart, bit for bit."""
+    model = in_fp8(trained(family, torch.bfloat16), is_backward_alone=is_backward_alone)
+    found, wanted = backward(join(model)), backward(model)
+    assert found.keys() == wanted.keys()
+    last = [name for name in wanted if "layers.1.mlp" in name or name == "logits"]
+    assert len(last) == 4
+    assert all(torch.equal(found[name], wanted[name]) for name in last)
+
+
+def test_fp8_loses_no_more_than_apart() -> None:
+    model = trained(dtype=torch.bfloat16)
+    exact = backward(copy.deepcopy(model).float())
+    apart = {
+        kind: sum(distance(value, exact[name]) for name, value in backward(one).items())
+        for kind, one in (("apart", in_fp8(model)), ("joined", join(in_fp8(model))))
+    }
+    assert 0 < apart["joined"] < 1.05 * apart["apart"]
+
+
+def test_in_fp8_three_products_are_one() -> None:
+    """Backward, of each layer: what five readers have to do is two for x and two for weights."""
+    model = in_fp8(trained(dtype=torch.bfloat16))
+    counts = []
+    for one in (model, join(model)):
+        with CountOperations() as counted:
+            backward(one)
+        counts.append(counted.counts["aten::_scaled_mm"])
+    assert counts == [14 * len(decoder_layers(model)), 8 * len(decoder_layers(model))]
+
+
+def test_in_fp8_tokens_that_fill_no_row_are_multiplied_in_bf16() -> None:
+    model = in_fp8(trained(dtype=torch.bfloat16))
+    ids = IDS[:, :15]
+    found, wanted = backward(join(model), ids), backward(model, ids)
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(found[name], wanted[name])
+
+
+def test_in_fp8_other_dtypes_are_multiplied_as_before() -> None:
+    model = join(in_fp8(trained(dtype=torch.bfloat16))).float()
+    assert_same(backward(model), backward(trained(dtype=torch.bfloat16).float()), within=1e-12)
+
+
 def test_who_is_joined() -> None:
     full = {"method": Method.FULL, "fused_kernels": True}
     assert can_join_trained("llama", strategy_in(Dtype.BF16, **full))
     assert not can_join_trained("gpt2", strategy_in(Dtype.BF16, **full))
     for change in (
         {"compile": True},
-        {"fp8": True},
         {"method": Method.LORA},
         {"sharding": Sharding.FSDP},
         {"weights": Dtype.FP32},
