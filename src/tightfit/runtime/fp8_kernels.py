@@ -17,9 +17,9 @@ from tightfit.runtime.fp8_casts import FP8, Scaled
 # How each kernel divides a matrix; `benchmarks/tune_casts.py` times the other ways.
 _TILES = ("x_tile", "y_tile", "z_tile")
 """Of matrices side by side that are cast by rows at once, as `_cast_rows` knows them."""
-ROW_VALUES = 4096
+ROW_VALUES = 8192
 """That programs hold at least: short rows share one."""
-VALUES_A_WARP = 512
+VALUES_A_WARP = 4096
 """Of a program that holds rows."""
 TURNED_TILE = {"tile_rows": 64, "tile_columns": 128, "num_warps": 8}
 """That is turned."""

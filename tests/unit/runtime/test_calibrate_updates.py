@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
 from tightfit.runtime.adamw import KernelAdamW
 from tightfit.runtime.calibrate import updates
@@ -60,6 +61,20 @@ def test_another_update_does_not(
     monkeypatch.setattr(updates, "KernelAdamW", wrong)
     torch.manual_seed(0)
     assert not updates_alike(CPU, dtype)
+
+
+class _Coarse(AdamW):
+    """torch's fused one on a card has 1 - beta in fp32."""
+
+    def __init__(self, weights: Any, *, fused: bool = False, **given: Any) -> None:
+        betas = (0.9, float(torch.tensor(0.999))) if fused else (0.9, 0.999)
+        super().__init__(weights, fused=fused, betas=betas, **given)
+
+
+def test_a_kernel_that_rounds_less_than_torch_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "AdamW", _Coarse)
+    torch.manual_seed(0)
+    assert updates_alike(CPU, torch.float32)
 
 
 def test_both_are_measured_on_a_gpu(bench: Bench) -> None:

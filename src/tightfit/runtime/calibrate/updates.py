@@ -90,36 +90,41 @@ def _is_fit_for_use(bench: Bench, name: str, dtype: torch.dtype) -> bool:
 
 
 def updates_alike(device: torch.device, dtype: torch.dtype) -> bool:
-    """A few clipped steps by either, from the same weights: the same weights and moments."""
-    drawn = [1e-2 * torch.randn(size, device=device) for size in TRIED_SIZES]
-    ours, theirs = ([nn.Parameter(x.to(dtype, copy=True)) for x in drawn] for _ in range(2))
+    """A few clipped steps by either and in fp64, from the same weights: the kernel's weights and
+    moments are nowhere further from fp64's than torch's are, but for rounding."""
+    drawn = [(1e-2 * torch.randn(size, device=device)).to(dtype) for size in TRIED_SIZES]
+    ours, theirs = ([nn.Parameter(x.clone()) for x in drawn] for _ in range(2))
+    exact = [nn.Parameter(x.double()) for x in drawn]
     kernel, fused = KernelAdamW([{"params": ours}], lr=RATE), AdamW(theirs, lr=RATE, fused=True)
+    slow = AdamW(exact, lr=RATE, foreach=False)
     factor = torch.tensor(FACTOR, device=device)
     for _ in range(NUM_TRIED_STEPS):
-        for mine, other in zip(ours, theirs, strict=True):
+        for mine, other, right in zip(ours, theirs, exact, strict=True):
             mine.grad = torch.randn_like(mine)
             other.grad = FACTOR * mine.grad
+            right.grad = other.grad.double()
         kernel.scale_next(factor)
         kernel.step()
         fused.step()
+        slow.step()
     return all(
-        _is_same_weight(mine, other) and _are_same_moments(kernel.state[mine], fused.state[other])
-        for mine, other in zip(ours, theirs, strict=True)
+        _is_as_near(mine, other, right, right.abs() + NUM_TRIED_STEPS * RATE)
+        and _are_moments_as_near(kernel.state[mine], fused.state[other], slow.state[right])
+        for mine, other, right in zip(ours, theirs, exact, strict=True)
     )
 
 
-def _is_same_weight(mine: Tensor, other: Tensor) -> bool:
-    """But for rounding: of the weight, and of updates, which are as large as the rate."""
-    eps = torch.finfo(other.dtype).eps
-    return torch.allclose(
-        mine, other, rtol=ROUNDINGS * eps, atol=NUM_TRIED_STEPS * ROUNDINGS * eps * RATE
-    )
+def _is_as_near(mine: Tensor, other: Tensor, exact: Tensor, rounded: Tensor) -> bool:
+    """`rounded`: the size of what is rounded. Of weights, they and updates, which are as large as
+    the rate."""
+    room = ROUNDINGS * torch.finfo(other.dtype).eps * rounded
+    return bool(((mine - exact).abs() <= (other - exact).abs() + room).all())
 
 
-def _are_same_moments(mine: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """But for rounding of the terms: what they add up to may be all but zero."""
+def _are_moments_as_near(*states: dict[str, Tensor]) -> bool:
+    """Of moments, terms are rounded: what they add up to may be all but zero."""
     for name in ("exp_avg", "exp_avg_sq"):
-        rounding = torch.finfo(other[name].dtype).eps * other[name].abs().amax()
-        if (mine[name] - other[name]).abs().amax() > ROUNDINGS * rounding:
+        mine, other, exact = (state[name] for state in states)
+        if not _is_as_near(mine, other, exact, exact.abs().amax()):
             return False
     return True
