@@ -121,7 +121,9 @@ def _moved_bytes(job: MicroBatch, *, backward: bool) -> float:
     adapters = traffic.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
     times = traffic.ELEMENTWISE_BACKWARD if backward else 1.0
     moved = times * (job.tokens * between + _weight_cast_bytes(job)) + job.tokens * adapters
-    moved += traffic.fp8_bytes(job.work, strategy, tokens=job.tokens, backward=backward)
+    moved += traffic.fp8_bytes(
+        job.work, strategy, spec=job.spec, tokens=job.tokens, backward=backward
+    )
     if not backward:
         moved += traffic.dora_bytes(job.spec, strategy)
     if strategy.weights is not Dtype.GPTQ4:  # only GPTQ packs experts, and runs them one by one

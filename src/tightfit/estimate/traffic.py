@@ -9,6 +9,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Loss, Method, Optimizer, Strategy
 from tightfit.estimate.efficiency import Rates
 from tightfit.estimate.flops import Adapters, Workload
+from tightfit.estimate.readers import can_join_trained
 from tightfit.estimate.weights import is_dora, is_target
 from tightfit.hardware.measured_rates import MeasuredRates
 from tightfit.models.spec import ModelSpec
@@ -148,7 +149,9 @@ FP8_TURN_BYTES = 2.0
 """Per frozen fp8 value in the backward pass: read by rows, written by columns."""
 
 
-def fp8_bytes(work: Workload, strategy: Strategy, *, tokens: float, backward: bool) -> float:
+def fp8_bytes(
+    work: Workload, strategy: Strategy, *, spec: ModelSpec, tokens: float, backward: bool
+) -> float:
     """Traffic of casts to fp8 in one pass. Counted in `runtime/fp8_linear.py`.
 
     Forward: inputs, each once, and trained weights. Backward: gradients; by columns what a trained
@@ -163,8 +166,10 @@ def fp8_bytes(work: Workload, strategy: Strategy, *, tokens: float, backward: bo
     moved = FP8_CAST_BYTES * tokens * work.module_outputs_used
     if strategy.stores_fp8:
         return moved + FP8_TURN_BYTES * weights
-    # Layers that are recomputed do not share the cast of an input they share.
-    inputs = work.inputs_used if strategy.checkpointing else work.module_inputs_used
+    # Layers that are recomputed do not share the cast of an input they share, unless joined.
+    is_joined = can_join_trained(spec.model_type, strategy)
+    is_shared = is_joined or not strategy.checkpointing
+    inputs = work.module_inputs_used if is_shared else work.inputs_used
     columns = tokens * (inputs + work.outputs_used) + weights
     return moved + FP8_COLUMN_CAST_BYTES * columns
 

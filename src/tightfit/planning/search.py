@@ -46,6 +46,8 @@ class SearchResult:
     """The best plan of each group, where there are several."""
     barrier: str | None = None
     """The reason that forbids every strategy, where there is one."""
+    fixed: frozenset[str] = frozenset()
+    """Fields of the strategy that were asked for, and stay as they are."""
 
     @property
     def failure(self) -> str | None:
@@ -105,6 +107,7 @@ def search(
         wanted_batch=request.effective_batch,
         by_group=() if is_coarse else _best_by_group(sieve, ordered, cluster),
         barrier=sieve.barrier,
+        fixed=frozenset(request.fixed),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from tightfit.core.strategy import Strategy
@@ -23,6 +23,8 @@ from tightfit.planning.traced_time import time_plan
 TRACED = "traced"
 NUM_HALVINGS = 2
 """Of the micro-batch, before a plan is given up."""
+_NARROWED, _HALVED = ("loss_slice_factor",), ("micro_batch", "grad_accum")
+"""What changes in a plan that does not fit after all."""
 _STAGE_PHASES = {"load": "load", "eval": "eval", "save": "save", "generate": "inference"}
 """A trace's stages that the closed form knows as phases."""
 RECOMPUTE_LEVERS = ("recomputing activations", "no recomputation")
@@ -63,13 +65,15 @@ Trace = Callable[[Sequence[Wish]], list[Found]]
 """The tracer, handed in by whoever may start processes. One answer per wish."""
 
 
-def make_wish(plan: Plan) -> Wish:
+def make_wish(plan: Plan, fixed: Set[str] = frozenset()) -> Wish:
+    """`fixed`: fields of the strategy that were asked for."""
     gpu = plan.estimate.gpu
+    is_open = fixed.isdisjoint({"checkpointing", "recomputed_layers"})
     return Wish(
         strategy=plan.strategy,
         node=plan.hardware.node,
         room_bytes=max(0, gpu.capacity_bytes - gpu.context_bytes),
-        wants_fewest_recomputed=plan.strategy.checkpointing,
+        wants_fewest_recomputed=plan.strategy.checkpointing and is_open,
     )
 
 
@@ -138,16 +142,21 @@ def trace_plans(result: SearchResult, trace: Trace, *, num_traced: int) -> Trace
 
     What may recompute layers recomputes no more than it must. What does not fit after all
     tries narrow slices of the loss, then half its micro-batch, and is lost when that is of no use.
-    A plan that cannot be traced keeps its formulas and its place among the others.
+    What was asked for stays as it is. A plan that cannot be traced keeps its formulas and its place
+    among the others.
     """
     chosen, rest = result.plans[:num_traced], result.plans[num_traced:]
-    settled = _trace_all(chosen, trace)
-    for shrink in (_narrow, *[_halve] * NUM_HALVINGS):
+    settled = _trace_all(chosen, trace, result.fixed)
+    for shrink, fields in ((_narrow, _NARROWED), *[(_halve, _HALVED)] * NUM_HALVINGS):
+        if not result.fixed.isdisjoint(fields):
+            continue
         smaller = {place: shrink(one.plan) for place, one in enumerate(settled) if one.is_lost}
         tried = {place: plan for place, plan in smaller.items() if plan is not None}
         if not tried:
             continue
-        for place, one in zip(tried, _trace_all(list(tried.values()), trace), strict=True):
+        for place, one in zip(
+            tried, _trace_all(list(tried.values()), trace, result.fixed), strict=True
+        ):
             settled[place] = one
     fitting = _sort([one for one in settled if not one.is_lost], result.wanted_batch)
     problems = dict.fromkeys(one.found.problem for one in settled if one.found.traced is None)
@@ -173,8 +182,8 @@ class _Settled:
         return self.plan.estimate.verdict not in (Verdict.FITS, Verdict.TIGHT)
 
 
-def _trace_all(plans: Sequence[Plan], trace: Trace) -> list[_Settled]:
-    answers = trace([make_wish(plan) for plan in plans])
+def _trace_all(plans: Sequence[Plan], trace: Trace, fixed: Set[str]) -> list[_Settled]:
+    answers = trace([make_wish(plan, fixed) for plan in plans])
     return [_settle(plan, found) for plan, found in zip(plans, answers, strict=True)]
 
 

@@ -79,6 +79,19 @@ def test_of_fp8_gradients_the_forward_pass_is_bf16_s(tmp_path: Path) -> None:
     assert list_back(both).total() == 7 * LINEARS + 2 * INPUTS
 
 
+def test_joined_readers_are_one_layer_backward(tmp_path: Path) -> None:
+    """Queries, keys and values are one, gates and what they gate another: 8 products a layer, not
+    14."""
+    found = record(tmp_path, FULL | {"checkpointing": False, "fused_kernels": True}).operations
+    assert found is not None
+    products = [one for one in found.walk() if one.name == "aten::_scaled_mm"]
+    counts = {
+        stage: sum(one.count for one in products if one.stage == stage)
+        for stage in (FORWARD, BACKWARD)
+    }
+    assert counts == {FORWARD: LINEARS, BACKWARD: 16}
+
+
 def record(folder: Path, fields: dict[str, Any]) -> Recording:
     config = json.loads((make_llama(folder) / "config.json").read_text("utf-8"))
     strategy = Strategy(**({"fp8": True, "micro_batch": 2, "seq_len": 32} | fields))

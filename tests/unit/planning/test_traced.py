@@ -172,6 +172,27 @@ def test_no_more_layers_are_recomputed_than_must_be(result: SearchResult) -> Non
     assert any("recomputes 5 of 32 layers" in why for why in after.why)
 
 
+@pytest.mark.parametrize("name", ["checkpointing", "recomputed_layers"])
+def test_recomputing_that_was_asked_for_stays(result: SearchResult, name: str) -> None:
+    plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
+    assert make_wish(plan).wants_fewest_recomputed
+    assert not make_wish(plan, {name}).wants_fewest_recomputed
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "grad_accum"])
+def test_a_micro_batch_that_was_asked_for_is_not_halved(result: SearchResult, name: str) -> None:
+    asked = replace(result, fixed=frozenset({name}))
+    seen: list[int] = []
+
+    def find(wish: Wish) -> Found:
+        seen.append(wish.strategy.micro_batch)
+        return Found(traced=BIG)
+
+    after = trace_plans(asked, answer(find), num_traced=len(result.plans))
+    assert set(seen) == {plan.strategy.micro_batch for plan in result.plans}
+    assert len(after.lost) == len(result.plans)
+
+
 def test_nothing_is_said_to_need_fewer_layers_than_none(result: SearchResult) -> None:
     plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
     found = Found(traced=SMALL, fewest_recomputed=0)
