@@ -15,8 +15,6 @@ from torch import Tensor
 from tightfit.runtime.fp8_casts import FP8, Scaled
 
 # How each kernel divides a matrix; `benchmarks/tune_casts.py` times the other ways.
-_TILES = ("x_tile", "y_tile", "z_tile")
-"""Of matrices side by side that are cast by rows at once, as `_cast_rows` knows them."""
 ROW_VALUES = 8192
 """That programs hold at least: short rows share one."""
 VALUES_A_WARP = 4096
@@ -25,6 +23,9 @@ TURNED_TILE = {"tile_rows": 64, "tile_columns": 128, "num_warps": 8}
 """That is turned."""
 HIGH_TILE = {"tile_rows": 512, "tile_columns": 64, "num_warps": 4}
 """Whose columns are looked through for their largest values."""
+
+_TILES = ("x_tile", "y_tile", "z_tile")
+"""What `_cast_rows` calls the widths of matrices side by side: as many as it takes at once."""
 
 
 def cast_rows(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
@@ -55,11 +56,9 @@ def cast_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
     values = torch.empty(sum(widths), len(parts[0]), dtype=dtype, device=parts[0].device)
     scale = torch.empty(sum(widths), 1, dtype=torch.float32, device=parts[0].device)
     largest = torch.zeros(sum(widths), dtype=torch.int32, device=parts[0].device)
-    places = zip(
-        parts, values.split(widths), scale.split(widths), largest.split(widths), strict=True
-    )
-    for x, *place in places:
-        _turn_columns([x], [place[0]], *place[1:])
+    shares = (share.split(widths) for share in (values, scale, largest))
+    for x, of_values, of_scale, of_largest in zip(parts, *shares, strict=True):
+        _turn_columns([x], [of_values], of_scale, of_largest)
     return values, scale
 
 
@@ -79,14 +78,12 @@ def _turn_columns(
     """Each matrix turned, to its place, with the scales of all."""
     parts = list(map(_with_whole_rows, parts))
     for x in parts:
-        _find_largest[_count_tiles(x, HIGH_TILE)](
-            *(largest, x, *x.shape, x.stride(0)),
-            **HIGH_TILE,
-        )
+        sizes = (*x.shape, x.stride(0))
+        _find_largest[_count_tiles(x, HIGH_TILE)](*(largest, x, *sizes), **HIGH_TILE)
     for x, values in zip(parts, places, strict=True):
+        sizes = (*x.shape, x.stride(0), values.stride(0))
         _cast_turned[_count_tiles(x, TURNED_TILE)](
-            *(values, scale, largest, x, *x.shape, x.stride(0), values.stride(0)),
-            **TURNED_TILE,
+            *(values, scale, largest, x, *sizes), **TURNED_TILE
         )
 
 
