@@ -114,6 +114,5 @@ def _refuse(fault: ValidationError, typed: Mapping[str, str]) -> UsageError:
 
 
 def _example(name: str) -> str:
-    if name == "packing":
-        return "true"
-    return show_value(Strategy.model_fields[name].get_default())
+    field = Strategy.model_fields[name]
+    return "true" if field.annotation is bool else show_value(field.get_default())

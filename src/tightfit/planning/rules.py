@@ -213,7 +213,7 @@ _RULES: tuple[Rule, ...] = (
     Rule(
         name="bf16-updates",
         reason="bf16 weights round away small updates, and their Adam moments are bf16 too: "
-        "--weights fp32 keeps full precision, at twice the state",
+        "--set weights=fp32 keeps full precision, at twice the state and without fp8",
         source="https://arxiv.org/abs/2010.06192",
         violated=lambda c: (
             c.strategy.method is Method.FULL
@@ -278,6 +278,12 @@ _RULES: tuple[Rule, ...] = (
         violated=lambda c: (
             c.strategy.recomputed_layers is not None and not c.strategy.checkpointing
         ),
+    ),
+    Rule(
+        name="recomputed-layers-there",
+        reason="{m.name} has {m.num_layers} layers, and not {s.recomputed_layers} to recompute",
+        source="tightfit's training step",
+        violated=lambda c: (c.strategy.recomputed_layers or 0) > c.spec.num_layers,
     ),
     Rule(
         name="sdpa-softcap",

@@ -180,7 +180,8 @@ def _explain_batch(sieve: Sieve, candidate: Candidate) -> Iterator[str]:
     if got > wanted:
         yield f"{s.world_size} GPUs take a sequence each at least: {got} per step, not {wanted}"
     elif got < wanted:
-        made_of = f"{s.world_size} GPUs x micro-batch {s.micro_batch} x {s.grad_accum}"
+        gpus = "1 GPU" if s.world_size == 1 else f"{s.world_size} GPUs"
+        made_of = f"{gpus} x micro-batch {s.micro_batch} x {s.grad_accum}"
         yield f"{got} sequences per step, not {wanted}: {made_of}"
 
 

@@ -216,6 +216,13 @@ def test_a_refusal_repeats_the_hardware_that_was_typed_and_no_other(
     assert "tightfit plan gpt2 --set packing=true --on '2n x 2xK80' --explain" in typed.err
 
 
+@pytest.mark.parametrize("name", ["fp8_gradients", "checkpointing"])
+def test_a_setting_without_a_value_is_meant_to_be_on(run: Run, name: str) -> None:
+    typed = run("plan", "gpt2", "--on", "H200", "--set", name)
+    assert typed.code == 2
+    assert f"--set {name}=true" in typed.err
+
+
 def test_a_setting_that_nothing_allows_is_left_out_and_not_shopped_for(run: Run) -> None:
     """Each remedy is one step further; the last one plans."""
     words = ("plan", "gpt2", "--method", "lora", "--on", "H200", "--set", "fp8_gradients=true")

@@ -264,6 +264,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"checkpointing": False, "recomputed_layers": 4}),
         lambda: _case({"checkpointing": True, "recomputed_layers": 4}),
     ),
+    "recomputed-layers-there": (
+        lambda: _case({"checkpointing": True, "recomputed_layers": 33}),
+        lambda: _case({"checkpointing": True, "recomputed_layers": 32}),
+    ),
     "loss-slices": (
         lambda: _case({"loss": "chunked", "loss_slice_factor": 4}),
         lambda: _case({"loss": "fused", "loss_slice_factor": 4}),

@@ -222,7 +222,7 @@ def test_a_halved_batch_says_so(result: SearchResult) -> None:
     plan = result.plans[0]
     size = {"micro_batch": 4, "grad_accum": 4, "loss_slice_factor": 1}
     twice = plan.strategy.model_copy(update=size)
-    why = ("12 sequences per step, not 16: 1 GPUs x micro-batch 4 x 3",)
+    why = ("12 sequences per step, not 16: 1 GPU x micro-batch 4 x 3",)
     asked = replace(result, plans=(plan.model_copy(update={"strategy": twice, "why": why}),))
 
     def find(wish: Wish) -> Found:

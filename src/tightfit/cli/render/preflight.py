@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from tightfit.cli.describe import count_of
 from tightfit.cli.render.doctor import show_checkup
 from tightfit.cli.terminal.harmless import harmless
 from tightfit.cli.terminal.notes import heading
@@ -15,7 +16,8 @@ from tightfit.launch.preflight.report import PreflightReport
 
 def show_preflight(report: PreflightReport) -> None:
     show_checkup(report)
-    write_out(f"{len(report.nodes)} nodes looked at in {render_seconds(report.seconds)}.\n")
+    nodes = count_of(len(report.nodes), "node")
+    write_out(f"{nodes} looked at in {render_seconds(report.seconds)}.\n")
     if not all(node.options for node in report.nodes):
         return
     title = "Once that is put right" if report.exit_code else "Start the job with"
