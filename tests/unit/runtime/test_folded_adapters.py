@@ -99,8 +99,8 @@ def is_folded(module: nn.Module) -> bool:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt2", "t5"])
 def test_results_and_gradients_are_those_of_peft(family: str) -> None:
-    """With and without a bias, and with GPT-2's transposed matrices. In fp64: a processor's fp32 may
-    be off by more than tells a wrong product from a right one."""
+    """With and without a bias, and with GPT-2's transposed matrices. In fp64: a processor's fp32
+    may be off by more than tells a wrong product from a right one."""
     model = adapted(family).double()
     assert_same(backward(fold(model)), backward(model), within=1e-6)
 
