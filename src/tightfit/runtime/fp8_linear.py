@@ -132,8 +132,13 @@ def _is_plain(x: Tensor) -> bool:
 # Trained weights
 
 
+def suits_trained(layer: nn.Linear, x: Tensor) -> bool:
+    """Whether a layer that `use_fp8` changed multiplies this input in fp8."""
+    return _is_plain(x) and layer.weight.dtype is torch.bfloat16
+
+
 def _forward_trained(layer: nn.Linear, x: Tensor) -> Tensor:
-    if not _is_plain(x) or layer.weight.dtype is not torch.bfloat16:
+    if not suits_trained(layer, x):
         return type(layer).forward(layer, x)
     product: Any = _TrainedProduct
     told = (layer.is_preceded, layer.is_followed, layer.is_backward_alone)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tightfit.estimate.spare_columns import SPARE_READERS
-from tightfit.runtime.fp8_linear import multiplies_in_fp8, multiply_readers
+from tightfit.runtime.fp8_linear import multiplies_in_fp8, multiply_readers, suits_trained
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.spare_columns import has_room, leave_spare_columns, widen
 
@@ -190,12 +190,16 @@ def join_trained(model: nn.Module) -> int:
 
 
 def _forward_trained(layer: Any, x: Tensor) -> Tensor:
-    dtype = torch.bfloat16 if multiplies_in_fp8(layer) else layer.weight.dtype
-    is_plain = x.dtype is layer.weight.dtype is dtype and x.numel() > 0
-    if not is_plain or torch.is_autocast_enabled(x.device.type):
+    suits = suits_trained if multiplies_in_fp8(layer) else _suits_plain
+    if not suits(layer, x):
         return nn.Linear.forward(layer, x)
     readers: Readers = layer.readers
     return readers.multiply(layer, x)
+
+
+def _suits_plain(layer: nn.Linear, x: Tensor) -> bool:
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    return x.dtype is layer.weight.dtype and x.numel() > 0 and not is_cast
 
 
 def _multiply_trained(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
