@@ -126,14 +126,16 @@ def test_a_blind_round_names_nobody_until_the_vote(tab: Watched, compare: Served
 def test_the_chat_streams_and_goes_on(tab: Watched) -> None:
     page = tab.page
     page.get_by_role("tab", name="Chat").click()
-    for number, said in enumerate(("Hello there", "And again"), start=1):
-        page.locator("#tf-ask-chat textarea").fill(said)
-        page.locator("#tf-ask-chat textarea").press("Control+Enter")
-        page.wait_for_function(
-            "number => document.querySelectorAll('.tf-user').length === number"
-            " && !document.getElementById('tf-go-chat').disabled",
-            arg=number,
-        )
+    box = page.locator("#tf-ask-chat textarea")
+    box.fill("Hello there")
+    box.press("Control+Enter")
+    page.wait_for_selector(".tf-user")
+    box.fill("And again")
+    _wait_for_answer(page, 1)
+    assert box.input_value() == "And again", "what was written meanwhile is gone"
+    box.press("Control+Enter")
+    _wait_for_answer(page, 2)
+    assert box.input_value() == ""
     turns = page.locator(".tf-turn").all_inner_texts()
     assert len(turns) == 4
     assert "And again" in turns[2]
@@ -211,6 +213,16 @@ def test_dark_is_dark(tab: Watched) -> None:
     assert dark < 150, colours
     keep_picture(page, "compare-dark")
     page.emulate_media(color_scheme="light")
+
+
+def _wait_for_answer(page: Any, number: int) -> None:
+    """Until so many messages are answered and the next can be sent."""
+    page.wait_for_function(
+        "number => document.querySelectorAll('.tf-user').length === number"
+        " && !document.querySelector('.tf-turn[aria-busy=true]')"
+        " && !document.getElementById('tf-go-chat').disabled",
+        arg=number,
+    )
 
 
 def _numbers(colour: str) -> list[str]:

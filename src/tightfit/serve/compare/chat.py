@@ -135,11 +135,11 @@ def lay_out_chat(desk: ChatDesk) -> None:
         clear = gr.Button("Start over", elem_id="tf-clear-chat")
     with gr.Accordion("Settings", open=False, elem_classes="tf-settings"):
         controls = lay_out_settings(desk.defaults)
-    outputs = [kept, shown, text, go, stop, clear]
+    buttons = [go, stop, clear]
 
     @knows_visitor
     def run(given: dict[Any, Any], request: Any) -> Iterator[list[Any]]:
-        off, on = gr.update(interactive=False), gr.update(interactive=True)
+        off, on, left = gr.update(interactive=False), gr.update(interactive=True), gr.skip()
         thread, said = given[kept], given[text] or ""
         try:
             system, settings = controls.read(given)
@@ -152,21 +152,29 @@ def lay_out_chat(desk: ChatDesk) -> None:
                 visitor=name_visitor(request),
             )
         except UserError as fault:
-            yield [thread, render_thread(thread) + render_fault(fault), said, on, off, on]
+            yield [left, render_thread(thread) + render_fault(fault), left, *([left] * 3)]
             return
         now = thread
+        # Emptied once: the visitor may be writing the next message while this one is answered.
+        rest = ["", off, on, off]
         for now in grown:
-            yield [thread, render_thread(now), "", off, on, off]
+            yield [left, render_thread(now), *rest]
+            rest = [left] * len(rest)
         has_failed = now[-1].has_failed
         remembered = thread if has_failed else _forget_sides(now)
-        yield [remembered, render_thread(now), said if has_failed else "", on, off, on]
+        yield [remembered, render_thread(now), said if has_failed else left, *([left] * 3)]
+
+    def free_buttons() -> list[Any]:
+        return [gr.update(interactive=button is not stop) for button in buttons]
 
     @knows_visitor
     def cancel(request: Any) -> None:
         desk.models.cancel(name_visitor(request))
 
     form = {kept, text, model, *controls.all}
-    go.click(run, form, outputs, concurrency_limit=8, **QUIET)
+    sent = go.click(run, form, [kept, shown, text, *buttons], concurrency_limit=8, **QUIET)
+    # Not with the last words: until the answer is over, another click would be dropped.
+    sent.then(free_buttons, None, buttons, **QUIET)
     stop.click(cancel, None, None, concurrency_limit=None, **QUIET)
     clear.click(lambda: ((), render_thread(())), None, [kept, shown], **QUIET)
 

@@ -113,8 +113,12 @@ class _Page:
 
     @property
     def all(self) -> list[Any]:
-        shown = [self.played, self.left, self.right, self.verdict, self.tally, self.go, self.stop]
-        return [*shown, *self.ballots]
+        shown = [self.played, self.left, self.right, self.verdict, self.tally]
+        return [*shown, *self.buttons]
+
+    @property
+    def buttons(self) -> list[Any]:
+        return [self.go, self.stop, *self.ballots]
 
 
 def _lay_out_examples(desk: CompareDesk, examples: Sequence[Example], prompt: Any) -> Controls:
@@ -167,16 +171,22 @@ def _connect_round(desk: CompareDesk, page: _Page, form: _Form) -> None:
                 yield [None, *desk.cards(shown, is_marked=False), *rest]
                 rest = [kept] * len(rest)
         is_marked = bool(given[form.marked])
-        ballots = [gr.update(interactive=shown.can_vote)] * len(page.ballots)
         cards = desk.cards(shown, is_marked=is_marked)
         verdict = desk.verdict(shown, is_marked=is_marked)
-        yield [shown, *cards, verdict, desk.tally(), on, off, *ballots]
+        yield [shown, *cards, verdict, desk.tally(), *([kept] * len(page.buttons))]
+
+    def free_buttons(played: Round | None) -> list[Any]:
+        can_vote = played is not None and played.can_vote
+        are_free = (True, False, *([can_vote] * len(page.ballots)))
+        return [gr.update(interactive=is_free) for is_free in are_free]
 
     @knows_visitor
     def stop(request: Any) -> None:
         desk.models.cancel(name_visitor(request))
 
-    page.go.click(run, form.all, page.all, concurrency_limit=8, **QUIET)
+    asked = page.go.click(run, form.all, page.all, concurrency_limit=8, **QUIET)
+    # Not with the last words: until the round is over, another click would be dropped.
+    asked.then(free_buttons, page.played, page.buttons, **QUIET)
     page.stop.click(stop, None, None, concurrency_limit=None, **QUIET)
 
 
