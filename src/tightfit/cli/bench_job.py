@@ -13,7 +13,7 @@ from tightfit.cli.terminal.harmless import shorten
 from tightfit.cli.traced_plans import trace_search
 from tightfit.cli.training.data import encode_for
 from tightfit.cli.training.hardware import ELSEWHERE, find_hardware
-from tightfit.cli.training.plan import make_request, read_spec, recall_outcomes, refuse_nothing
+from tightfit.cli.training.plan import make_request, read_spec, search_plans
 from tightfit.cli.training.recipe import Wish, read_wish
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.files import write_atomic
@@ -29,7 +29,7 @@ from tightfit.models.resolve import resolve_model
 from tightfit.models.source_config import read_source_config
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import JobRequest
-from tightfit.planning.search import NUM_PLANS, search
+from tightfit.planning.search import NUM_PLANS
 
 LEARNING_RATE = 1e-9
 """As much work as any other, and no loss can diverge by it."""
@@ -75,14 +75,14 @@ def read_bench_job(flags: BenchFlags, home: Path) -> BenchJob:
         request, seq_len=request.planned_seq_len, profile=rows.profile, training=training
     )
     count = flags.top or (DEFAULT_LEVERS if flags.all_levers else 1)
-    result = search(
+    result = search_plans(
         request,
         cluster,
+        wish,
+        asked,
         num_plans=max(NUM_PLANS, count),
         is_exhaustive=flags.all_levers,
-        known=recall_outcomes(request.spec),
     )
-    refuse_nothing(result, asked)
     plans = trace_search(result, asked=None).result.plans
     return BenchJob(
         plans=plans[:count],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from tightfit.cli.describe import describe_how, describe_levers
 from tightfit.cli.faults import report_fault
 from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.hardware_choice import choose_cluster
-from tightfit.cli.job import read_job
+from tightfit.cli.job import Job, read_job
 from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
 from tightfit.cli.repeat import repeat_plan
@@ -21,6 +20,7 @@ from tightfit.cli.require import TRACING, has_packages
 from tightfit.cli.saved_plan import read_saved_plans, refuse_new_wishes
 from tightfit.cli.terminal.json_output import show_json
 from tightfit.cli.terminal.output import announce
+from tightfit.cli.way_out import VainSearch, find_way_out
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.files import check_writable, write_atomic
 from tightfit.hardware.types import Cluster
@@ -61,7 +61,7 @@ def plan(flags: PlanFlags) -> None:
     cluster = state_network(cluster, flags.network)
     result = search(job.request, cluster, num_plans=flags.top)
     if not result.plans:
-        _refuse(flags, result)
+        _refuse(flags, job, VainSearch(result=result, request=job.request, cluster=cluster))
     result, traces = _trace(warn_of_missing(result), asked=flags.trace)
     _tell(flags, result, cluster=cluster, traces=traces)
 
@@ -144,9 +144,11 @@ def save_plan(best: Plan, path: Path) -> None:
     announce(path)
 
 
-def _refuse(flags: PlanFlags, result: SearchResult) -> None:
+def _refuse(flags: PlanFlags, job: Job, vain: VainSearch) -> None:
     """Nothing fits: say what is short; the search's reasons still go into the JSON."""
-    fault = DoesNotFitError(result.failure or "Nothing fits.", remedy=_find_remedy(flags, result))
+    result = vain.result
+    remedy = find_way_out(vain, flags, job.recipe, is_explained=flags.explain)
+    fault = DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
     if flags.as_json:
         told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json({**describe_result(result), **told})
@@ -155,19 +157,6 @@ def _refuse(flags: PlanFlags, result: SearchResult) -> None:
 
         show_exclusions(result)
     raise typer.Exit(report_fault(fault, as_json=False))
-
-
-def _find_remedy(flags: PlanFlags, result: SearchResult) -> str:
-    """Other hardware where memory is short; else reasons, and what may have caused them."""
-    again, where = repeat_plan(flags), ""
-    if flags.on is not None:
-        where = f" --on {shlex.quote(flags.on)}"
-    if result.shortfall is None and not flags.explain:
-        return f"{again}{where} --explain    (every reason)"
-    if result.shortfall is None and flags.settings:
-        left_out = " ".join(f"--set {setting}" for setting in flags.settings)
-        return f"{repeat_plan(flags, keeps_settings=False)}{where}    (without {left_out})"
-    return f"{again} --buy    (the cheapest hardware that fits it)"
 
 
 def _refuse_unused(flags: PlanFlags) -> None:

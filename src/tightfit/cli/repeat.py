@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.flags.train import TrainFlags
@@ -15,9 +15,12 @@ def list_given(options: Iterable[tuple[str, object]]) -> list[str]:
     return [word for pair in given for word in pair]
 
 
-def repeat_plan(flags: PlanFlags | TrainFlags, *, keeps_settings: bool = True) -> str:
-    """`tightfit plan` of the job that was asked for, less its hardware, to be continued."""
-    settings = flags.settings or () if keeps_settings else ()
+def repeat_plan(flags: PlanFlags | TrainFlags, *, without: Collection[str] = ()) -> str:
+    """`tightfit plan` of the job that was asked for, less its hardware, to be continued.
+
+    `without` are settings to leave out, as they were typed.
+    """
+    settings = [setting for setting in flags.settings or () if setting not in without]
     options = (
         ("--method", flags.method),
         ("--seq-len", flags.seq_len),

@@ -64,9 +64,14 @@ def show_value(value: Any) -> str:
     return harmless(",".join(value) if isinstance(value, tuple) else str(value))
 
 
+def name_setting(text: str) -> str:
+    """The field that `key=value` is about."""
+    return text.partition("=")[0].strip().replace("-", "_")
+
+
 def _split(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
-    name = key.strip().replace("-", "_")
+    name = name_setting(text)
     if not equals or not value.strip():
         known = name if name in FIELDS else "packing"
         raise UsageError(

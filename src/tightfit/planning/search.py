@@ -20,7 +20,7 @@ from tightfit.planning.request import JobRequest, name_method
 from tightfit.planning.rules import find_warnings
 from tightfit.planning.sift import Shortfall, Sieve, resize
 from tightfit.planning.space import Layout, list_layouts, list_micro_batches
-from tightfit.planning.why import explain_choice
+from tightfit.planning.why import explain_choice, measure_levers, warn_of_asked
 from tightfit.planning.wide_slices import widen_slices
 
 NUM_PLANS = 5
@@ -96,10 +96,9 @@ def search(
     else:
         ordered = _refine_first(sieve, num_plans if is_coarse else _NUM_REFINED)
         chosen = _choose_different(ordered, num_plans)
-    tell = _tell_nothing if is_coarse else explain_choice
     return SearchResult(
         plans=tuple(
-            _make_plan(sieve, candidate, cluster, tell(sieve, candidate)) for candidate in chosen
+            _make_plan(sieve, candidate, cluster, is_told=not is_coarse) for candidate in chosen
         ),
         excluded=sieve.list_exclusions(),
         num_considered=sieve.num_considered,
@@ -121,14 +120,10 @@ def _best_by_group(
     for candidate in ordered:
         first.setdefault(candidate.layout.group.name, candidate)
     plans = {
-        name: _make_plan(sieve, candidate, cluster, explain_choice(sieve, candidate))
+        name: _make_plan(sieve, candidate, cluster, is_told=True)
         for name, candidate in first.items()
     }
     return tuple(GroupBest(group=group, plan=plans.get(group.name)) for group in cluster.groups)
-
-
-def _tell_nothing(_sieve: Sieve, _candidate: Candidate) -> tuple[str, ...]:
-    return ()
 
 
 def _list_all_layouts(request: JobRequest, cluster: Cluster, *, is_coarse: bool) -> list[Layout]:
@@ -193,7 +188,8 @@ def _choose_different(ordered: list[Candidate], num_plans: int) -> list[Candidat
     return sorted(chosen.values(), key=rank)
 
 
-def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[str, ...]) -> Plan:
+def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, *, is_told: bool) -> Plan:
+    """`is_told`: with what its levers bring, each estimated again without it."""
     request, strategy, group = sieve.request, candidate.strategy, candidate.layout.group
     stated = next(one.node for one in cluster.groups if assume_host(one.node) == group.node)
     said = describe_assumption(stated, group.node)
@@ -202,6 +198,8 @@ def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[
     case = Case(spec=request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes)
     num_epochs = request.count_epochs(estimate)
     limit = warn_of_limit(group, estimate, num_epochs)
+    effects = tuple(measure_levers(sieve, candidate)) if is_told else ()
+    asked = warn_of_asked(request.fixed, effects)
     return Plan(
         tightfit_version=__version__,
         model=request.spec,
@@ -224,6 +222,6 @@ def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, why: tuple[
             num_epochs=num_epochs,
         ),
         training=request.training.get(strategy.method),
-        why=why,
-        warnings=(*(warning.reason for warning in find_warnings(case)), *limit),
+        why=explain_choice(sieve, candidate, effects) if is_told else (),
+        warnings=(*asked, *(warning.reason for warning in find_warnings(case)), *limit),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,9 @@ from tightfit.core.units import render_bytes
 from tightfit.estimate.result import Outline, Verdict
 from tightfit.planning.ranking import Candidate, measure_seconds
 from tightfit.planning.sift import Sieve, name_share
+
+LEAST_SLOWDOWN = 1.02
+"""That is worth a warning: less is within the error of what a lever is predicted to bring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +27,19 @@ class Lever:
     is_for_memory: bool = False
     """Pulled to make room: any speed-up beside it comes from elsewhere and is not its merit."""
 
+    @property
+    def field(self) -> str:
+        """Of the strategy, that one asks for it by; what is turned back beside it depends on it."""
+        return next(iter(self.turned_back))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeverEffect:
     """What a lever brings: this plan against the same plan without it."""
 
     name: str
+    field: str
+    """Of the strategy."""
     speedup: float
     """Time without the lever over time with it; above 1 the lever is faster."""
     added_bytes: int
@@ -151,22 +161,37 @@ def measure_levers(sieve: Sieve, candidate: Candidate) -> Iterator[LeverEffect]:
             continue
         without = strategy.model_copy(update=lever.turned_back)
         if sieve.find_violation(layout, without) is None:
-            effect = _compare(lever.name, candidate.outline, sieve.outline(layout, without))
+            effect = _compare(lever, candidate.outline, sieve.outline(layout, without))
             effect = replace(effect, share=name_share(layout.group.node))
             if lever.is_for_memory:
                 effect = replace(effect, speedup=min(effect.speedup, 1.0))
             yield effect
 
 
-def explain_choice(sieve: Sieve, candidate: Candidate) -> tuple[str, ...]:
+def explain_choice(
+    sieve: Sieve, candidate: Candidate, effects: Sequence[LeverEffect]
+) -> tuple[str, ...]:
     """Sentences for a plan: its levers, then what the batch became."""
-    sentences = [effect.sentence for effect in measure_levers(sieve, candidate)]
+    sentences = [effect.sentence for effect in effects]
     return (*sentences, *_explain_batch(sieve, candidate), *_explain_nodes(candidate))
 
 
-def _compare(name: str, with_it: Outline, without: Outline) -> LeverEffect:
+def warn_of_asked(fixed: Collection[str], effects: Sequence[LeverEffect]) -> tuple[str, ...]:
+    """Levers that the user fixed, that cost time here, and that the job fits without."""
+    return tuple(
+        f"{effect.name}: asked for, but predicted to be {1 / effect.speedup:.2f}x slower than "
+        f"without, and the job fits without: leave {effect.field} out"
+        for effect in effects
+        if effect.field in fixed
+        and effect.speedup < 1 / LEAST_SLOWDOWN
+        and effect.verdict_without is Verdict.FITS
+    )
+
+
+def _compare(lever: Lever, with_it: Outline, without: Outline) -> LeverEffect:
     return LeverEffect(
-        name=name,
+        name=lever.name,
+        field=lever.field,
         speedup=measure_seconds(without) / max(measure_seconds(with_it), 1e-12),
         added_bytes=with_it.gpu.peak_reserved_bytes - without.gpu.peak_reserved_bytes,
         verdict_without=without.verdict,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -223,15 +224,35 @@ def test_a_setting_without_a_value_is_meant_to_be_on(run: Run, name: str) -> Non
     assert f"--set {name}=true" in typed.err
 
 
-def test_a_setting_that_nothing_allows_is_left_out_and_not_shopped_for(run: Run) -> None:
-    """Each remedy is one step further; the last one plans."""
+@pytest.mark.parametrize("more", [(), ("--explain",)])
+def test_a_setting_that_nothing_allows_is_left_out_and_not_shopped_for(
+    run: Run, more: tuple[str, ...]
+) -> None:
+    """The remedy plans."""
     words = ("plan", "gpt2", "--method", "lora", "--on", "H200", "--set", "fp8_gradients=true")
-    told = run(*words, "--explain")
+    told = run(*words, *more)
     assert told.code == 5
-    assert "--buy" not in told.err
     remedy = "tightfit plan gpt2 --method lora --on H200    (without --set fp8_gradients=true)"
     assert remedy in told.err
     assert run(*words[:6], "--no-trace").code == 0
+
+
+def test_a_setting_that_needs_too_much_memory_is_left_out_and_the_others_stay(run: Run) -> None:
+    settings = ("--set", "lora-rank=8", "--set", "micro-batch=64")
+    told = run("plan", "Llama-2-7b", "--method", "lora", "--on", "RTX-4090", *settings)
+    assert told.code == 5
+    remedy = "tightfit plan Llama-2-7b --method lora --set lora-rank=8 --on RTX-4090"
+    assert f"try: {remedy}    (without --set micro-batch=64)" in told.err
+    assert run(*shlex.split(remedy)[1:], "--no-trace").code == 0
+
+
+def test_what_stands_in_the_way_in_a_recipe_is_named(run: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "job.yaml"
+    lines = ("model: Llama-2-7b", "method: lora", "on: RTX-4090", "strategy:", "  micro_batch: 64")
+    recipe.write_text("\n".join(lines))
+    told = run("plan", str(recipe))
+    assert told.code == 5
+    assert f"try: leave micro_batch out of {recipe}" in told.err
 
 
 CLUSTER_FILE = """groups:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightfit.cli.describe import count_of
 from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.repeat import repeat_plan
 from tightfit.cli.traced_plans import trace_search
 from tightfit.cli.training.data import encode_for
 from tightfit.cli.training.hardware import find_hardware
 from tightfit.cli.training.recipe import Wish, fixed_fields
+from tightfit.cli.way_out import VainSearch, find_way_out
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
@@ -92,10 +91,9 @@ def make_ready(
         training=training,
     )
     num_plans = max(NUM_PLANS, wish.plan_number)
-    result = search(request, cluster, num_plans=num_plans, known=recall_outcomes(request.spec))
-    if result.plans:
-        result = trace_search(result, asked=None).result
-    return Ready(plan=_warn(_pick(result, wish, flags), encoded), encoded=encoded)
+    result = search_plans(request, cluster, wish, flags, num_plans=num_plans)
+    result = trace_search(result, asked=None).result
+    return Ready(plan=_warn(_pick(result, wish), encoded), encoded=encoded)
 
 
 def make_request(
@@ -172,19 +170,27 @@ def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
     ]
 
 
-def refuse_nothing(result: SearchResult, flags: TrainFlags) -> None:
-    """A search that found no plan."""
+def search_plans(
+    request: JobRequest,
+    cluster: Cluster,
+    wish: Wish,
+    flags: TrainFlags,
+    *,
+    num_plans: int,
+    is_exhaustive: bool = False,
+) -> SearchResult:
+    """Plans that earlier runs do not speak against, at least one."""
+    known = recall_outcomes(request.spec)
+    result = search(request, cluster, num_plans=num_plans, is_exhaustive=is_exhaustive, known=known)
     if not result.plans:
-        remedy = f"{repeat_plan(flags)} --buy    (the cheapest hardware that fits it)"
-        if result.shortfall is None:
-            where = shlex.quote(flags.on or "here")
-            remedy = f"{repeat_plan(flags)} --on {where} --explain    (every reason)"
+        vain = VainSearch(result=result, request=request, cluster=cluster, known=known)
+        remedy = find_way_out(vain, flags, wish.recipe)
         raise DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
+    return result
 
 
-def _pick(result: SearchResult, wish: Wish, flags: TrainFlags) -> Plan:
+def _pick(result: SearchResult, wish: Wish) -> Plan:
     number = wish.plan_number
-    refuse_nothing(result, flags)
     if number > len(result.plans):
         raise UsageError(
             f"`--plan {number}`: there are only {len(result.plans)} plans.",

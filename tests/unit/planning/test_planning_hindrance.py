@@ -1,0 +1,72 @@
+"""Settings of the user's own: which one leaves no plan, and which one only costs time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from planning_cases import make_cluster, make_request
+
+from tightfit.planning.hindrance import find_hindrance
+from tightfit.planning.search import search
+
+RTX_4090 = make_cluster((1, "RTX-4090"))
+H200 = make_cluster((1, "H200"))
+
+
+def _find(fixed: dict[str, Any], **more: Any) -> tuple[str, ...]:
+    request = make_request(method="lora", fixed=fixed, **more)
+    assert not search(request, RTX_4090).plans
+    return find_hindrance(request, RTX_4090, list(fixed))
+
+
+def test_the_one_setting_that_leaves_no_plan_is_found() -> None:
+    fixed = {"packing": False, "micro_batch": 64, "lora_rank": 8}
+    assert _find(fixed) == ("micro_batch",)
+
+
+def test_without_what_is_found_there_is_a_plan() -> None:
+    fixed = {"weights": "fp32", "offload": "none", "sharding": "single"}
+    found = _find(fixed)
+    rest = {name: value for name, value in fixed.items() if name not in found}
+    assert search(make_request(method="lora", fixed=rest), RTX_4090).plans
+
+
+def test_settings_that_only_together_leave_no_plan_are_found_together() -> None:
+    fixed = {"micro_batch": 64, "fp8": True, "fp8_gradients": True}
+    assert _find(fixed) == tuple(fixed)
+
+
+def test_what_the_hardware_lacks_is_no_fault_of_a_setting() -> None:
+    assert _find({"packing": True}, model="Llama-2-70b") == ()
+
+
+def test_only_what_is_named_is_blamed() -> None:
+    request = make_request(method="lora", fixed={"micro_batch": 64})
+    assert find_hindrance(request, RTX_4090, []) == ()
+    assert find_hindrance(request, RTX_4090, ["packing"]) == ()
+
+
+def test_a_lever_that_was_asked_for_and_costs_time_is_warned_of() -> None:
+    asked = make_request("t5-small", method="full", fixed={"fp8_gradients": True})
+    slow = search(asked, H200).plans[0]
+    [warning] = [line for line in slow.warnings if line.startswith("fp8 gradients: asked for")]
+    assert warning.endswith("leave fp8_gradients out")
+    fast = search(replace(asked, fixed={}), H200).plans[0]
+    assert fast.estimate.time.tokens_per_second > 2 * slow.estimate.time.tokens_per_second
+
+
+@pytest.mark.parametrize("fixed", [{}, {"checkpointing": True}])
+def test_no_word_of_a_lever_that_makes_the_job_fit(fixed: dict[str, Any]) -> None:
+    """On a T4 it does; nor of one that nobody asked for."""
+    request = make_request(method="qlora", fixed=fixed)
+    plan = search(request, make_cluster((1, "T4"))).plans[0]
+    assert plan.strategy.checkpointing
+    assert not any("asked for" in line for line in plan.warnings)
+
+
+def test_a_lever_that_is_not_needed_is_warned_of_once_it_is_asked_for() -> None:
+    request = make_request(method="lora", fixed={"checkpointing": True, "micro_batch": 1})
+    plan = search(request, H200).plans[0]
+    assert any(line.startswith("recomputing activations: asked for") for line in plan.warnings)
