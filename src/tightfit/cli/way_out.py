@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tightfit.cli.flags.plan import PlanFlags
 from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.repeat import repeat_plan
+from tightfit.cli.repeat import list_given, repeat_plan
 from tightfit.cli.settings import name_setting
 from tightfit.core.recipe import Recipe
 from tightfit.hardware.types import Cluster
@@ -37,7 +37,8 @@ def find_way_out(
 ) -> str:
     """The same without a setting that stands in the way; else other hardware where memory is
     short, and every reason where it is not."""
-    where = "" if flags.on is None else f" --on {shlex.quote(flags.on)}"
+    place = list_given((("--on", flags.on), ("--network", flags.network)))
+    where = f" {shlex.join(place)}" if place else ""
     typed = {name_setting(text): text for text in flags.settings or ()}
     in_file = {name for name, value in recipe.strategy if value is not None}
     # Without `--set` the recipe's own value would come back: what is in both is not looked at.

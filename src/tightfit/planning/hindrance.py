@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tightfit.hardware.types import Cluster
@@ -20,12 +20,19 @@ def find_hindrance(
 ) -> tuple[str, ...]:
     """Those of `names`, fixed by the request, without which it has a plan.
 
-    One alone where that is enough, else all of them; nothing where they are not to blame.
+    No more than it takes: with any one of them put back there is none. Of several that would do,
+    what is named first. Nothing where they are not to blame.
     """
-    given = tuple(name for name in names if name in request.fixed)
-    alone = [(name,) for name in given]
-    for left_out in [*alone, given] if len(given) > 1 else alone:
+
+    def has_plan(left_out: Collection[str]) -> bool:
         rest = {name: value for name, value in request.fixed.items() if name not in left_out}
-        if search(replace(request, fixed=rest), cluster, num_plans=1, known=known).plans:
-            return left_out
-    return ()
+        return bool(search(replace(request, fixed=rest), cluster, num_plans=1, known=known).plans)
+
+    blamed = [name for name in names if name in request.fixed]
+    if not blamed or not has_plan(blamed):
+        return ()
+    for name in reversed(blamed.copy()):
+        others = [other for other in blamed if other != name]
+        if others and has_plan(others):
+            blamed = others
+    return tuple(blamed)

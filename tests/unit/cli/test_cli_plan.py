@@ -213,8 +213,9 @@ def test_a_refusal_repeats_the_hardware_that_was_typed_and_no_other(
     assert from_recipe.code == 5
     assert f"try: tightfit plan {recipe} --explain" in from_recipe.err
 
-    typed = run("plan", "gpt2", "--on", "2n x 2xK80", "--set", "packing=true")
-    assert "tightfit plan gpt2 --set packing=true --on '2n x 2xK80' --explain" in typed.err
+    typed = run("plan", "gpt2", "--on", "2n x 2xK80", "--network", "10Gb/s", "--set", "dora=true")
+    remedy = "tightfit plan gpt2 --set dora=true --on '2n x 2xK80' --network 10Gb/s --explain"
+    assert remedy in typed.err
 
 
 @pytest.mark.parametrize("name", ["fp8_gradients", "checkpointing"])
