@@ -37,19 +37,40 @@ def find_way_out(
 ) -> str:
     """The same without a setting that stands in the way; else other hardware where memory is
     short, and every reason where it is not."""
-    place = list_given((("--on", flags.on), ("--network", flags.network)))
-    where = f" {shlex.join(place)}" if place else ""
-    typed = {name_setting(text): text for text in flags.settings or ()}
-    in_file = {name for name, value in recipe.strategy if value is not None}
-    # Without `--set` the recipe's own value would come back: what is in both is not looked at.
-    names = [name for name in (*typed, *sorted(in_file)) if (name in typed) != (name in in_file)]
-    blamed = find_hindrance(vain.request, vain.cluster, names, known=vain.known)
-    if blamed and all(name in typed for name in blamed):
-        left_out = [typed[name] for name in blamed]
-        again = repeat_plan(flags, without=left_out)
-        return f"{again}{where}    (without {' '.join(f'--set {text}' for text in left_out)})"
-    if blamed:
-        return f"leave {', '.join(blamed)} out of {flags.job}"
+    where = _repeat_place(flags, recipe)
+    typed = [name_setting(text) for text in flags.settings or ()]
+    in_file = _list_stated(recipe)
+    blamed = find_hindrance(
+        vain.request,
+        vain.cluster,
+        list(dict.fromkeys((*typed, *in_file))),
+        # Where `--set` stood over the recipe, the recipe's own value comes back.
+        instead={name: value for name, value in in_file.items() if name in typed},
+        known=vain.known,
+    )
+    left_out = [text for text in flags.settings or () if name_setting(text) in blamed]
+    settings = " ".join(f"--set {shlex.quote(text)}" for text in left_out)
+    edited = ", ".join(name for name in blamed if name not in typed)
+    if edited and settings:
+        return f"leave {edited} out of {flags.job}, and {settings} out of the command"
+    if edited:
+        return f"leave {edited} out of {flags.job}"
+    if settings:
+        return f"{repeat_plan(flags, without=left_out)}{where}    (without {settings})"
     if vain.result.shortfall is None and not is_explained:
         return f"{repeat_plan(flags)}{where} --explain    (every reason)"
     return f"{repeat_plan(flags)} --buy    (the cheapest hardware that fits it)"
+
+
+def _repeat_place(flags: PlanFlags | TrainFlags, recipe: Recipe) -> str:
+    """The hardware as it was typed; `plan` wants it named where `train` means this machine."""
+    is_here = isinstance(flags, TrainFlags) and recipe.on is None
+    on = flags.on or ("here" if is_here else None)
+    words = list_given((("--on", on), ("--network", flags.network)))
+    return f" {shlex.join(words)}" if words else ""
+
+
+def _list_stated(recipe: Recipe) -> dict[str, object]:
+    """Levers that the recipe fixes, with their values; what is to be learnt is not one."""
+    levers = {name: value for name, value in recipe.strategy if value is not None}
+    return levers if recipe.packing is None else {**levers, "packing": recipe.packing}

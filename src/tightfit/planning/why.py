@@ -27,10 +27,13 @@ class Lever:
     is_for_memory: bool = False
     """Pulled to make room: any speed-up beside it comes from elsewhere and is not its merit."""
 
+    details: tuple[str, ...] = ()
+    """Further fields that ask for it; the first that is turned back always does."""
+
     @property
-    def field(self) -> str:
-        """Of the strategy, that one asks for it by; what is turned back beside it depends on it."""
-        return next(iter(self.turned_back))
+    def fields(self) -> tuple[str, ...]:
+        """Of the strategy, that ask for it. The rest of what is turned back only depends on it."""
+        return (next(iter(self.turned_back)), *self.details)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,8 @@ class LeverEffect:
     """What a lever brings: this plan against the same plan without it."""
 
     name: str
-    field: str
-    """Of the strategy."""
+    fields: tuple[str, ...]
+    """Of the strategy, that ask for it."""
     speedup: float
     """Time without the lever over time with it; above 1 the lever is faster."""
     added_bytes: int
@@ -77,6 +80,7 @@ LEVERS: tuple[Lever, ...] = (
         name="recomputing activations",
         is_pulled=lambda s: s.checkpointing,
         turned_back={"checkpointing": False, "recomputed_layers": None},
+        details=("recomputed_layers",),
     ),
     Lever(
         name="fused kernels",
@@ -176,22 +180,22 @@ def explain_choice(
     return (*sentences, *_explain_batch(sieve, candidate), *_explain_nodes(candidate))
 
 
-def warn_of_asked(fixed: Collection[str], effects: Sequence[LeverEffect]) -> tuple[str, ...]:
+def warn_of_asked(fixed: Collection[str], effects: Sequence[LeverEffect]) -> Iterator[str]:
     """Levers that the user fixed, that cost time here, and that the job fits without."""
-    return tuple(
-        f"{effect.name}: asked for, but predicted to be {1 / effect.speedup:.2f}x slower than "
-        f"without, and the job fits without: leave {effect.field} out"
-        for effect in effects
-        if effect.field in fixed
-        and effect.speedup < 1 / LEAST_SLOWDOWN
-        and effect.verdict_without is Verdict.FITS
-    )
+    for effect in effects:
+        asked = [name for name in effect.fields if name in fixed]
+        is_slow = effect.speedup < 1 / LEAST_SLOWDOWN
+        if asked and is_slow and effect.verdict_without is Verdict.FITS:
+            yield (
+                f"{effect.name}: asked for, but without it the same plan fits and is predicted to "
+                f"be {1 / effect.speedup:.2f}x faster: leave {' and '.join(asked)} out"
+            )
 
 
 def _compare(lever: Lever, with_it: Outline, without: Outline) -> LeverEffect:
     return LeverEffect(
         name=lever.name,
-        field=lever.field,
+        fields=lever.fields,
         speedup=measure_seconds(without) / max(measure_seconds(with_it), 1e-12),
         added_bytes=with_it.gpu.peak_reserved_bytes - without.gpu.peak_reserved_bytes,
         verdict_without=without.verdict,

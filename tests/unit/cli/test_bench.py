@@ -301,3 +301,13 @@ class TestRefusals:
         assert answer.err.count("error: ") == 1
         assert remedy in answer.err
         assert list_left() == []
+
+
+def test_a_setting_that_leaves_no_plan_is_left_out_in_a_command_that_plans(run: Run) -> None:
+    """`plan` takes nothing for granted where this machine has no GPU: `--on here` is said."""
+    told = run(
+        "bench", "t5-small", "--random-weights", "--method", "full", "--set", "micro_batch=9999"
+    )
+    assert told.code == 5
+    assert "try: tightfit plan t5-small --method full --on here    (without" in told.err
+    assert run("plan", "t5-small", "--method", "full", "--on", "here", "--no-trace").code == 0

@@ -247,13 +247,46 @@ def test_a_setting_that_needs_too_much_memory_is_left_out_and_the_others_stay(ru
     assert run(*shlex.split(remedy)[1:], "--no-trace").code == 0
 
 
-def test_what_stands_in_the_way_in_a_recipe_is_named(run: Run, tmp_path: Path) -> None:
+def test_every_spelling_of_what_stands_in_the_way_is_left_out(run: Run) -> None:
+    settings = ("--set", "micro-batch=64", "--set", "micro_batch=64")
+    told = run("plan", "Llama-2-7b", "--method", "lora", "--on", "RTX-4090", *settings)
+    assert "try: tightfit plan Llama-2-7b --method lora --on RTX-4090    (without" in told.err
+
+
+TOO_MUCH = "  micro_batch: 64\n"
+
+
+@pytest.mark.parametrize(
+    ("stated", "typed", "way_out"),
+    [
+        (TOO_MUCH, (), "leave micro_batch out of {recipe}"),
+        (
+            TOO_MUCH,
+            ("fp8_gradients=true",),
+            "leave micro_batch out of {recipe}, and --set fp8_gradients=true out of the command",
+        ),
+        (
+            "  micro_batch: 1\n",
+            ("micro_batch=64",),
+            "tightfit plan {recipe}    (without --set micro_batch=64)",
+        ),
+        ("  fp8: false\npacking: true\n", ("fp8=true", "weights=fp16"), "tightfit plan {recipe}"),
+    ],
+)
+def test_a_recipe_and_the_command_line_are_told_apart(
+    run: Run, tmp_path: Path, stated: str, typed: tuple[str, ...], way_out: str
+) -> None:
     recipe = tmp_path / "job.yaml"
-    lines = ("model: Llama-2-7b", "method: lora", "on: RTX-4090", "strategy:", "  micro_batch: 64")
-    recipe.write_text("\n".join(lines))
-    told = run("plan", str(recipe))
+    recipe.write_text(f"model: Llama-2-7b\nmethod: lora\non: RTX-4090\nstrategy:\n{stated}")
+    told = run("plan", str(recipe), *(word for text in typed for word in ("--set", text)))
     assert told.code == 5
-    assert f"try: leave micro_batch out of {recipe}" in told.err
+    assert f"try: {way_out.format(recipe=recipe)}" in told.err
+
+
+def test_packing_that_a_recipe_asks_of_the_wrong_model_is_named(run: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "job.yaml"
+    recipe.write_text("model: t5-small\nmethod: full\non: T4\npacking: true\n")
+    assert f"try: leave packing out of {recipe}" in run("plan", str(recipe)).err
 
 
 CLUSTER_FILE = """groups:

@@ -67,7 +67,20 @@ def test_no_word_of_a_lever_that_makes_the_job_fit(fixed: dict[str, Any]) -> Non
     assert not any("asked for" in line for line in plan.warnings)
 
 
-def test_a_lever_that_is_not_needed_is_warned_of_once_it_is_asked_for() -> None:
-    request = make_request(method="lora", fixed={"checkpointing": True, "micro_batch": 1})
-    plan = search(request, H200).plans[0]
-    assert any(line.startswith("recomputing activations: asked for") for line in plan.warnings)
+@pytest.mark.parametrize(
+    ("fixed", "leave"),
+    [
+        ({"checkpointing": True}, "leave checkpointing out"),
+        ({"recomputed_layers": 8}, "leave recomputed_layers out"),
+        (
+            {"checkpointing": True, "recomputed_layers": 8},
+            "leave checkpointing and recomputed_layers out",
+        ),
+    ],
+)
+def test_a_lever_that_is_not_needed_is_warned_of_once_it_is_asked_for(
+    fixed: dict[str, Any], leave: str
+) -> None:
+    plan = search(make_request(method="lora", fixed={**fixed, "micro_batch": 1}), H200).plans[0]
+    told = [line for line in plan.warnings if line.startswith("recomputing activations: asked")]
+    assert [line.partition(": leave")[2] for line in told] == [leave.removeprefix("leave")]
