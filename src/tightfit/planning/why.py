@@ -14,7 +14,7 @@ from tightfit.planning.ranking import Candidate, measure_seconds
 from tightfit.planning.sift import Sieve, name_share
 
 LEAST_SLOWDOWN = 1.02
-"""That is worth a warning: less is within the error of what a lever is predicted to bring."""
+"""Less is not worth a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class Lever:
     turned_back: dict[str, Any]
     is_for_memory: bool = False
     """Pulled to make room: any speed-up beside it comes from elsewhere and is not its merit."""
-
     details: tuple[str, ...] = ()
     """Further fields that ask for it; the first that is turned back always does."""
 
