@@ -12,11 +12,7 @@ from tightfit.engines.protocol import Sampling
 from tightfit.serve.compare.events import QUIET, knows_visitor, name_visitor
 from tightfit.serve.compare.html import describe_figures, render_fault, safe
 from tightfit.serve.compare.models import Models
-from tightfit.serve.compare.settings import (
-    Defaults,
-    lay_out_settings,
-    make_sampling,
-)
+from tightfit.serve.compare.settings import Controls, Defaults, lay_out_settings, make_sampling
 from tightfit.serve.compare.stream import Side
 
 PLACES = (0, 1)
@@ -135,48 +131,78 @@ def lay_out_chat(desk: ChatDesk) -> None:
         clear = gr.Button("Start over", elem_id="tf-clear-chat")
     with gr.Accordion("Settings", open=False, elem_classes="tf-settings"):
         controls = lay_out_settings(desk.defaults)
-    buttons = [go, stop, clear]
+    page = _Page(
+        kept=kept, model=model, shown=shown, text=text, go=go, stop=stop, clear=clear,
+        controls=controls,
+    )  # fmt: skip
+    _connect(desk, page)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page:
+    """The tab's components."""
+
+    kept: Any
+    model: Any
+    shown: Any
+    text: Any
+    go: Any
+    stop: Any
+    clear: Any
+    controls: Controls
+
+    @property
+    def form(self) -> set[Any]:
+        """What a visitor fills in, and what was said before."""
+        return {self.kept, self.text, self.model, *self.controls.all}
+
+    @property
+    def buttons(self) -> list[Any]:
+        return [self.go, self.stop, self.clear]
+
+
+def _connect(desk: ChatDesk, page: _Page) -> None:
+    import gradio as gr
+
+    off, on, left = gr.update(interactive=False), gr.update(interactive=True), gr.skip()
+    as_they_are = [left] * len(page.buttons)
 
     @knows_visitor
     def run(given: dict[Any, Any], request: Any) -> Iterator[list[Any]]:
-        off, on, left = gr.update(interactive=False), gr.update(interactive=True), gr.skip()
-        thread, said = given[kept], given[text] or ""
+        thread, said = given[page.kept], given[page.text] or ""
         try:
-            system, settings = controls.read(given)
+            system, settings = page.controls.read(given)
             grown = desk.say(
                 thread,
                 said,
-                given[model],
+                given[page.model],
                 system=system,
                 sampling=make_sampling(settings, desk.defaults.sampling),
                 visitor=name_visitor(request),
             )
         except UserError as fault:
-            yield [left, render_thread(thread) + render_fault(fault), left, *([left] * 3)]
+            yield [left, render_thread(thread) + render_fault(fault), left, *as_they_are]
             return
         now = thread
         # Emptied once: the visitor may be writing the next message while this one is answered.
         rest = ["", off, on, off]
         for now in grown:
             yield [left, render_thread(now), *rest]
-            rest = [left] * len(rest)
+            rest = [left, *as_they_are]
         has_failed = now[-1].has_failed
         remembered = thread if has_failed else _forget_sides(now)
-        yield [remembered, render_thread(now), said if has_failed else left, *([left] * 3)]
-
-    def free_buttons() -> list[Any]:
-        return [gr.update(interactive=button is not stop) for button in buttons]
+        yield [remembered, render_thread(now), said if has_failed else left, *as_they_are]
 
     @knows_visitor
     def cancel(request: Any) -> None:
         desk.models.cancel(name_visitor(request))
 
-    form = {kept, text, model, *controls.all}
-    sent = go.click(run, form, [kept, shown, text, *buttons], concurrency_limit=8, **QUIET)
+    outputs = [page.kept, page.shown, page.text, *page.buttons]
+    sent = page.go.click(run, page.form, outputs, concurrency_limit=8, **QUIET)
     # Not with the last words: until the answer is over, another click would be dropped.
-    sent.then(free_buttons, None, buttons, **QUIET)
-    stop.click(cancel, None, None, concurrency_limit=None, **QUIET)
-    clear.click(lambda: ((), render_thread(())), None, [kept, shown], **QUIET)
+    sent.then(lambda: [on, off, on], None, page.buttons, **QUIET)
+    page.stop.click(cancel, None, None, concurrency_limit=None, **QUIET)
+    page.clear.click(lambda: ((), render_thread(())), None, [page.kept, page.shown], **QUIET)
 
 
 def _forget_sides(thread: Thread) -> Thread:

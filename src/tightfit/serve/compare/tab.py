@@ -43,22 +43,7 @@ def lay_out_compare(desk: CompareDesk, examples: Sequence[Example]) -> None:
         marked = gr.Checkbox(
             label="Mark what differs", value=True, elem_id="tf-marked", container=False
         )
-    empty = desk.cards(None, is_marked=True)
-    with gr.Row(elem_classes="tf-pair", equal_height=True):
-        left = gr.HTML(
-            empty[0],
-            elem_classes=["tf-card", "tf-one"],
-            apply_default_css=False,
-            elem_id="tf-left",
-            min_width=300,
-        )
-        right = gr.HTML(
-            empty[1],
-            elem_classes=["tf-card", "tf-two"],
-            apply_default_css=False,
-            elem_id="tf-right",
-            min_width=300,
-        )
+    left, right = _lay_out_sides(desk)
     verdict = gr.HTML("", apply_default_css=False, elem_id="tf-verdict")
     with gr.Row(elem_classes="tf-vote", elem_id="tf-vote"):
         ballots = [
@@ -119,6 +104,29 @@ class _Page:
     @property
     def buttons(self) -> list[Any]:
         return [self.go, self.stop, *self.ballots]
+
+
+def _lay_out_sides(desk: CompareDesk) -> tuple[Any, Any]:
+    """Two cards, still empty."""
+    import gradio as gr
+
+    with gr.Row(elem_classes="tf-pair", equal_height=True):
+        left, right = (
+            gr.HTML(
+                card,
+                elem_classes=["tf-card", colour],
+                apply_default_css=False,
+                elem_id=place,
+                min_width=300,
+            )
+            for card, colour, place in zip(
+                desk.cards(None, is_marked=True),
+                ("tf-one", "tf-two"),
+                ("tf-left", "tf-right"),
+                strict=True,
+            )
+        )
+    return left, right
 
 
 def _lay_out_examples(desk: CompareDesk, examples: Sequence[Example], prompt: Any) -> Controls:
