@@ -28,6 +28,17 @@ from small_models import make_llama
 
 NUM_TOKENS = 160
 TABS = ("Compare", "Chat", "Plan", "Runs")
+WATCH_SENDING = """
+() => {
+  window.freed = 0;
+  const watched = {subtree: true, attributeFilter: ['disabled'], attributeOldValue: true};
+  new MutationObserver(changes => {
+    for (const change of changes)
+      if (change.target.id === 'tf-go-chat' && change.oldValue !== null) window.freed += 1;
+  }).observe(document.body, watched);
+}
+"""
+"""Counts how often the button came back: the answer is shown before it is even disabled."""
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +137,7 @@ def test_a_blind_round_names_nobody_until_the_vote(tab: Watched, compare: Served
 def test_the_chat_streams_and_goes_on(tab: Watched) -> None:
     page = tab.page
     page.get_by_role("tab", name="Chat").click()
+    page.evaluate(WATCH_SENDING)
     box = page.locator("#tf-ask-chat textarea")
     box.fill("Hello there")
     box.press("Control+Enter")
@@ -220,7 +232,7 @@ def _wait_for_answer(page: Any, number: int) -> None:
     page.wait_for_function(
         "number => document.querySelectorAll('.tf-user').length === number"
         " && !document.querySelector('.tf-turn[aria-busy=true]')"
-        " && !document.getElementById('tf-go-chat').disabled",
+        " && window.freed === number",
         arg=number,
     )
 
