@@ -23,12 +23,11 @@ from tightfit.core.strategy import Method, Strategy
 from tightfit.core.training import Training
 from tightfit.data.packing import pack_best_fit
 from tightfit.data.token_store import EncodedRow
-from tightfit.runtime.quiet import silence_libraries
-from tightfit.train.batches import Batch, collate_packed, collate_padded, count_trained
+from tightfit.runtime.libraries import silence_libraries
+from tightfit.train.batches import Batch, collate_packed, collate_padded, count_trained, to_device
 from tightfit.train.build import build_engine
+from tightfit.train.distributed import DistContext
 from tightfit.train.engine import TorchEngine
-from tightfit.train.loader import to_device
-from tightfit.train.place import Place
 from tightfit.train.step import StepPlan, mix_seed, train_step
 
 NUM_HELD_OUT = 128
@@ -133,7 +132,9 @@ class CaseRun:
             num_layers=int(config["num_hidden_layers"]),
         )
         device = torch.device("cuda", 0) if self.setup.device == "cuda" else torch.device("cpu")
-        self.place = Place(rank=0, local_rank=0, world_size=1, local_world_size=1, device=device)
+        self.place = DistContext(
+            rank=0, local_rank=0, world_size=1, local_world_size=1, device=device
+        )
         self.rows = Rows(Path(self.setup.tokens), vocab_size=int(config["vocab_size"]))
 
     @property

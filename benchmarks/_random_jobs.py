@@ -13,9 +13,8 @@ from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.case import Case
-from tightfit.planning.rules import find_first_violation
-from tightfit.planning.space import choose_attention, choose_half, must_repeat_keys
+from tightfit.planning.rules import Case, find_first_violation
+from tightfit.planning.space import choose_attention, choose_compute_dtype, must_repeat_keys
 
 MODELS = (
     "Llama-3.2-1B",
@@ -79,7 +78,7 @@ def draw_jobs(seed: int) -> Iterator[tuple[str, Gpu, Strategy]]:
 
 def _draw(chance: random.Random, spec: ModelSpec, gpu: Gpu) -> Strategy:
     node = Node(gpu=gpu, num_gpus=1)
-    half = choose_half(spec, gpu)
+    half = choose_compute_dtype(spec, gpu)
     sharding = _weighted(chance, SHARDINGS)
     is_many = sharding is not Sharding.SINGLE
     best = choose_attention(spec, node, compute=half)

@@ -81,7 +81,7 @@ _CASTS = frozenset(
     for name in ("TrainedProduct", "JoinedProducts", "FrozenProduct")
     for end in ("", "Backward")
 )
-"""What `runtime/fp8_linear.py` does beside its products."""
+"""What `runtime/kernels/fp8.py` does beside its products."""
 
 Shapes = Sequence[Sequence[int]]
 

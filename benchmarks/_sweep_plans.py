@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from _throughput_jobs import JOBS
-from tightfit.cli.flags.plan import PlanFlags
-from tightfit.cli.hardware_choice import choose_cluster
-from tightfit.cli.job import read_job
 from tightfit.cli.missing import warn_of_missing
-from tightfit.cli.traced_plans import trace_search
+from tightfit.cli.options.training import PlanFlags
+from tightfit.cli.training.hardware import choose_cluster
+from tightfit.cli.training.request import read_plan_job
+from tightfit.cli.training.tracing import trace_search
 from tightfit.core.errors import DoesNotFitError
 from tightfit.core.strategy import Offload, Sharding, Strategy
 from tightfit.hardware.types import Cluster
@@ -46,7 +46,7 @@ def plan_job(name: str, on: str, *, is_traced: bool, has_every_size: bool) -> di
         seq_len=asked.seq_len,
         effective_batch=asked.num_rows,
     )
-    request = read_job(flags).request
+    request = read_plan_job(flags).request
     cluster = choose_cluster(on, command=f"tightfit plan {model}")
     first = find_first(request, cluster, is_traced=is_traced)
     others = list_settings(request, cluster, has_every_size=has_every_size)

@@ -28,18 +28,27 @@ from tightfit.core.strategy import Loss, Optimizer, Strategy
 from tightfit.core.training import DEFAULT_LEARNING_RATES, Training
 from tightfit.data.token_store import EncodedRow
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.load import LoadRequest, load_meta, packing_config
-from tightfit.runtime.random_weights import _draw_packed, list_packable
+from tightfit.runtime.load import (
+    LoadRequest,
+    _make_random_quantized,
+    bitsandbytes_config,
+    list_quantizable,
+    load_meta,
+)
 from tightfit.train.batches import Batch, collate_packed, collate_padded
 from tightfit.train.build import build_engine
+from tightfit.train.distributed import DistContext
 from tightfit.train.engine import TorchEngine
-from tightfit.train.finish import finish_model
-from tightfit.train.objective import Objective
+from tightfit.train.model import Objective, prepare_model
 from tightfit.train.optimizers import build_optimizer
-from tightfit.train.packed_shards import pack_skeleton, split_packed
-from tightfit.train.place import Place
-from tightfit.train.sharding import Sharder
-from tightfit.train.weights import Filler, _Sent, make_request
+from tightfit.train.sharding import (
+    Sharder,
+    WeightReceiver,
+    _SentTensor,
+    make_load_request,
+    quantize_meta_model,
+    split_quantized,
+)
 
 CATALOGUE = Path(__file__).resolve().parents[1] / "src" / "tightfit" / "catalogue" / "models"
 TINY = {
@@ -158,12 +167,12 @@ def keep_gathered(module: nn.Module) -> None:
             part.set_custom_all_gather(gather)
 
 
-def make_place(job: Job, device: torch.device) -> Place:
+def make_place(job: Job, device: torch.device) -> DistContext:
     size = job.num_ranks
-    return Place(rank=0, local_rank=0, world_size=size, local_world_size=size, device=device)
+    return DistContext(rank=0, local_rank=0, world_size=size, local_world_size=size, device=device)
 
 
-def build(job: Job, training: Training, place: Place) -> TorchEngine:
+def build(job: Job, training: Training, place: DistContext) -> TorchEngine:
     """The engine before its first step."""
     join_fake_group(job.num_ranks)
     if not job.strategy.sharding.is_fsdp:
@@ -173,7 +182,9 @@ def build(job: Job, training: Training, place: Place) -> TorchEngine:
     return give_optimizer(job, training, place, draw_sharded(job, training, place))
 
 
-def give_optimizer(job: Job, training: Training, place: Place, module: nn.Module) -> TorchEngine:
+def give_optimizer(
+    job: Job, training: Training, place: DistContext, module: nn.Module
+) -> TorchEngine:
     """A fresh optimizer, without state, and the engine around it."""
     return TorchEngine(
         module,
@@ -185,18 +196,18 @@ def give_optimizer(job: Job, training: Training, place: Place, module: nn.Module
     )
 
 
-def draw_sharded(job: Job, training: Training, place: Place) -> Objective:
+def draw_sharded(job: Job, training: Training, place: DistContext) -> Objective:
     """As `load_sharded`, with values drawn where they are needed.
 
     The check of packed weights is left out: what a fake group gathers is not what was packed.
     """
-    request = make_request(job.strategy, training)
+    request = make_load_request(job.strategy, training)
     skeleton: Any = load_meta(Path(training.model_path), request)
     if request.weights is Dtype.NF4:
-        pack_skeleton(skeleton, [name for name, _ in list_packable(skeleton)], request)
-    module = Objective.from_strategy(finish_model(skeleton, job.strategy, training), job.strategy)
+        quantize_meta_model(skeleton, [name for name, _ in list_quantizable(skeleton)], request)
+    module = Objective.from_strategy(prepare_model(skeleton, job.strategy, training), job.strategy)
     source: Any = DrawnSource(module, request, place.device)
-    filler, sharder = Filler(module, source, place.device), Sharder(job.strategy, place)
+    filler, sharder = WeightReceiver(module, source, place.device), Sharder(job.strategy, place)
     for layer in decoder_layers(module):
         filler.fill(layer)
         sharder.shard_layer(layer)
@@ -213,21 +224,21 @@ class DrawnSource:
         self._request = request
         self._device = device
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        self._packed: dict[tuple[int, int], _Sent] = {}
+        self._packed: dict[tuple[int, int], _SentTensor] = {}
 
-    def items(self) -> Iterator[tuple[str, _Sent]]:
+    def items(self) -> Iterator[tuple[str, _SentTensor]]:
         """Names and shapes; the values of packed matrices are those of the first of a shape."""
         for name, tensor in self._tensors.items():
             owner: Any = self._module.get_submodule(name.rpartition(".")[0])
             if type(tensor).__name__ != "Params4bit":
-                yield name, _Sent(values=tensor.detach(), statistics={})
+                yield name, _SentTensor(values=tensor.detach(), statistics={})
                 continue
             shape = (owner.in_features, owner.out_features)
             if shape not in self._packed:
                 self._packed[shape] = self._pack(owner)
             yield name, self._packed[shape]
 
-    def pop(self, name: str) -> _Sent:
+    def pop(self, name: str) -> _SentTensor:
         self._packed.clear()
         tensor = self._tensors.pop(name)
         if type(tensor).__name__ == "Params4bit":
@@ -237,14 +248,14 @@ class DrawnSource:
             values.normal_(0.0, DRAWN_SPREAD)
         else:
             values.zero_()
-        return _Sent(values=values, statistics={})
+        return _SentTensor(values=values, statistics={})
 
-    def _pack(self, owner: Any) -> _Sent:
+    def _pack(self, owner: Any) -> _SentTensor:
         plain = nn.Linear(owner.in_features, owner.out_features, bias=False, device="meta")
-        packing = packing_config(self._request)
-        drawn: Any = _draw_packed(plain, self._request, packing, self._device)
-        values, statistics = split_packed(drawn.weight)
-        return _Sent(values=values, statistics=statistics)
+        packing = bitsandbytes_config(self._request)
+        drawn: Any = _make_random_quantized(plain, self._request, packing, self._device)
+        values, statistics = split_quantized(drawn.weight)
+        return _SentTensor(values=values, statistics=statistics)
 
 
 def make_batches(job: Job, vocab_size: int) -> list[Batch]:

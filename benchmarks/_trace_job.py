@@ -33,10 +33,9 @@ from _trace_build import (
 from _trace_jobs import Job
 from tightfit.core.training import Training
 from tightfit.runtime.devices import is_out_of_memory
-from tightfit.train.batches import Batch, count_trained
+from tightfit.train.batches import Batch, count_trained, to_device
+from tightfit.train.distributed import DistContext
 from tightfit.train.engine import TorchEngine
-from tightfit.train.loader import to_device
-from tightfit.train.place import Place
 from tightfit.train.step import StepPlan, mix_seed, train_step
 
 MEASURE, EVENTS, CAP, SURVIVING = "measure", "events", "cap", "surviving"
@@ -73,7 +72,7 @@ class Run:
     def __init__(self, job: Job, device: torch.device, folder: Path) -> None:
         self.job = job
         self.gauge = Gauge(device)
-        self.place: Place = make_place(job, device)
+        self.place: DistContext = make_place(job, device)
         self.training: Training = make_training(job, folder)
         self.engine: TorchEngine = build(job, self.training, self.place)
         self.batches: list[Batch] = make_batches(job, self.engine.model.config.vocab_size)

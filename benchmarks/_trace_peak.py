@@ -23,10 +23,10 @@ def prepare_process() -> None:
 def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
     """What stands at the peak of the steps; or `problem`, why the tracer refuses."""
     # Imported here: torch takes seconds, and the environment must be set before.
-    from tightfit.train.tracing import run
+    from tightfit.train.tracing import record
     from tightfit.train.tracing.trace import CannotTraceError
 
-    run.NUM_STEPS = NUM_STEPS
+    record.NUM_STEPS = NUM_STEPS
     try:
         return _trace(TraceJob.model_validate(job))
     except (CannotTraceError, UserError) as fault:
@@ -37,10 +37,9 @@ def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trace(job: TraceJob) -> dict[str, Any]:
-    from tightfit.estimate.trace.caching_allocator import AllocatorSettings
-    from tightfit.estimate.trace.summary import describe_peak
-    from tightfit.train.tracing.depths import DepthTracer
-    from tightfit.train.tracing.trace import check_traceable, replay_unlimited
+    from tightfit.trace.caching_allocator import AllocatorSettings
+    from tightfit.trace.recording import describe_peak
+    from tightfit.train.tracing.trace import DepthTracer, check_traceable, replay_unlimited
 
     check_traceable(job.strategy)
     tracer = DepthTracer(job)

@@ -28,11 +28,11 @@ from _random_jobs import draw_jobs
 from _trace_peak import prepare_process, trace_peak
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.memory import estimate_moments, hold, peak_moment
-from tightfit.estimate.trace.ask import list_versions
+from tightfit.estimate.memory import estimate_moments, list_reserved_components, peak_moment
 from tightfit.hardware.types import Gpu
+from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
-from tightfit.models.source_config import read_source_config
+from tightfit.trace.tracer import list_versions
 from tightfit.train.tracing.job import TraceJob
 
 RESULT = Path(__file__).resolve().parent / "results" / "closed_form_vs_trace.json"
@@ -52,7 +52,7 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     strategy = Strategy.model_validate(row["strategy"])
     moments = estimate_moments(resolve_model(row["model"]), strategy)
     peak = peak_moment(moments)
-    held = hold(peak, moments, strategy)
+    held = list_reserved_components(peak, moments, strategy)
     reserved = sum(held.values()) - held["cuda_context"]
     return {name: row[name] for name in TRACED} | {
         "closed_form_bytes": peak.allocated_bytes,

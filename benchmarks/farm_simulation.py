@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import write_result
-from tightfit.farm.heart import choose_beat
+from tightfit.farm.folder import ChunkLayout, choose_chunk_layout, done_path
+from tightfit.farm.heartbeat import choose_heartbeat_seconds
 from tightfit.farm.leases import FINISHED, Lease, Leases
-from tightfit.farm.memory_store import MemoryStore
-from tightfit.farm.shape import Shape, choose_shape, done_path
-from tightfit.farm.store import FolderStore
+from tightfit.farm.store import FolderStore, MemoryStore
 from tightfit.farm.worker import POLL_SECONDS, WORKERS_PER_POLL_SECOND
 
 RESULT = Path(__file__).parent / "results" / "farm_simulation.json"
@@ -47,7 +46,7 @@ class Simulation:
     def __init__(self, num_workers: int, *, seed: int = 0) -> None:
         self.now_s = 0.0
         self.store = MemoryStore(lambda: self.now_s)
-        self.shape = choose_shape(NUM_PROMPTS, num_workers)
+        self.shape = choose_chunk_layout(NUM_PROMPTS, num_workers)
         self.per_second: Counter[int] = Counter()
         self.whys: Counter[str] = Counter()
         self.num_discarded = 0
@@ -92,7 +91,7 @@ class _Worker:
 
     def __init__(self, world: Simulation, number: int, num_workers: int) -> None:
         self.rate, in_flight = _kind_of((number + 0.5) / num_workers)
-        self._beat_s = choose_beat(LEASE_SECONDS, num_workers)
+        self._beat_s = choose_heartbeat_seconds(LEASE_SECONDS, num_workers)
         self._world = world
         self._width = max(1, in_flight // world.shape.prompts_per_chunk)
         self._chunk_s = world.shape.prompts_per_chunk * self._width / self.rate
@@ -216,7 +215,7 @@ def measure_files(num_chunks: int = 2_000) -> dict[str, float]:
         root = Path(name)
         for folder in ("lease", "done", "taken", "full", "tmp", "workers"):
             (root / folder).mkdir()
-        shape = Shape(num_prompts=num_chunks, prompts_per_chunk=1)
+        shape = ChunkLayout(num_prompts=num_chunks, prompts_per_chunk=1)
         store = FolderStore(root)
         leases = Leases(store, shape, "w", seconds=60, chance=random.Random(0))
         leases.join()
@@ -244,7 +243,9 @@ def extrapolate(case: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for num_workers in (1_000, 4_000, 10_000, 40_000):
         for prompts_per_chunk in (1, 16, 64):
-            beats = 6 / choose_beat(LEASE_SECONDS, num_workers)  # a beat, a status, is it over?
+            beats = 6 / choose_heartbeat_seconds(
+                LEASE_SECONDS, num_workers
+            )  # a beat, a status, is it over?
             per_chunk = 3 + 6 + 0.5  # a lease, a publication, its part of listings and marks
             load = num_workers * (beats + rate / prompts_per_chunk * per_chunk)
             rows.append(

@@ -19,11 +19,7 @@ from typing import Any
 
 from _provenance import check_total, write_result
 from tightfit.core.units import GIB
-from tightfit.estimate.trace.caching_allocator import (
-    AllocatorSettings,
-    find_smallest_capacity,
-    replay,
-)
+from tightfit.trace.caching_allocator import AllocatorSettings, find_smallest_capacity, replay
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MEASURED = RESULTS / "h200_trace_dev.json"

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import check_total, write_result
-from tightfit.core.quirks import Quirks
-from tightfit.core.strategy import Strategy
+from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.memory import estimate_moments, hold, peak_moment
+from tightfit.estimate.memory import estimate_moments, list_reserved_components, peak_moment
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
 
@@ -101,7 +100,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     spec = cut_depth(resolve_model(options["model"]), options["num_layers"])
     moments = estimate_moments(spec, strategy)
     peak = peak_moment(moments)
-    held = hold(peak, moments, strategy)
+    held = list_reserved_components(peak, moments, strategy)
     return {
         "name": case["name"],
         "moment": peak.name,

@@ -23,11 +23,11 @@ from typing import Any
 from _provenance import check_total, write_result
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.trace.op_seconds import estimate_traced_time
-from tightfit.estimate.trace.operations import OperationLog
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Gpu
+from tightfit.trace.operations import OperationLog
+from tightfit.trace.traced_time import estimate_traced_time
 
 RESULTS = Path(__file__).resolve().parent / "results"
 MEASURED = RESULTS / "h200_trace_held_out.json"

@@ -158,13 +158,12 @@ def read_report(folder: Path) -> dict[str, Any]:
 def describe_job(recipe: Path, run: Path, num_steps: int) -> dict[str, Any]:
     """What trl must do alike: the recipe, and tightfit's packs as tokens and labels."""
     from tightfit.data.token_store import TokenStore
-    from tightfit.ledger.run_folder import RunFolder
-    from tightfit.train.batches import IGNORED
-    from tightfit.train.feed import Feed
+    from tightfit.runs.run_folder import RunFolder
+    from tightfit.train.batches import IGNORED, BatchSampler
 
     stated = json.loads(recipe.read_text())
     batch, seq_len, seed = (stated[key] for key in ("effective_batch", "seq_len", "seed"))
-    feed = Feed(
+    feed = BatchSampler(
         TokenStore(Path(RunFolder(path=run).read_tokens().train)),
         effective_batch=batch,
         seq_len=seq_len,

@@ -2,12 +2,12 @@
 
     python benchmarks/measure_fused_kernels.py --out benchmarks/results/h200_fused_kernels.json
 
-`norms`: RMS norm forward and backward by Liger, by torch and by `runtime/norm_kernels.py`, with a
-frozen weight and a trained one. `products`: a LoRA layer's two products apart, and as one of
-`runtime/spare_columns.py` with so many columns more. `updates`: AdamW with clipping, torch's passes
-and `runtime/adamw.py`'s one, and how far apart their weights are after it. `losses`: Liger's fused
-head and loss, forward and backward, by the width of its slices. `casts`: to fp8 by rows and by
-columns, and fp8 turned. Needs a GPU, triton and liger-kernel.
+`norms`: RMS norm forward and backward by Liger, by torch and by `runtime/kernels/norm_triton.py`,
+with a frozen weight and a trained one. `products`: a LoRA layer's two products apart, and as one of
+`runtime/kernels/fused_lora.py` with so many columns more. `updates`: AdamW with clipping, torch's
+passes and `runtime/kernels/adamw.py`'s one, and how far apart their weights are after it.
+`losses`: Liger's fused head and loss, forward and backward, by the width of its slices.
+`casts`: to fp8 by rows and by columns, and fp8 turned. Needs a GPU, triton and liger-kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from _provenance import write_result
-from tightfit.runtime.adamw import KernelAdamW
 from tightfit.runtime.calibrate.bench import Bench
+from tightfit.runtime.kernels.adamw import TritonAdamW
 
 EPSILON = 1e-6
 NORM_SHAPES = ((8192, 4096), (32768, 2048), (8192, 2048), (262_144, 128))
@@ -49,7 +49,7 @@ CASTS = ((8192, 4096), (8192, 11_008), (11_008, 4096), (32_768, 2048), (32_768, 
 def list_norms() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    from tightfit.runtime.norm_kernels import RmsNorm
+    from tightfit.runtime.kernels.norm_triton import RmsNorm
 
     liger: Any = LigerRMSNormFunction
     ours: Any = RmsNorm
@@ -118,10 +118,10 @@ def measure_updates(bench: Bench) -> list[dict[str, Any]]:
             torch.manual_seed(0)
             for weight in weights:
                 weight.grad = torch.randn_like(weight)
-        mine = KernelAdamW([{"params": ours}], lr=RATE)
+        mine = TritonAdamW([{"params": ours}], lr=RATE)
         torchs = AdamW(theirs, lr=RATE, fused=True)
 
-        def update(mine: KernelAdamW = mine) -> None:
+        def update(mine: TritonAdamW = mine) -> None:
             mine.scale_next(factor)
             mine.step()
 
@@ -171,16 +171,16 @@ def measure_losses(bench: Bench) -> list[dict[str, Any]]:
 
 def measure_casts(bench: Bench) -> list[dict[str, Any]]:
     """Bytes are those that a value cannot do without: by columns it is read twice."""
-    from tightfit.runtime import fp8_kernels
+    from tightfit.runtime.kernels import fp8_triton
 
     found = []
     for num_rows, width in CASTS:
         x = bench.randn(num_rows, width)
-        narrow, _ = fp8_kernels.cast_rows(x)
+        narrow, _ = fp8_triton.cast_rows(x)
         ways: dict[str, tuple[int, Callable[[], object]]] = {
-            "rows": (3, partial(fp8_kernels.cast_rows, x)),
-            "columns": (5, partial(fp8_kernels.cast_columns, x)),
-            "turned": (2, partial(fp8_kernels.turn, narrow)),
+            "rows": (3, partial(fp8_triton.cast_rows, x)),
+            "columns": (5, partial(fp8_triton.cast_columns, x)),
+            "turned": (2, partial(fp8_triton.turn, narrow)),
         }
         row: dict[str, Any] = {"shape": [num_rows, width]}
         for name, (value_bytes, work) in ways.items():

@@ -45,7 +45,7 @@ def measure_part(given: Given) -> dict[str, Any]:
     """In the child: rows by section, or the fault that kept them away."""
     import torch
 
-    from tightfit.runtime.quiet import silence_libraries
+    from tightfit.runtime.libraries import silence_libraries
 
     silence_libraries()
     part, job, place = given

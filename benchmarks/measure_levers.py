@@ -109,7 +109,7 @@ def draw_model(folder: Path, *, is_tiny: bool) -> None:
     from _trace_build import write_config
     from _trace_jobs import Job
     from tightfit.core.strategy import Strategy
-    from tightfit.runtime.quiet import silence_libraries
+    from tightfit.runtime.libraries import silence_libraries
 
     silence_libraries()
     write_config(Job(name=DRAWN, model=DRAWN, strategy=Strategy()), folder, is_tiny=is_tiny)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from _trace_job import Request
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-"""The name under which `tightfit train` sets it; see `tightfit/launch/command.py`."""
+"""The name under which `tightfit train` sets it; see `tightfit/clusters/local/workers.py`."""
 MODES = ("measure", "events", "cap", "surviving")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "triton")
 FAMILIES = "llama mistral qwen2 qwen3 gemma gemma2 phi3 gpt2 gpt_neox bloom falcon"
@@ -60,7 +60,7 @@ def load_libraries(device: str) -> bool:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
 
-    from tightfit.runtime.quiet import silence_libraries
+    from tightfit.runtime.libraries import silence_libraries
 
     silence_libraries()
     with known_capability(device):

@@ -25,10 +25,10 @@ from typing import Any
 
 from _provenance import provenance
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.trace.ask import list_versions
 from tightfit.hardware.catalogue import find_gpu
+from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
-from tightfit.models.source_config import read_source_config
+from tightfit.trace.tracer import list_versions
 from tightfit.train.tracing.job import TraceJob
 
 RESULT = Path(__file__).resolve().parent / "results" / "trace_speed.json"

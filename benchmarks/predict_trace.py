@@ -22,9 +22,9 @@ from typing import Any
 
 from _provenance import provenance
 from _trace_jobs import SETS, Job, list_micro_batches
-from tightfit.estimate.trace.ask import Answer, Tracer, list_versions
+from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
-from tightfit.models.source_config import read_source_config
+from tightfit.trace.tracer import Tracer, TraceResponse, list_versions
 from tightfit.train.tracing.job import Document, TraceJob
 
 WORKER = "tightfit.train.tracing.worker"
@@ -51,12 +51,12 @@ def describe(job: Job) -> TraceJob:
     )
 
 
-def trace_all(jobs: list[Job], num_processes: int) -> list[Answer]:
+def trace_all(jobs: list[Job], num_processes: int) -> list[TraceResponse]:
     """A tracer's libraries take longest to load, so each tracer gets several jobs."""
     tracer = Tracer(module=WORKER, uses_cache=False)
     shares = [jobs[first::num_processes] for first in range(num_processes)]
 
-    def ask(share: list[Job]) -> list[Answer]:
+    def ask(share: list[Job]) -> list[TraceResponse]:
         return tracer.ask([describe(job).model_dump(mode="json") for job in share])
 
     with ThreadPoolExecutor(num_processes) as threads:
@@ -70,7 +70,7 @@ def _names(shares: list[list[Job]]) -> list[str]:
     return [job.name for share in shares for job in share]
 
 
-def summarize(job: Job, answer: Answer) -> dict[str, Any]:
+def summarize(job: Job, answer: TraceResponse) -> dict[str, Any]:
     traced = answer.traced
     if traced is None:
         return {"name": job.name, "problem": answer.problem}

@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import provenance
-from tightfit.core.quirks import Quirks
-from tightfit.core.strategy import Strategy
+from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.allocator import judge_fit
-from tightfit.estimate.memory import estimate_moments, hold, peak_moment
+from tightfit.estimate.memory import (
+    estimate_moments,
+    judge_fit,
+    list_reserved_components,
+    peak_moment,
+)
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.models.resolve import resolve_model
@@ -109,7 +112,7 @@ def predict(job: dict[str, Any]) -> Outcome:
     strategy = make_strategy(job)
     moments = estimate_moments(make_spec(job), strategy)
     peak = peak_moment(moments)
-    held = hold(peak, moments, strategy)
+    held = list_reserved_components(peak, moments, strategy)
     by_kind = {
         "allocated": peak.allocated_bytes,
         "active": peak.allocated_bytes,

@@ -27,7 +27,7 @@ from _provenance import provenance
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.result import StepTime
-from tightfit.estimate.time import HIGH_FACTOR, LOW_FACTOR, estimate_step_time
+from tightfit.estimate.step_time import HIGH_FACTOR, LOW_FACTOR, estimate_step_time
 from tightfit.estimate.weights import num_trainable
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node

@@ -2,9 +2,9 @@
 
     python benchmarks/tune_casts.py --out benchmarks/results/h200_cast_tiles.json
 
-For each kernel of `runtime/fp8_kernels.py`: every tile and number of warps on the matrices of a 7B
-and a 1B model, in sum, beside those in use; by rows also on matrices side by side, as gradients of
-layers that read one norm are. Needs a GPU and triton.
+For each kernel of `runtime/kernels/fp8_triton.py`: every tile and number of warps on the
+matrices of a 7B and a 1B model, in sum, beside those in use; by rows also on matrices side by side,
+as gradients of layers that read one norm are. Needs a GPU and triton.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from _provenance import write_result
 from measure_fused_kernels import CASTS, count_us, open_bench
-from tightfit.runtime import fp8_kernels
 from tightfit.runtime.calibrate.bench import Bench
+from tightfit.runtime.kernels import fp8_triton
 
 WARPS = (4, 8)
 MOST_VALUES = 256
@@ -59,24 +59,24 @@ def list_settings() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @contextmanager
 def set_in_module(settings: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(fp8_kernels, name) for name in settings}
+    before = {name: getattr(fp8_triton, name) for name in settings}
     try:
         for name, value in settings.items():
-            setattr(fp8_kernels, name, value)
+            setattr(fp8_triton, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(fp8_kernels, name, value)
+            setattr(fp8_triton, name, value)
 
 
 def measure(bench: Bench, shapes: Shapes, beside: Beside) -> list[dict[str, Any]]:
     matrices = [(bench.randn(*shape),) for shape in shapes]
     groups = [tuple(bench.randn(tokens, width) for width in widths) for tokens, widths in beside]
     casts: dict[str, tuple[Callable[..., object], Sequence[tuple[Tensor, ...]]]] = {
-        "rows": (fp8_kernels.cast_rows, matrices),
-        "beside": (fp8_kernels.cast_rows, groups),
-        "columns": (fp8_kernels.cast_columns, matrices),
-        "turned": (fp8_kernels.turn, [fp8_kernels.cast_rows(*x)[:1] for x in matrices]),
+        "rows": (fp8_triton.cast_rows, matrices),
+        "beside": (fp8_triton.cast_rows, groups),
+        "columns": (fp8_triton.cast_columns, matrices),
+        "turned": (fp8_triton.turn, [fp8_triton.cast_rows(*x)[:1] for x in matrices]),
     }
     found = []
     for name, settings in list_settings():

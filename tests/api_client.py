@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 
 from tightfit.engines.protocol import Engine
-from tightfit.serve.api.app import ApiSettings
-from tightfit.serve.api.hub import Phase
-from tightfit.serve.api.server import ApiServer, Loaded, bind
+from tightfit.serve.http.app import ApiSettings
+from tightfit.serve.http.registry import ServerPhase
+from tightfit.serve.http.server import ApiServer, LoadedModel, bind_socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ def serving(
     **settings: Any,
 ) -> Iterator[Served]:
     """Engines behind the API until the block ends; they are closed with it."""
-    server = ApiServer(bind(host, 0), ApiSettings(**settings), drain_seconds=drain_seconds)
+    server = ApiServer(bind_socket(host, 0), ApiSettings(**settings), drain_seconds=drain_seconds)
     loaded = [
-        Loaded(engine=engine, names=(name, f"{name}-alias"))
+        LoadedModel(engine=engine, names=(name, f"{name}-alias"))
         for engine, name in zip(engines, names, strict=False)
     ]
     thread = threading.Thread(target=lambda: server.run(lambda: loaded), daemon=True)
@@ -60,7 +60,7 @@ def serving(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     url = f"http://127.0.0.1:{server.bound.port}"
     with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
-        wait_until(lambda: server.hub.phase is Phase.READY)
+        wait_until(lambda: server.hub.phase is ServerPhase.READY)
         served = Served(server=server, http=http, thread=thread)
         try:
             yield served

@@ -17,12 +17,17 @@ from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import Listener, Request, Sampling
-from tightfit.farm.crew import Starter
-from tightfit.farm.places import Place, PlaceKind, choose_slurm_places, local_place
-from tightfit.farm.start_local import LocalStarter
-from tightfit.farm.start_slurm import SlurmStarter
-from tightfit.farm.submit import FarmEnd, FarmOrder, Submitter, open_farm
+from tightfit.farm.backends.local import LocalStarter
+from tightfit.farm.backends.slurm import SlurmStarter
+from tightfit.farm.submit import FarmJob, FarmOutcome, Submitter, open_farm
 from tightfit.farm.worker import main as worker_main
+from tightfit.farm.worker_pool import (
+    WorkerBackend,
+    WorkerGroup,
+    WorkerStarter,
+    choose_slurm_groups,
+    make_local_group,
+)
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
 from tightfit.serve.generate.job import GenerateJob
 from tightfit.serve.generate.prompts import Prompt
@@ -73,7 +78,7 @@ def make_prompts(count: int, special: dict[int, str] | None = None) -> list[Prom
     ]
 
 
-def make_order(out: Path, prompts: list[Prompt], *, num_workers: int, **more: Any) -> FarmOrder:
+def make_order(out: Path, prompts: list[Prompt], *, num_workers: int, **more: Any) -> FarmJob:
     model = out.parent / "model"
     model.mkdir(exist_ok=True)
     for name in ("config.json", "tokenizer.json"):
@@ -83,7 +88,7 @@ def make_order(out: Path, prompts: list[Prompt], *, num_workers: int, **more: An
     job = GenerateJob(prompts=prompts, sampling=Sampling(max_new_tokens=NUM_TOKENS, seed=1))
     settings = {"prompts": f"{len(prompts)}", "temperature": 0}
     values: dict[str, Any] = {"lease_seconds": 6.0, **more}
-    return FarmOrder(
+    return FarmJob(
         out=out,
         job=job,
         request=EngineRequest(artefact=artefact),
@@ -93,28 +98,28 @@ def make_order(out: Path, prompts: list[Prompt], *, num_workers: int, **more: An
     )
 
 
-def open_trial(order: FarmOrder, places: Sequence[Place]) -> Submitter:
-    from tightfit.launch.site import Site
+def open_trial(order: FarmJob, places: Sequence[WorkerGroup]) -> Submitter:
+    from tightfit.clusters.site import Site
 
     folder, farm, _ = open_farm(order)
-    starters: dict[PlaceKind, Starter] = {
-        PlaceKind.LOCAL: LocalStarter(folder, (SELF,)),
-        PlaceKind.SLURM: SlurmStarter(folder, Site(), words=(SELF,)),
+    starters: dict[WorkerBackend, WorkerStarter] = {
+        WorkerBackend.LOCAL: LocalStarter(folder, (SELF,)),
+        WorkerBackend.SLURM: SlurmStarter(folder, Site(), words=(SELF,)),
     }
     return Submitter(folder, farm, places, starters)
 
 
-def run_trial(order: FarmOrder, places: Sequence[Place]) -> FarmEnd:
+def run_trial(order: FarmJob, places: Sequence[WorkerGroup]) -> FarmOutcome:
     return open_trial(order, places).run(lambda _: None, lambda _: None)
 
 
-def find_trial_places(words: str) -> tuple[Place, ...]:
+def find_trial_places(words: str) -> tuple[WorkerGroup, ...]:
     from tightfit.hardware.slurm import probe_slurm_inventory
 
     if words.startswith("local"):
         count = int(words.partition(":")[2] or 1)
-        return (local_place(num_gpus=0, num_workers=count, gpu=None),)
-    return choose_slurm_places(probe_slurm_inventory(), words.split(","), most=None)
+        return (make_local_group(num_gpus=0, num_workers=count, gpu=None),)
+    return choose_slurm_groups(probe_slurm_inventory(), words.split(","), most=None)
 
 
 def check_answers(out: Path, count: int) -> None:

@@ -7,15 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.training import DataSource, Training
-from tightfit.core.workload import DataProfile
 from tightfit.hardware.resolve import resolve_hardware
-from tightfit.ledger.metrics import EvalRecord, EventRecord, Record, StepRecord, write_records
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import JobRequest
 from tightfit.planning.search import search
+from tightfit.runs.metrics import EvalRecord, EventRecord, Record, StepRecord, write_records
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 MODEL = "SmolLM2-135M"
 PROFILE = DataProfile(

@@ -10,7 +10,7 @@ from typing import Any
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.data.formats import Message
-from tightfit.data.jinja import TemplateFault
+from tightfit.data.templates import TemplateRenderError
 from tightfit.engines.protocol import (
     Delta,
     Done,
@@ -30,7 +30,7 @@ class ScriptedPrompter:
         if messages[-1].content == "refuse me":
             raise InvalidInputError(
                 "The chat template refuses these messages: no.", remedy="other messages"
-            ) from TemplateFault("no")
+            ) from TemplateRenderError("no")
         return tuple(ord(char) for char in messages[-1].content)
 
     def continue_text(self, text: str) -> tuple[int, ...]:

@@ -15,21 +15,18 @@ import torch
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Sharding, Strategy
 from tightfit.core.training import Schedule, Training
-from tightfit.data.store_writer import NewRow, StoreWriter
-from tightfit.data.token_store import StoreDescription, StoreFile, TokenStore
+from tightfit.data.token_store import NewRow, StoreDescription, StoreFile, StoreWriter, TokenStore
 from tightfit.estimate.job import estimate_job
-from tightfit.hardware.cpu import CpuReading, describe_cpu
+from tightfit.hardware.local import CpuReading, describe_cpu
 from tightfit.hardware.machine import read_machine
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
 from tightfit.planning.plan import Plan, PlanHardware
-from tightfit.train.agreement import agree
-from tightfit.train.batches import collate_padded, without_loss
+from tightfit.train.batches import BatchSampler, collate_padded, without_loss
 from tightfit.train.build import build_engine
-from tightfit.train.feed import Feed
-from tightfit.train.place import Place
-from tightfit.train.schedule import learning_rate_at
-from tightfit.train.step import StepPlan, mix_seed, train_step
+from tightfit.train.distributed import DistContext
+from tightfit.train.loop import learning_rate_at
+from tightfit.train.step import StepPlan, all_reduce_metrics, mix_seed, train_step
 
 VOCABULARY = 128
 NUM_STEPS = 20
@@ -138,8 +135,10 @@ def make_plan(model: Path, **changes: Any) -> Plan:
     )
 
 
-def lone_place() -> Place:
-    return Place(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+def lone_place() -> DistContext:
+    return DistContext(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")
+    )
 
 
 @dataclass
@@ -148,13 +147,13 @@ class Trainer:
 
     plan: Plan
     store: TokenStore
-    place: Place
+    place: DistContext
 
     def __post_init__(self) -> None:
         self.engine = build_engine(self.plan, self.place)
         assert self.plan.training is not None
         self.training = self.plan.training
-        self.feed = Feed(
+        self.feed = BatchSampler(
             self.store,
             effective_batch=self.plan.effective_batch,
             seq_len=32,
@@ -191,7 +190,9 @@ class Trainer:
             ),
         )
         outcome = train_step(self.engine, batches, numbers)
-        agreed = agree(outcome, num_trained_tokens=num_trained, must_stop=False, must_save=False)
+        agreed = all_reduce_metrics(
+            outcome, num_trained_tokens=num_trained, must_stop=False, must_save=False
+        )
         return agreed.loss
 
 

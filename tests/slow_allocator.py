@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tightfit.core.units import MIB
-from tightfit.estimate.trace.caching_allocator import AllocatorSettings, CapacityExceeded
+from tightfit.trace.caching_allocator import AllocatorSettings, CapacityExceeded
 
 
 @dataclass

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from tightfit.estimate.trace.caching_allocator import (
+from tightfit.trace.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
     find_smallest_capacity,
 )
-from tightfit.estimate.trace.recording import Allocation, Recording, find_peak
-from tightfit.estimate.trace.result import TracedMemory
-from tightfit.estimate.trace.summary import (
+from tightfit.trace.recording import (
+    Allocation,
+    Recording,
     build_timeline,
     describe_peak,
+    find_peak,
     list_stage_peaks,
     round_block,
 )
+from tightfit.trace.result import TracedMemory
 
 HIDDEN = 2048
 WIDE = 5632

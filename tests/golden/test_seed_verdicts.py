@@ -13,7 +13,7 @@ from tightfit.core.units import GB
 from tightfit.estimate.result import Estimate, Verdict
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.judge import judge
+from tightfit.planning.judge import judge_strategy
 
 SEEDS = Path(__file__).parent / "seed_verdicts.csv"
 ALLOWED = {
@@ -45,7 +45,7 @@ def seed_estimate(row: dict[str, str]) -> Estimate:
         gpus_per_node=int(row["gpus"]),
     )
     node = resolve_hardware(f"{row['gpus']}x{row['gpu_type']}").groups[0].node
-    return judge(spec=resolve_model(row["model"]), strategy=strategy, node=node)
+    return judge_strategy(spec=resolve_model(row["model"]), strategy=strategy, node=node)
 
 
 @pytest.mark.parametrize("row", seed_rows(), ids=lambda row: str(row["id"]))

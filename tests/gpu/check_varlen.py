@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tightfit.runtime.attention import VARLEN, fit_attention, register_attention
-from tightfit.runtime.varlen import find_kernel, varlen_inputs
+from tightfit.runtime.attention import (
+    VARLEN,
+    find_varlen_kernel,
+    register_attention,
+    resolve_attention,
+    varlen_inputs,
+)
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 512,
@@ -70,7 +75,7 @@ def run(fields: dict[str, Any], attention: str, dtype: torch.dtype, *, bounds: b
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     config.use_cache = False
     if attention == VARLEN:
-        attention = fit_attention(config, VARLEN)
+        attention = resolve_attention(config, VARLEN)
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
     # Drawn in fp32 and cast: another dtype would draw other weights.
@@ -117,7 +122,7 @@ def compare(fields: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     register_attention()
-    kernel = find_kernel()
+    kernel = find_varlen_kernel()
     report: dict[str, Any] = {
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from tightfit.models.catalogue import list_models
 from tightfit.models.config import read_config
 from tightfit.models.families.registry import READERS
-from tightfit.models.gguf_spec import read_gguf_model
+from tightfit.models.gguf import read_gguf_model
 from tightfit.models.spec import ModelSpec
 
 _WITHOUT_A_CLASS = {"baichuan", "chatglm", "qwen", "RefinedWeb", "RefinedWebModel"}

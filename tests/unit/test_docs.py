@@ -21,8 +21,8 @@ from tightfit.core.strategy import Attention, Method, Sharding, Strategy
 from tightfit.data.formats import FORMATS
 from tightfit.data.templates import list_templates
 from tightfit.estimate.activations import estimate_layer_bytes
-from tightfit.ledger.run_folder import RunFolder
 from tightfit.models.resolve import resolve_model
+from tightfit.runs.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

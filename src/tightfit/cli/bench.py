@@ -1,38 +1,36 @@
-"""`tightfit bench`: run plans for a few steps each, and hold what they do against the plan."""
+"""`tightfit bench`: run plans for a few steps each and compare prediction with measurement."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 import typer
+from rich.console import RenderableType
 
-from tightfit.cli.bench_job import BenchJob, as_train_flags, read_bench_job
-from tightfit.cli.bench_saved import unfold_saved
-from tightfit.cli.bench_words import list_words, repeat_job
-from tightfit.cli.describe import count_of, describe_how, describe_levers
+from tightfit.cli.error_report import report_error
 from tightfit.cli.exit_codes import EXIT_BUG, EXIT_INTERRUPTED, EXIT_REQUEUE
-from tightfit.cli.faults import report_fault
-from tightfit.cli.flags.bench import BenchFlags
-from tightfit.cli.require import require_packages
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import announce, write_err
-from tightfit.cli.training.display import open_display
+from tightfit.cli.options.training import BenchFlags
+from tightfit.cli.packages import require_packages
+from tightfit.cli.render.describe import count_of, describe_how, describe_levers
+from tightfit.cli.terminal.output import announce, show_json, write_err
+from tightfit.cli.terminal.run_display import Progress, open_display
+from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.cli.training.bench import BenchJob, as_train_flags, expand_saved_plan, read_bench_job
+from tightfit.cli.training.command_line import list_plan_options, repeat_bench
 from tightfit.cli.training.hardware import limiting, read_limit
-from tightfit.cli.training.progress import Progress
-from tightfit.core.errors import DoesNotFitError, EnvironmentFaultError, UserError
+from tightfit.clusters.local.launcher import StopRequest, catch_signals
+from tightfit.clusters.local.trial import TrialResult, open_trial_folder, run_trial
+from tightfit.core.errors import DoesNotFitError, SetupError, UserError
 from tightfit.core.files import check_writable, write_atomic
-from tightfit.launch.signals import StopWish, hear_wishes
-from tightfit.launch.trial import TrialEnd, open_home, run_trial
-from tightfit.ledger.run_folder import RunStatus
-from tightfit.ledger.store import make_outcome, record_outcome
-from tightfit.ledger.trial import (
+from tightfit.planning.plan import Plan
+from tightfit.runs.bench import (
     Bench,
     Trial,
     TrialStatus,
@@ -41,8 +39,141 @@ from tightfit.ledger.trial import (
     rate_first,
     sort_trials,
 )
-from tightfit.ledger.words import render_short_seconds
-from tightfit.planning.plan import Plan
+from tightfit.runs.report import Comparison, Unit
+from tightfit.runs.report_words import UNKNOWN, render_error, render_quantity, render_short_seconds
+from tightfit.runs.run_folder import RunStatus
+from tightfit.runs.store import make_outcome, record_outcome
+
+# What `tightfit bench` prints: one plan part by part, or several side by side.
+
+_TIME = "time per step"
+_MEMORY = ("GPU memory, reserved", "process memory")
+
+
+def show_bench(found: Bench, *, command: str) -> None:
+    """`command` names the job; with a trial's words it measures that plan again."""
+    is_answer = any(trial.measured for trial in found.trials) or len(found.trials) > 1
+    show(_render(found, command) if is_answer else render_notes("Notes", found.notes))
+
+
+def _render(found: Bench, command: str) -> Iterator[RenderableType]:
+    yield heading(f"{found.model} on {found.hardware}")
+    weights = ", random weights" if found.has_random_weights else ""
+    yield plain(
+        f"{count_of(found.num_steps, 'step')} after {found.num_warmup_steps:,} to warm up; "
+        f"{found.data}{weights}"
+    )
+    yield ""
+    measured = [trial for trial in found.trials if trial.measured is not None]
+    if found.num_plans == 1 and measured:
+        yield plain(measured[0].description)
+        yield ""
+        yield _render_one(measured[0])
+    elif found.num_plans > 1:
+        yield _render_many(found.trials)
+        yield from _render_verdict(found)
+        yield from _render_words(found.trials, command)
+    yield from render_notes("Notes", found.notes)
+
+
+def _render_one(trial: Trial) -> RenderableType:
+    columns = (
+        Column(title=""),
+        Column(title="predicted", right=True),
+        Column(title="measured", right=True),
+        Column(title="most steps", right=True),
+        Column(title="off by", right=True),
+    )
+    rows = [
+        (
+            item.name,
+            render_quantity(item.predicted, item.unit),
+            render_quantity(item.measured, item.unit),
+            _render_spread(trial) if item.name == _TIME else "",
+            render_error(item.error_percent),
+        )
+        for item in trial.compared
+    ]
+    return make_table(columns, rows)
+
+
+def _render_many(trials: Sequence[Trial]) -> RenderableType:
+    columns = (
+        Column(title="", right=True),
+        Column(title="plan", keep=False),
+        Column(title="rank", right=True),
+        Column(title="predicted", right=True),
+        Column(title="measured", right=True),
+        Column(title="most steps", right=True),
+        Column(title="off by", right=True),
+        Column(title="tokens/s", right=True),
+        Column(title="peak", right=True),
+    )
+    rows = [_make_row(place, trial) for place, trial in enumerate(trials, start=1)]
+    return make_table(columns, rows, is_spaced=True)
+
+
+def _make_row(place: int, trial: Trial) -> tuple[str, ...]:
+    time, memory = _find(trial, (_TIME,)), _find(trial, _MEMORY)
+    predicted = render_short_seconds(trial.predicted_seconds_per_step)
+    head = (f"{place}", _describe(trial), f"{trial.rank}", predicted)
+    if trial.measured is None or time is None:
+        return (*head, trial.status.value.replace("-", " "), "", "", "", "")
+    return (
+        *head,
+        render_short_seconds(trial.measured.seconds_per_step.median),
+        _render_spread(trial),
+        render_error(time.error_percent),
+        render_quantity(trial.measured.tokens_per_second, Unit.TOKENS_PER_SECOND),
+        UNKNOWN if memory is None else render_quantity(memory.measured, memory.unit),
+    )
+
+
+def _render_words(trials: Sequence[Trial], command: str) -> Iterator[RenderableType]:
+    """How to have one plan alone: what all share once, then what each has of its own."""
+    pairs = [list(zip(trial.words[::2], trial.words[1::2], strict=True)) for trial in trials]
+    shared = [pair for pair in pairs[0] if all(pair in others for others in pairs)]
+    yield ""
+    yield heading("One of them alone")
+    yield plain(f"{command} {_join(shared)}")
+    if len(trials) > 1:
+        own = [_join([pair for pair in mine if pair not in shared]) for mine in pairs]
+        yield from render_notes("and behind it", own, is_numbered=True)
+
+
+def _join(pairs: Sequence[tuple[str, str]]) -> str:
+    return " ".join(f"{option} {value}" for option, value in pairs)
+
+
+def _describe(trial: Trial) -> str:
+    is_failed = trial.status is TrialStatus.FAILED
+    return f"{trial.description}\n{trial.problem}" if is_failed else trial.description
+
+
+def _find(trial: Trial, names: Sequence[str]) -> Comparison | None:
+    return next((item for item in trial.compared if item.name in names), None)
+
+
+def _render_spread(trial: Trial) -> str:
+    if trial.measured is None:
+        return ""
+    spread = trial.measured.seconds_per_step
+    return f"{render_short_seconds(spread.low)} to {render_short_seconds(spread.high)}"
+
+
+def _render_verdict(found: Bench) -> Iterator[RenderableType]:
+    fastest, ratio = found.trials[0], found.first_over_fastest
+    if ratio is None or sum(trial.measured is not None for trial in found.trials) < 2:
+        return
+    yield ""
+    if fastest.rank == 1:
+        yield plain("The plan that the planner ranks first is the fastest of them.")
+    else:
+        yield plain(
+            f"The plan ranked first runs at {ratio:.0%} of the fastest one's speed, which is "
+            f"ranked {fastest.rank}."
+        )
+
 
 _STATUSES = {
     RunStatus.FINISHED: TrialStatus.MEASURED,
@@ -85,17 +216,17 @@ class Board:
 
 def bench(flags: BenchFlags) -> None:
     """Plan, try the plans one after another, and tell."""
-    flags = unfold_saved(flags)
+    flags = expand_saved_plan(flags)
     _check_files(flags)
     limit = read_limit(as_train_flags(flags), os.environ)
     require_packages("Measuring", "torch", "transformers", "peft")
-    with open_home() as home:
+    with open_trial_folder() as home:
         job = read_bench_job(flags, home)
         board = Board(flags=flags, job=job, is_limited=limit is not None)
         _note_surroundings(board)
-        with limiting(limit), hear_wishes() as wish:
+        with limiting(limit), catch_signals() as wish:
             _try_all(board, home, wish)
-    _tell(board)
+    _show_results(board)
 
 
 def _check_files(flags: BenchFlags) -> None:
@@ -124,7 +255,7 @@ def _note_surroundings(board: Board) -> None:
         board.note(f"--top {asked}: the planner has {count_of(found, 'plan')}{more}")
 
 
-def _try_all(board: Board, home: Path, wish: StopWish) -> None:
+def _try_all(board: Board, home: Path, wish: StopRequest) -> None:
     flags, plans = board.flags, board.job.plans
     end = None if flags.minutes is None else time.monotonic() + 60 * flags.minutes
     for rank, plan in enumerate(plans, start=1):
@@ -161,9 +292,9 @@ def _try_one(board: Board, home: Path, rank: int, plan: Plan) -> None:
     board.trials.append(trial)
     if not flags.as_json:
         write_err(f"  {_describe_end(trial)}\n")
-    _remember(board, plan, ended)
+    _store_outcome(board, plan, ended)
     if flags.out is not None:
-        with suppress(EnvironmentFaultError):  # told at the end, when the figures have been shown
+        with suppress(SetupError):  # told at the end, when the figures have been shown
             write_atomic(flags.out, board.make_bench().model_dump_json(indent=2) + "\n")
 
 
@@ -184,14 +315,14 @@ def _describe_end(trial: Trial) -> str:
     return f"measured {seconds} per step over {count_of(trial.measured.num_steps, 'step')}"
 
 
-def _judge(board: Board, rank: int, plan: Plan, ended: TrialEnd) -> Trial:
+def _judge(board: Board, rank: int, plan: Plan, ended: TrialResult) -> Trial:
     """The trial's row: figures, or why there are none."""
     how = describe_how(plan.strategy, is_cpu=plan.hardware.node.gpu.is_cpu)
     row = Trial(
         rank=rank,
         description=f"{how}, {describe_levers(plan.strategy)}",
         strategy=plan.strategy,
-        words=list_words(plan.strategy),
+        words=list_plan_options(plan.strategy),
         status=_STATUSES.get(ended.state.status, TrialStatus.FAILED),
         predicted_seconds_per_step=plan.estimate.time.seconds_per_step,
         predicted_tokens_per_second=plan.estimate.time.tokens_per_second,
@@ -214,14 +345,14 @@ def _judge(board: Board, rank: int, plan: Plan, ended: TrialEnd) -> Trial:
     return row.model_copy(update=fault)
 
 
-def _choose_remedy(ended: TrialEnd) -> str:
+def _choose_remedy(ended: TrialResult) -> str:
     """The worker's own, unless it speaks of checkpoints and files that a trial does not keep."""
     if ended.state.exit_code in (None, UserError.exit_code, EXIT_BUG) or not ended.state.remedy:
         return "the same command with --json    (`log` has the worker's last lines)"
     return ended.state.remedy
 
 
-def _remember(board: Board, plan: Plan, ended: TrialEnd) -> None:
+def _store_outcome(board: Board, plan: Plan, ended: TrialResult) -> None:
     """As `train` does: plans that ran through, and plans that were too big for the card itself."""
     status = ended.state.status
     if status is RunStatus.FINISHED:
@@ -230,22 +361,20 @@ def _remember(board: Board, plan: Plan, ended: TrialEnd) -> None:
         board.note(record_outcome(make_outcome(plan, status)))
 
 
-def _tell(board: Board) -> None:
+def _show_results(board: Board) -> None:
     """Figures first, wherever they were asked for; then the fault, where there is nothing else."""
     flags, found = board.flags, board.make_bench()
-    fault = None if board.exit_code else _find_fault(found.trials, flags)
+    fault = None if board.exit_code else _find_error(found.trials, flags)
     told = {}
     if fault is not None:
         told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
     if flags.as_json:
         show_json({**found.model_dump(mode="json"), **told})
     else:
-        from tightfit.cli.render.bench import show_bench
-
-        show_bench(found, command=repeat_job(flags))
+        show_bench(found, command=repeat_bench(flags))
     _write_files(flags, found)
     if fault is not None:
-        raise typer.Exit(report_fault(fault, as_json=False))
+        raise typer.Exit(report_error(fault, as_json=False))
     if board.exit_code:
         raise typer.Exit(board.exit_code)
 
@@ -261,7 +390,7 @@ def _write_files(flags: BenchFlags, found: Bench) -> None:
         announce(flags.chart)
 
 
-def _find_fault(trials: Sequence[Trial], flags: BenchFlags) -> UserError | None:
+def _find_error(trials: Sequence[Trial], flags: BenchFlags) -> UserError | None:
     """None where at least one plan was measured: the others are rows of the answer."""
     if any(trial.measured for trial in trials):
         return None
@@ -271,7 +400,7 @@ def _find_fault(trials: Sequence[Trial], flags: BenchFlags) -> UserError | None:
         more = 5 if len(trials) < 5 else 2 * len(trials)
         return DoesNotFitError(
             f"{what} ran out of memory.",
-            remedy=f"{repeat_job(flags)} --top {more}    (tries others too)",
+            remedy=f"{repeat_bench(flags)} --top {more}    (tries others too)",
         )
     fault = UserError(failed.problem or "The worker failed.", remedy=failed.remedy or "--json")
     fault.exit_code = failed.exit_code or EXIT_BUG

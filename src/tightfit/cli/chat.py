@@ -9,16 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.cli.engine_choice import engine_request, sampling
-from tightfit.cli.flags.chat import ChatFlags
-from tightfit.cli.terminal.harmless import harmless, harmless_lines
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import write_err, write_out
+from tightfit.cli.options.engines import engine_request, sampling
+from tightfit.cli.options.serving import ChatFlags
+from tightfit.cli.terminal.output import harmless, harmless_lines, show_json, write_err, write_out
 from tightfit.core.errors import UsageError, UserError
 
 if TYPE_CHECKING:
     from tightfit.engines.open import EngineRequest
-    from tightfit.serve.chat.conversation import Conversation, Reply
+    from tightfit.serve.conversation import Conversation, Reply
 
 HISTORY_LINES = 1000
 
@@ -32,7 +30,7 @@ def chat(flags: ChatFlags) -> None:
         )
     from tightfit.engines.open import open_engine
     from tightfit.runtime.artefacts import find_artefact
-    from tightfit.serve.chat.conversation import Conversation
+    from tightfit.serve.conversation import Conversation
 
     # One person asks one thing at a time.
     request = replace(engine_request(flags, find_artefact(flags.model)), slots=1)
@@ -59,11 +57,13 @@ def chat(flags: ChatFlags) -> None:
 
 
 def _require_fit(request: EngineRequest, flags: ChatFlags) -> None:
-    from tightfit.engines.context import DEFAULT_CONTEXT
-    from tightfit.serve.generate.plan import Lengths, predict, require_fit
+    from tightfit.engines.protocol import DEFAULT_CONTEXT
+    from tightfit.serve.generate.prediction import PromptLengths, predict_inference, require_fit
 
     longest = flags.context or DEFAULT_CONTEXT
-    prediction = predict(request, Lengths(mean=longest / 2, longest=longest), sampling(flags))
+    prediction = predict_inference(
+        request, PromptLengths(mean=longest / 2, longest=longest), sampling(flags)
+    )
     if prediction is not None:
         require_fit(prediction, request)
 
@@ -98,14 +98,19 @@ def _talk_through_pipe(talk: Conversation) -> None:
             raise EOFError
         return line.rstrip("\r\n")
 
-    from tightfit.serve.chat.commands import LEAVE, read_command, read_message, run_command
-    from tightfit.serve.chat.typed import read_messages
+    from tightfit.serve.chat_commands import (
+        EXIT_COMMANDS,
+        read_command,
+        read_messages,
+        run_command,
+        unescape_message,
+    )
 
     for text in read_messages(read_line, forget=_leave_at_once):
         command = read_command(text)
         if command is None:
-            reply = talk.ask(read_message(text), write_out)
-        elif command.name in LEAVE:
+            reply = talk.ask(unescape_message(text), write_out)
+        elif command.name in EXIT_COMMANDS:
             return
         elif command.name == "regenerate":
             reply = talk.ask_again(write_out)
@@ -113,7 +118,7 @@ def _talk_through_pipe(talk: Conversation) -> None:
             write_err(f"{harmless_lines(run_command(command, talk))}\n")
             continue
         _end_line(reply.text)
-        _tell_dropped(reply)
+        _report_dropped(reply)
         if reply.done is None:
             raise KeyboardInterrupt
 
@@ -124,8 +129,13 @@ def _leave_at_once() -> None:
 
 def _talk_in_terminal(talk: Conversation) -> None:
     """Faults are told and the chat goes on; only the user ends it."""
-    from tightfit.serve.chat.commands import LEAVE, read_command, read_message, run_command
-    from tightfit.serve.chat.typed import read_messages
+    from tightfit.serve.chat_commands import (
+        EXIT_COMMANDS,
+        read_command,
+        read_messages,
+        run_command,
+        unescape_message,
+    )
 
     def read_line(goes_on: bool) -> str:
         return input("... " if goes_on else "> ")
@@ -140,8 +150,8 @@ def _talk_in_terminal(talk: Conversation) -> None:
             try:
                 command = read_command(text)
                 if command is None:
-                    reply = talk.ask(read_message(text), write_out)
-                elif command.name in LEAVE:
+                    reply = talk.ask(unescape_message(text), write_out)
+                elif command.name in EXIT_COMMANDS:
                     return
                 elif command.name == "regenerate":
                     reply = talk.ask_again(write_out)
@@ -152,7 +162,7 @@ def _talk_in_terminal(talk: Conversation) -> None:
                 write_err(f"{harmless(fault.problem)}\n  try: {harmless(fault.remedy)}\n")
                 continue
             _end_line(reply.text)
-            _tell_dropped(reply)
+            _report_dropped(reply)
             if reply.done is None:
                 write_err("(stopped)\n")
     write_out("\n")
@@ -163,7 +173,7 @@ def _end_line(text: str) -> None:
         write_out("\n")
 
 
-def _tell_dropped(reply: Reply) -> None:
+def _report_dropped(reply: Reply) -> None:
     if reply.num_dropped:
         write_err(
             f"(the oldest {reply.num_dropped} messages no longer fit the context and were left "
@@ -195,7 +205,7 @@ def _line_history() -> Iterator[None]:
 
 
 def _history_path() -> Path | None:
-    from tightfit.core.cache import cache_folder
+    from tightfit.core.files import cache_folder
 
     with contextlib.suppress(UserError):
         return cache_folder() / "chat_history"

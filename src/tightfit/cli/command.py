@@ -1,32 +1,119 @@
-"""The verbs of the `tightfit` command, and what happens when one of them fails."""
+"""The `tightfit` command: its verbs, how each becomes a typer command, and how errors end it.
+
+Options load when the command line names their verb; a verb loads when it is called.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Container
-from typing import Annotated
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from tightfit import __version__
-from tightfit.cli.declare import make_command
-from tightfit.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED
-from tightfit.cli.faults import (
-    UnforeseenOSError,
+from tightfit.cli.error_report import (
+    UnexpectedOSError,
     report_bug,
-    report_fault,
+    report_error,
     report_lost_output,
-    usage_fault,
+    usage_error,
 )
-from tightfit.cli.guarded import run_in_guard
+from tightfit.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED
 from tightfit.cli.terminal.output import OutputLostError, PipeClosedError, silence_stdout, write_out
 from tightfit.core.errors import UserError
 
+# A command with `--hosts` runs in a process of its own, which may be lost with a host.
+
+HOSTS_OPTION = "--hosts"
+
+
+def run_in_guard(words: list[str]) -> int | None:
+    """The exit code of a command line with `--hosts`; None where it is to run in this process."""
+    hosts = _named_hosts(words)
+    if hosts is None:
+        return None
+    from tightfit.engines.llama_devices import join_guard, read_hosts, run_guarded
+
+    if join_guard():
+        return None
+    return run_guarded([sys.executable, "-m", "tightfit", *words], read_hosts(hosts))
+
+
+def _named_hosts(words: list[str]) -> str | None:
+    """As the option parser will read it: the last one counts."""
+    found = None
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name, sign, value = word.partition("=")
+        if name == HOSTS_OPTION:
+            found = value if sign else following
+    return found
+
+
+# Makes a typer command of a frozen dataclass of options and a verb that is loaded when called.
+
+
+def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:
+    """A function with one parameter per field, which calls `tightfit.cli.<verb>.<verb>(flags)`.
+
+    A verb with thirty options so stays a function of one typed argument, and nothing it
+    needs is loaded before it runs. The dataclass's docstring is the help text.
+    """
+
+    def command(**given: Any) -> None:
+        run = getattr(importlib.import_module(f"tightfit.cli.{verb}"), verb)
+        try:
+            run(flags_type(**given))
+        except BrokenPipeError:
+            raise PipeClosedError from None
+        except OSError as fault:
+            raise UnexpectedOSError from fault
+
+    hints = {
+        name: _as_text(hint)
+        for name, hint in get_type_hints(flags_type, include_extras=True).items()
+    }
+    fields = dataclasses.fields(flags_type)
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [_parameter(field, hints[field.name]) for field in fields]
+    )
+    command.__annotations__ = hints
+    command.__name__ = verb
+    command.__doc__ = flags_type.__doc__
+    return command
+
+
+def _parameter(field: dataclasses.Field[Any], annotation: Any) -> inspect.Parameter:
+    is_required = field.default is dataclasses.MISSING
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if is_required else field.default,
+        annotation=annotation,
+    )
+
+
+def _as_text(hint: Any) -> Any:
+    """Numbers and paths reach their option's callback as they were typed.
+
+    The callback reads them: the parser's own messages name neither value nor bound, and an
+    empty path would be taken for this folder.
+    """
+    kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    is_read_by_us = {int, float, Path} & {kind, *get_args(kind)}
+    subscribed: Any = Annotated
+    parts = (str | None, *extras)
+    return subscribed[parts] if is_read_by_us else hint
+
+
 # Typer carried click as a dependency and now carries a copy of it: asking its own exported
 # exception for its parents works with both.
-_ParserFault: type[Exception] = typer.BadParameter.__mro__[2]
+_ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
 _EPILOG = """\b
 Examples:
@@ -97,14 +184,26 @@ VERBS = {
 }
 """What the list of verbs says of each; the rest of it loads when it is called.
 
-Its options are `tightfit.cli.flags.<verb>`, the verb itself is `tightfit.cli.<verb>.<verb>`.
+Its options are in `tightfit.cli.options`, the verb itself is `tightfit.cli.<verb>.<verb>`.
 """
+
+
+_OPTION_GROUPS = {
+    "catalogue": ("doctor", "models", "hardware", "runs", "version"),
+    "training": ("calibrate", "estimate", "plan", "prepare", "bench", "train"),
+    "clusters": ("preflight", "submit", "stage"),
+    "export": ("eval", "merge", "convert", "quantize", "verify"),
+    "serving": ("chat", "generate", "farm", "serve", "compare"),
+}
+OPTION_FILES = {verb: file for file, verbs in _OPTION_GROUPS.items() for verb in verbs}
+"""The module of `tightfit.cli.options` that declares a verb's options."""
 
 
 def load_flags(verb: str) -> tuple[type, str]:
     """A verb's options and examples."""
-    module = importlib.import_module(f"tightfit.cli.flags.{verb}")
-    return getattr(module, f"{verb.capitalize()}Flags"), module.EXAMPLES
+    module = importlib.import_module(f"tightfit.cli.options.{OPTION_FILES[verb]}")
+    examples: str = getattr(module, f"{verb.upper()}_EXAMPLES")
+    return getattr(module, f"{verb.capitalize()}Flags"), examples
 
 
 def build_app(verbs: Container[str] = VERBS) -> typer.Typer:
@@ -144,9 +243,9 @@ def _run(words: list[str], *, as_json: bool) -> int:
         if code is None:
             code = command.main(args=words, prog_name="tightfit", standalone_mode=False)
     except UserError as fault:
-        return report_fault(fault, as_json=as_json)
-    except _ParserFault as fault:
-        return _report_parser_fault(fault, as_json=as_json)
+        return report_error(fault, as_json=as_json)
+    except _ParserError as fault:
+        return _report_parser_error(fault, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except (OSError, PipeClosedError, OutputLostError):
@@ -155,15 +254,15 @@ def _run(words: list[str], *, as_json: bool) -> int:
         if isinstance(leaving.__context__, BrokenPipeError):  # while typer printed its help
             raise PipeClosedError from None
         raise
-    except UnforeseenOSError as fault:
+    except UnexpectedOSError as fault:
         return report_bug(fault.__cause__ or fault, argv=words, as_json=as_json)
     except Exception as fault:
         return report_bug(fault, argv=words, as_json=as_json)
     return code if isinstance(code, int) else 0
 
 
-def _report_parser_fault(fault: BaseException, *, as_json: bool) -> int:
+def _report_parser_error(fault: BaseException, *, as_json: bool) -> int:
     if type(fault).__name__ == "NoArgsIsHelpError":
         write_out(f"{fault.format_message()}\n")  # type: ignore[attr-defined]
         return 0
-    return report_fault(usage_fault(fault), as_json=as_json)
+    return report_error(usage_error(fault), as_json=as_json)

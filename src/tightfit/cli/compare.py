@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.cli.charts.memory import NAMED_COLOURS
-from tightfit.cli.engine_choice import engine_request, sampling
-from tightfit.cli.flags.compare import CompareFlags
-from tightfit.cli.hardware_choice import DEFAULT_CARD
-from tightfit.cli.terminal.harmless import harmless, shorten
-from tightfit.cli.terminal.output import write_err, write_out
+from tightfit.cli.options.engines import engine_request, sampling
+from tightfit.cli.options.serving import CompareFlags
+from tightfit.cli.terminal.output import harmless, shorten, write_err, write_out
+from tightfit.cli.training.hardware import DEFAULT_CARD
 from tightfit.core.errors import UsageError
 from tightfit.serve.compare.server import (
     DEFAULT_HOST,
@@ -28,8 +27,8 @@ from tightfit.serve.compare.server import (
 
 if TYPE_CHECKING:
     from tightfit.runtime.artefacts import Artefact
-    from tightfit.serve.compare.models import Models
-    from tightfit.serve.compare.page import Page
+    from tightfit.serve.compare.models import ComparedModels
+    from tightfit.serve.compare.page import ComparePage
 
 PASSWORD_VARIABLE = "TIGHTFIT_PASSWORD"
 DEFAULT_VOTES = "votes.jsonl"
@@ -37,7 +36,7 @@ DEFAULT_VOTES = "votes.jsonl"
 
 def compare(flags: CompareFlags) -> None:
     """Check all that can be checked, load, serve until interrupted."""
-    from tightfit.serve.compare.page import make_app, require_gradio
+    from tightfit.serve.compare.page import make_compare_app, require_gradio
     from tightfit.serve.compare.votes import check_votes_path
 
     host = flags.host or DEFAULT_HOST
@@ -52,9 +51,9 @@ def compare(flags: CompareFlags) -> None:
         models = _make_models(flags, named)
         try:
             models.load(lambda name: write_err(f"loading {harmless(name)}\n"))
-            app = make_app(_make_page(flags, models, named, votes=votes, password=password))
+            app = make_compare_app(_make_page(flags, models, named, votes=votes, password=password))
             address = address_of(held, host)
-            ready = partial(_tell, address, votes, models, as_json=flags.as_json)
+            ready = partial(_announce_page, address, votes, models, as_json=flags.as_json)
             with contextlib.suppress(KeyboardInterrupt):  # the way to end it
                 serve_app(app, held, on_ready=ready)
         finally:
@@ -68,7 +67,7 @@ def _find_both(flags: CompareFlags) -> list[tuple[str, Artefact]]:
     first = find_artefact(flags.first)
     if flags.second is not None:
         second = find_artefact(flags.second)
-        return _tell_apart([(_short_name(first), first), (_short_name(second), second)])
+        return _distinguish([(_short_name(first), first), (_short_name(second), second)])
     base = _find_base(first)
     if base is None:
         raise UsageError(
@@ -104,7 +103,7 @@ def _short_name(artefact: Artefact) -> str:
     return path.stem if path.is_file() else path.resolve().name
 
 
-def _tell_apart(named: list[tuple[str, Artefact]]) -> list[tuple[str, Artefact]]:
+def _distinguish(named: list[tuple[str, Artefact]]) -> list[tuple[str, Artefact]]:
     """Votes are counted by name: two of the same would become one."""
     (first, one), (second, other) = named
     if first != second:
@@ -121,10 +120,10 @@ def _default_votes(artefacts: list[Artefact]) -> Path:
 
 
 def _check_room(flags: CompareFlags, artefacts: list[Artefact]) -> None:
-    from tightfit.serve.compare.fit import check_room, probe_free_bytes
+    from tightfit.serve.compare.models import probe_free_bytes, require_room
 
     request = engine_request(flags, artefacts[0])
-    check_room(
+    require_room(
         artefacts,
         request.weights,
         is_one_at_a_time=flags.one_at_a_time,
@@ -132,38 +131,38 @@ def _check_room(flags: CompareFlags, artefacts: list[Artefact]) -> None:
     )
 
 
-def _make_models(flags: CompareFlags, named: list[tuple[str, Artefact]]) -> Models:
+def _make_models(flags: CompareFlags, named: list[tuple[str, Artefact]]) -> ComparedModels:
     from tightfit.engines.open import open_engine
-    from tightfit.serve.compare.models import Contestant, Models
+    from tightfit.serve.compare.models import ComparedModel, ComparedModels
 
     contestants = [
-        Contestant(name=name, open=partial(open_engine, engine_request(flags, artefact)))
+        ComparedModel(name=name, open=partial(open_engine, engine_request(flags, artefact)))
         for name, artefact in named
     ]
-    return Models(contestants, is_one_at_a_time=flags.one_at_a_time)
+    return ComparedModels(contestants, is_one_at_a_time=flags.one_at_a_time)
 
 
 def _make_page(
     flags: CompareFlags,
-    models: Models,
+    models: ComparedModels,
     named: list[tuple[str, Artefact]],
     *,
     votes: Path,
     password: str | None,
-) -> Page:
+) -> ComparePage:
     from tightfit.hardware.nvml import read_driver
-    from tightfit.serve.compare.examples import read_examples
-    from tightfit.serve.compare.page import Page
-    from tightfit.serve.compare.settings import Defaults
-    from tightfit.serve.compare.votes import VoteBox
+    from tightfit.serve.compare.compare_tab import read_examples
+    from tightfit.serve.compare.controls import ControlDefaults
+    from tightfit.serve.compare.page import ComparePage
+    from tightfit.serve.compare.votes import VoteFile
 
     artefacts = [artefact for _, artefact in named]
     runs = tuple(artefact.run for artefact in artefacts if artefact.run is not None)
     last = artefacts[-1]
-    return Page(
+    return ComparePage(
         models=models,
-        votes=VoteBox(votes),
-        defaults=Defaults(system=flags.system or "", sampling=sampling(flags)),
+        votes=VoteFile(votes),
+        defaults=ControlDefaults(system=flags.system or "", sampling=sampling(flags)),
         examples=read_examples(runs[-1] if runs else None),
         runs=runs,
         plan_model=str(last.base or last.path),
@@ -173,7 +172,7 @@ def _make_page(
     )
 
 
-def _tell(address: str, votes: Path, models: Models, *, as_json: bool) -> None:
+def _announce_page(address: str, votes: Path, models: ComparedModels, *, as_json: bool) -> None:
     """Where the page is; one line of JSON for a program that waits for it."""
     if as_json:
         told = {"address": address, "votes": str(votes), "models": list(models.names)}

@@ -1,33 +1,66 @@
-"""`tightfit convert`: a model in another format, predicted, made and measured."""
+"""`tightfit convert`: write a model in another format; predicted and measured cost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.cli import choices
-from tightfit.cli.flags.convert import DTYPES, FORMATS, ConvertFlags
-from tightfit.cli.require import require_packages
-from tightfit.cli.terminal.harmless import harmless
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import announce, write_err
-from tightfit.cli.terminal.progress_bar import progress_bar
-from tightfit.core.units import render_bytes
+from rich.console import RenderableType
+
+from tightfit.cli.options import choices
+from tightfit.cli.options.export import CONVERT_DTYPES, CONVERT_FORMATS, ConvertFlags
+from tightfit.cli.packages import require_packages
+from tightfit.cli.terminal.output import announce, harmless, progress_bar, show_json, write_err
+from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.core.units import render_bytes, render_seconds
+from tightfit.export.convert import ConvertResult
 
 if TYPE_CHECKING:
-    from tightfit.export.convert.convert import Forecast
-    from tightfit.export.convert.source import Source
+    from tightfit.export.convert import ConvertForecast, ConvertSource
+
+
+# A conversion as text: what was made, what it took beside what was predicted, what to do next.
+
+_FORMATS = {"gguf": "GGUF file", "hf": "Hugging Face folder"}
+
+
+def show_conversion(made: ConvertResult) -> None:
+    show(_render(made))
+
+
+def _render(made: ConvertResult) -> Iterator[RenderableType]:
+    yield heading(f"{made.source} as {_FORMATS[made.format]}, {made.dtype}: {made.path}")
+    yield ""
+    columns = [Column(title="", style="bold"), Column(title="predicted", right=True)]
+    yield make_table(
+        [*columns, Column(title="measured", right=True)],
+        [
+            ["size", render_bytes(made.forecast.disk_bytes), render_bytes(made.size_bytes)],
+            [
+                "host memory, peak",
+                render_bytes(made.forecast.host_bytes),
+                render_bytes(made.peak_host_bytes),
+            ],
+            ["time", "", render_seconds(made.seconds)],
+        ],
+    )
+    yield from render_notes("Beware", made.notes)
+    yield ""
+    yield plain(f"next: {made.next_command}")
 
 
 def convert(flags: ConvertFlags) -> None:
     """Convert and show."""
-    to = None if flags.to is None else choices.read_word(flags.to, FORMATS, option="--to")
+    to = None if flags.to is None else choices.read_word(flags.to, CONVERT_FORMATS, option="--to")
     dtype = (
-        None if flags.dtype is None else choices.read_word(flags.dtype, DTYPES, option="--dtype")
+        None
+        if flags.dtype is None
+        else choices.read_word(flags.dtype, CONVERT_DTYPES, option="--dtype")
     )
     require_packages("Converting", "torch", "transformers")
     require_packages("Converting", "gguf", extra="gguf")
-    from tightfit.export.convert.convert import ConvertRequest, convert_model
+    from tightfit.export.convert import ConvertRequest, convert_model
 
     with progress_bar() as report:
         made = convert_model(
@@ -37,24 +70,22 @@ def convert(flags: ConvertFlags) -> None:
                 dtype=dtype,
                 target=None if flags.out is None else Path(flags.out).expanduser(),
                 force=flags.force,
-                announce=_foretell,
+                announce=_announce_forecast,
                 report=report,
             )
         )
     if flags.as_json:
         show_json(made.model_dump(mode="json"))
     else:
-        from tightfit.cli.render.convert import show_conversion
-
         show_conversion(made)
     announce(Path(made.path))
 
 
-def _foretell(source: Source, target: Path, forecast: Forecast) -> None:
-    from tightfit.export.convert.source import SAID
+def _announce_forecast(source: ConvertSource, target: Path, forecast: ConvertForecast) -> None:
+    from tightfit.export.convert import KIND_NAMES
 
     write_err(
-        f"{harmless(source.name)} is {SAID[source.kind]}; "
+        f"{harmless(source.name)} is {KIND_NAMES[source.kind]}; "
         f"{harmless(target.name)} will take {render_bytes(forecast.disk_bytes)} of disk, and "
         f"making it {render_bytes(forecast.host_bytes)} of memory\n"
     )

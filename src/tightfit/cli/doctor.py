@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from tightfit.cli.flags.doctor import DoctorFlags
-from tightfit.cli.terminal.json_output import show_json
+from tightfit.cli.options.catalogue import DoctorFlags
+from tightfit.cli.terminal.output import show_json
 from tightfit.hardware.checkup import run_checkup
 
 
@@ -15,7 +15,7 @@ def doctor(flags: DoctorFlags) -> None:
     if flags.as_json:
         show_json(checkup.model_dump(mode="json"))
     else:
-        from tightfit.cli.render.doctor import show_checkup
+        from tightfit.cli.render.checkup import show_checkup
 
         show_checkup(checkup)
     if checkup.exit_code:

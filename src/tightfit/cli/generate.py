@@ -1,4 +1,4 @@
-"""`tightfit generate`: every prompt of a file answered once, resumably, with statistics."""
+"""`tightfit generate`: answer every prompt of a file once, resumably, with statistics."""
 
 from __future__ import annotations
 
@@ -6,28 +6,252 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from tightfit.cli.engine_choice import engine_request, sampling
 from tightfit.cli.exit_codes import EXIT_REQUEUE
-from tightfit.cli.flags.generate import GenerateFlags
-from tightfit.cli.terminal.harmless import harmless, shorten
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import announce, write_err
+from tightfit.cli.options.engines import engine_request, sampling
+from tightfit.cli.options.serving import GenerateFlags
+from tightfit.cli.render.describe import count_of
+from tightfit.cli.terminal.output import (
+    announce,
+    harmless,
+    harmless_lines,
+    shorten,
+    show_json,
+    write_err,
+)
+from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError, UserError
+from tightfit.core.units import GB, TERA, render_bytes, render_seconds
+from tightfit.serve.generate.statistics import GenerateStatistics, Percentiles
 
 if TYPE_CHECKING:
+    from tightfit.data.prompter import Prompter
     from tightfit.engines.open import EngineRequest
-    from tightfit.serve.generate.job import GenerateJob, Outcome, Watch
+    from tightfit.serve.generate.job import GenerateJob, GenerateOutcome, OnAnswer
     from tightfit.serve.generate.journal import Journal
-    from tightfit.serve.generate.plan import Prediction
+    from tightfit.serve.generate.prediction import InferencePrediction
     from tightfit.serve.generate.prompts import PromptRequest
-    from tightfit.serve.generate.statistics import Statistics
+
+
+# A run of `generate` as text: before it what is predicted, after it what was measured.
+
+SHOWN_PROMPTS = 3
+LONGEST_SHOWN = 2000
+
+
+def show_statistics(statistics: GenerateStatistics) -> None:
+    show(_render(statistics))
+
+
+def describe_dry_run(
+    job: GenerateJob, prompter: Prompter, prediction: InferencePrediction | None
+) -> dict[str, Any]:
+    """The first prompts as the model will see them, and what is expected of the run."""
+    shown = [
+        prompt.text if job.is_raw else prompter.render(prompt.messages)
+        for prompt in job.prompts[:SHOWN_PROMPTS]
+    ]
+    return {
+        "num_prompts": len(job.prompts),
+        "num_samples": job.num_samples,
+        "rendered": shown,
+        "prediction": None if prediction is None else _describe_prediction(prediction),
+    }
+
+
+def show_dry_run(told: Mapping[str, Any]) -> None:
+    show(_render_dry_run(told))
+
+
+def _describe_prediction(prediction: InferencePrediction) -> dict[str, Any]:
+    estimate = prediction.estimate
+    return {
+        "engine": prediction.choice.engine,
+        "device": prediction.gpu.name,
+        "why": prediction.choice.why,
+        "num_slots": prediction.job.num_slots,
+        "peak_bytes": estimate.peak_bytes,
+        "free_bytes": prediction.capacity_bytes,
+        "verdict": prediction.verdict.value,
+        "components": estimate.components,
+        "new_tokens_per_second": estimate.new_tokens_per_second,
+        "bound": estimate.bound,
+    }
+
+
+def _render_dry_run(told: Mapping[str, Any]) -> Iterator[RenderableType]:
+    samples = told["num_samples"]
+    times = f", {count_of(samples, 'answer')} each" if samples > 1 else ""
+    yield heading(f"{count_of(told['num_prompts'], 'prompt')}{times}")
+    for number, text in enumerate(told["rendered"], start=1):
+        cut = text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + " ..."
+        yield ""
+        yield plain(f"prompt {number}, as the model sees it:")
+        yield Text(harmless_lines(cut))
+    expected = told["prediction"]
+    yield ""
+    if expected is None:
+        yield plain("No prediction: the model's shapes are not known.")
+        return
+    yield heading("Predicted")
+    yield plain(expected["why"])
+    rows: list[list[Cell]] = [
+        [name.replace("_", " "), render_bytes(size)]
+        for name, size in expected["components"].items()
+    ]
+    rows.append(["peak", render_bytes(expected["peak_bytes"])])
+    rows.append([f"free on {expected['device']}", render_bytes(expected["free_bytes"])])
+    yield make_table([Column(title="memory"), Column(title="", right=True)], rows)
+    rate = expected["new_tokens_per_second"]
+    yield plain(
+        f"{expected['verdict'].replace('_', ' ')}; about {rate:,.0f} new tokens/s with "
+        f"{expected['num_slots']} at a time, bound by {expected['bound']}"
+    )
+
+
+def _render(told: GenerateStatistics) -> Iterator[RenderableType]:
+    yield heading(f"{told.model}: {count_of(told.num_answers, 'answer')} in {_took(told.seconds)}")
+    yield plain(
+        f"{told.engine}, {told.format} on {told.device}, {told.num_slots} at a time; "
+        f"loaded in {_took(told.load_seconds)}"
+    )
+    for remark in _remarks(told):
+        yield plain(remark)
+    yield ""
+    yield _grid(_rows(told))
+    yield ""
+    yield Text(told.sentence, style="bold")
+
+
+def _grid(rows: Iterator[tuple[str, str]]) -> RenderableType:
+    """Names and sentences, whose further lines hang under the first."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(heading(name), plain(text))
+    return table
+
+
+def _remarks(told: GenerateStatistics) -> Iterator[str]:
+    if told.num_earlier_answers:
+        earlier = count_of(told.num_earlier_answers, "answer")
+        yield f"Beside {earlier} of an earlier run, which the figures leave out."
+    if told.num_cut:
+        cut = count_of(told.num_cut, "answer")
+        yield f"Cut off at the limit on new tokens (--max-new-tokens): {cut}."
+
+
+def _rows(told: GenerateStatistics) -> Iterator[tuple[str, str]]:
+    rates = told.rates
+    cached = f", {told.cached_prompt_tokens:,} of them cached" if told.cached_prompt_tokens else ""
+    yield ("tokens", f"{told.prompt_tokens:,} prompt{cached}; {told.new_tokens:,} new")
+    yield (
+        "per second",
+        f"{rates.prompt_per_second:,.1f} prompt; {rates.new_per_second:,.1f} new; "
+        f"{rates.total_per_second:,.1f} in all",
+    )
+    yield (
+        "per minute",
+        f"{rates.prompt_per_minute:,.0f} prompt; {rates.new_per_minute:,.0f} new; "
+        f"{rates.total_per_minute:,.0f} in all",
+    )
+    if told.predicted_new_tokens_per_second is not None:
+        yield ("predicted", f"{told.predicted_new_tokens_per_second:,.1f} new tokens/s")
+    yield ("first token", f"{_percentiles(told.first_token_seconds)}; the wait for a slot included")
+    yield ("whole answer", _percentiles(told.answer_seconds))
+    yield ("at a time", f"{told.mean_active:.1f} of {told.num_slots} slots in use, on average")
+    yield ("disk", _disk(told))
+    yield from _traffic_rows(told)
+    yield ("arithmetic", _arithmetic(told))
+    yield ("peak memory", _memory(told))
+    if told.energy_joules is not None:
+        each = told.energy_joules / max(1, told.new_tokens)
+        yield ("energy", f"{told.energy_joules:,.0f} J, {each:.2f} J per new token")
+
+
+def _percentiles(of: Percentiles) -> str:
+    return f"{_took(of.p50)} median; {_took(of.p90)} p90; {_took(of.p99)} p99"
+
+
+def _disk(told: GenerateStatistics) -> str:
+    disk = told.disk
+    if disk.load_bytes is None:
+        return "not told by the system"
+    text = f"{_gb(disk.load_bytes)} read while loading"
+    if disk.answer_bytes:
+        text += f", {_gb(disk.answer_bytes)} while answering"
+    if disk.cached_fraction is not None and disk.cached_fraction > 0.05:
+        text += f"; {disk.cached_fraction:.0%} of the weight files came from the page cache"
+    return text
+
+
+def _traffic_rows(told: GenerateStatistics) -> Iterator[tuple[str, str]]:
+    traffic = told.traffic
+    yield (
+        "memory moved",
+        f"{_gb(traffic.bytes_moved)} in {traffic.num_passes:,.0f} passes (estimated)",
+    )
+    ceiling = traffic.measured_ceiling_bytes_per_second
+    text = (
+        f"{_gb(traffic.average_bytes_per_second)}/s average, "
+        f"{_gb(traffic.peak_bytes_per_second)}/s peak (estimated)"
+    )
+    if ceiling and traffic.average_fraction is not None:
+        text += f"; {traffic.average_fraction:.0%} of the {_gb(ceiling)}/s that a copy reaches here"
+    if traffic.paper_ceiling_bytes_per_second:
+        text += f", {_gb(traffic.paper_ceiling_bytes_per_second)}/s on paper"
+    yield ("bandwidth", text)
+
+
+def _arithmetic(told: GenerateStatistics) -> str:
+    work = told.arithmetic
+    text = f"{work.flops / TERA:,.2f} TFLOP, {_flops(work.flops_per_second)} (estimated)"
+    if work.measured_ceiling_flops_per_second and work.fraction is not None:
+        reached = _flops(work.measured_ceiling_flops_per_second)
+        text += f"; {work.fraction:.1%} of the {reached} that a product reaches here"
+    if work.paper_ceiling_flops_per_second:
+        text += f", {_flops(work.paper_ceiling_flops_per_second)} on paper"
+    return text
+
+
+def _memory(told: GenerateStatistics) -> str:
+    memory = told.memory
+    is_cpu = told.device == "cpu"
+    parts = []
+    if memory.device_bytes is not None:
+        parts.append(
+            f"{render_bytes(memory.device_bytes)} {'resident' if is_cpu else 'on the GPU'}"
+        )
+    if memory.allocated_bytes is not None:
+        parts.append(f"{render_bytes(memory.allocated_bytes)} of it in tensors")
+    if not is_cpu:
+        parts.append(f"{render_bytes(memory.host_bytes)} on the host")
+    if memory.predicted_bytes is not None:
+        parts.append(f"predicted {render_bytes(memory.predicted_bytes)}")
+    return "; ".join(parts)
+
+
+def _took(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else render_seconds(seconds)
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / GB:,.1f} GB" if num_bytes >= 0.1 * GB else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / TERA:,.2f} TFLOP/s" if rate >= 0.01 * TERA else f"{rate / GB:,.1f} GFLOP/s"
+
 
 STDIN = "-"
 
@@ -41,7 +265,7 @@ def generate(flags: GenerateFlags) -> None:
         )
     from tightfit.runtime.artefacts import find_artefact
 
-    job = read_job(flags)
+    job = read_generate_job(flags)
     request = engine_request(flags, find_artefact(flags.model))
     if flags.dry_run:
         _show_dry_run(flags, request, job)
@@ -49,10 +273,10 @@ def generate(flags: GenerateFlags) -> None:
     out = choose_out(flags)
     with _open_journal(out, flags, request, job) as journal:
         if journal.is_finished:
-            _tell_finished(out, flags)
+            _report_finished(out, flags)
             return
         statistics, failed = _answer(flags, request, job, journal)
-    fault = None if failed is None else _fault_of(failed, out, job)
+    fault = None if failed is None else _error_of(failed, out, job)
     _show_end(flags, statistics, fault, out)
     if fault is not None and not flags.as_json:
         raise fault
@@ -61,7 +285,7 @@ def generate(flags: GenerateFlags) -> None:
         raise typer.Exit(fault.exit_code)
 
 
-def read_job(flags: GenerateFlags) -> GenerateJob:
+def read_generate_job(flags: GenerateFlags) -> GenerateJob:
     """What is asked and how, all of it read."""
     from tightfit.serve.generate.job import GenerateJob
     from tightfit.serve.generate.prompts import read_prompts
@@ -80,16 +304,16 @@ def read_job(flags: GenerateFlags) -> GenerateJob:
     return job
 
 
-class _StopAskedError(KeyboardInterrupt):
+class _StopRequestedError(KeyboardInterrupt):
     """A batch system wants its machine back."""
 
 
 @contextlib.contextmanager
-def _signals_heard() -> Iterator[None]:
+def _signals_caught() -> Iterator[None]:
     """SIGTERM and SIGHUP end the run as Ctrl-C does, with the code that asks for a requeue."""
 
     def stop(_number: int, _frame: object) -> None:
-        raise _StopAskedError
+        raise _StopRequestedError
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, stop) for number in numbers]
@@ -120,24 +344,24 @@ def _check_out(flags: GenerateFlags) -> None:
 
 def _answer(
     flags: GenerateFlags, request: EngineRequest, job: GenerateJob, journal: Journal
-) -> tuple[Statistics | None, int | None]:
+) -> tuple[GenerateStatistics | None, int | None]:
     """Statistics of what was answered now, and how many prompts failed."""
     from tightfit.serve.generate.job import write_failures
-    from tightfit.serve.generate.run import Run, run_engine
+    from tightfit.serve.generate.run import EngineRun, run_engine
 
     num_earlier = journal.num_done
     if num_earlier:
         write_err(f"going on: {num_earlier:,} of {job.num_answers:,} answers are there already\n")
-    run: Run | None = None
-    outcome: Outcome | None = None
+    run: EngineRun | None = None
+    outcome: GenerateOutcome | None = None
     if num_earlier < job.num_answers:
         prediction = _predict(flags, request, job)
         try:
-            with _progress(job.num_answers, num_earlier) as watch, _signals_heard():
-                run = run_engine(request, job, journal, watch, announce=_tell_engine(flags))
+            with _progress(job.num_answers, num_earlier) as watch, _signals_caught():
+                run = run_engine(request, job, journal, watch, announce=_announce_engine(flags))
         except KeyboardInterrupt as asked:
             write_err(_kept(journal, job))
-            if isinstance(asked, _StopAskedError):
+            if isinstance(asked, _StopRequestedError):
                 raise typer.Exit(EXIT_REQUEUE) from None
             raise
         outcome = run.outcome
@@ -157,15 +381,17 @@ def _answer(
 
 
 def _remember(
-    statistics: Statistics, prediction: Prediction | None, *, threads: int | None
+    statistics: GenerateStatistics, prediction: InferencePrediction | None, *, threads: int | None
 ) -> None:
     """For the estimate of the next farm."""
-    from tightfit.farm.estimate import Amount, remember_alone
+    from tightfit.farm.estimate import FarmWorkload, record_single_engine
 
     num_new = statistics.new_tokens
     if prediction is not None and not statistics.num_earlier_answers:
-        amount = Amount(num_answers=statistics.num_answers, num_new_tokens=num_new, threads=threads)
-        remember_alone(prediction, amount, rate=statistics.rates.new_per_second)
+        amount = FarmWorkload(
+            num_answers=statistics.num_answers, num_new_tokens=num_new, threads=threads
+        )
+        record_single_engine(prediction, amount, rate=statistics.rates.new_per_second)
 
 
 def _prompt_request(flags: GenerateFlags) -> PromptRequest:
@@ -231,26 +457,27 @@ def choose_out(flags: GenerateFlags) -> Path:
 def _open_journal(
     out: Path, flags: GenerateFlags, request: EngineRequest, job: GenerateJob
 ) -> Journal:
+    from tightfit.serve.generate.job import describe_settings
     from tightfit.serve.generate.journal import open_journal
-    from tightfit.serve.generate.settings import describe_settings
 
     settings = describe_settings(request, job)
     return open_journal(out, settings, seed=job.sampling.seed, is_fresh=flags.fresh)
 
 
-def _predict(flags: GenerateFlags, request: EngineRequest, job: GenerateJob) -> Prediction | None:
+def _predict(
+    flags: GenerateFlags, request: EngineRequest, job: GenerateJob
+) -> InferencePrediction | None:
     from tightfit.engines.open import open_prompter
-    from tightfit.serve.generate.plan import measure_prompts, predict, require_fit
+    from tightfit.serve.generate.prediction import measure_prompts, predict_inference, require_fit
 
     lengths = measure_prompts(job.prompts, open_prompter(request), is_raw=job.is_raw)
-    prediction = predict(request, lengths, job.sampling)
+    prediction = predict_inference(request, lengths, job.sampling)
     if prediction is not None and flags.check:
         require_fit(prediction, request)
     return prediction
 
 
 def _show_dry_run(flags: GenerateFlags, request: EngineRequest, job: GenerateJob) -> None:
-    from tightfit.cli.render.generate import describe_dry_run, show_dry_run
     from tightfit.engines.open import open_prompter
 
     prediction = _predict(replace(flags, check=False), request, job)
@@ -262,7 +489,7 @@ def _show_dry_run(flags: GenerateFlags, request: EngineRequest, job: GenerateJob
 
 
 def _show_end(
-    flags: GenerateFlags, statistics: Statistics | None, fault: UserError | None, out: Path
+    flags: GenerateFlags, statistics: GenerateStatistics | None, fault: UserError | None, out: Path
 ) -> None:
     if flags.stats is not None and statistics is not None:
         from tightfit.core.files import write_atomic
@@ -276,12 +503,10 @@ def _show_end(
             told |= {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
         show_json(told)
     elif statistics is not None:
-        from tightfit.cli.render.generate import show_statistics
-
         show_statistics(statistics)
 
 
-def _fault_of(failed: int, out: Path, job: GenerateJob) -> UserError:
+def _error_of(failed: int, out: Path, job: GenerateJob) -> UserError:
     others = f"; the others are in {out}" if failed < job.num_answers else ""
     return UserError(
         f"{failed:,} of {job.num_answers:,} answers could not be given{others}.",
@@ -290,13 +515,13 @@ def _fault_of(failed: int, out: Path, job: GenerateJob) -> UserError:
     )
 
 
-def _tell_finished(out: Path, flags: GenerateFlags) -> None:
+def _report_finished(out: Path, flags: GenerateFlags) -> None:
     write_err(f"{harmless(str(out))} is finished already; --fresh makes the answers again\n")
     if flags.as_json:
         show_json({"finished": True, "out": str(out)})
 
 
-def _tell_engine(flags: GenerateFlags) -> Callable[[Any], None]:
+def _announce_engine(flags: GenerateFlags) -> Callable[[Any], None]:
     def tell(info: Any) -> None:
         if not flags.as_json:
             slots = f"{info.num_slots} at a time"
@@ -314,7 +539,7 @@ def _kept(journal: Journal, job: GenerateJob) -> str:
 
 
 @contextlib.contextmanager
-def _progress(total: int, num_earlier: int) -> Iterator[Watch | None]:
+def _progress(total: int, num_earlier: int) -> Iterator[OnAnswer | None]:
     """A bar on stderr where someone watches, and nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None

@@ -1,23 +1,306 @@
-"""`tightfit hardware`: search the GPU catalogue, show one card with sources, or read a cluster."""
+"""`tightfit hardware`: search the GPU catalogue, show one GPU with sources, or show a cluster."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tightfit.cli.flags.hardware import HardwareFlags
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
-from tightfit.hardware.catalogue import describe_gpu, list_gpus, match_gpu, search_gpus
+from rich.console import RenderableType
+
+from tightfit.cli.options.catalogue import HardwareFlags
+from tightfit.cli.render.describe import count_of
+from tightfit.cli.terminal.output import harmless, show_json
+from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.units import GB, GIB, TERA, render_bytes, render_seconds, render_usd
+from tightfit.hardware.catalogue import GpuRecord, describe_gpu, list_gpus, match_gpu, search_gpus
 from tightfit.hardware.inventory import (
     ClusterNode,
     Inventory,
     InventoryRow,
     count_totals,
-    list_rows,
+    free_cores,
+    list_assumptions,
+    list_inventory_rows,
 )
 from tightfit.hardware.resolve import probe_inventory, resolve_hardware
-from tightfit.hardware.types import Cluster, Gpu
+from tightfit.hardware.types import Cluster, Gpu, NodeGroup
+
+# GPUs and clusters as text.
+
+
+def show_gpus(gpus: list[Gpu]) -> None:
+    show(_render_gpus(gpus))
+
+
+def show_gpu(record: GpuRecord) -> None:
+    show(_render_gpu(record))
+
+
+def show_cluster(cluster: Cluster) -> None:
+    show(_render_cluster(cluster))
+
+
+def _render_gpus(gpus: list[Gpu]) -> Iterator[RenderableType]:
+    """One line per card."""
+    columns = (
+        Column(title="GPU", style="bold"),
+        Column(title="memory", right=True),
+        Column(title="cc", right=True),
+        Column(title="fp16", right=True),
+        Column(title="bf16", right=True),
+        Column(title="GB/s", right=True),
+        Column(title="median $/h", right=True),
+    )
+    yield make_table(columns, [_gpu_row(gpu) for gpu in gpus])
+    yield ""
+    yield "memory as torch sees it; cc: compute capability; fp16, bf16: dense peak TFLOP/s."
+    yield "One card with its sources: tightfit hardware NAME"
+
+
+def _render_gpu(record: GpuRecord) -> Iterator[RenderableType]:
+    """Every number of one card with the place it came from."""
+    gpu = record.gpu
+    yield heading(gpu.name)
+    if record.aliases:
+        yield f"also known as {', '.join(record.aliases)}"
+    yield f"planned with {render_bytes(gpu.memory_bytes)} of memory"
+    yield ""
+    columns = (
+        Column(title="number"),
+        Column(title="value", right=True, keep=False),
+        Column(title="source", right=True),
+        Column(title="note", keep=False),
+    )
+    sources = list(dict.fromkeys(number.source for number in record.numbers))
+    rows = [
+        (
+            number.label,
+            f"{number.value} {number.unit}".strip(),
+            str(sources.index(number.source) + 1),
+            plain(number.note),
+        )
+        for number in record.numbers
+    ]
+    yield make_table(columns, rows)
+    yield from _render_prices(gpu)
+    yield from render_notes("Sources", sources, is_numbered=True)
+    yield from render_notes("Notes", (gpu.notes,) if gpu.notes else ())
+
+
+def _render_cluster(cluster: Cluster) -> Iterator[RenderableType]:
+    """One line per group of equal nodes."""
+    columns = (
+        Column(title="group", keep=False, style="bold"),
+        Column(title="nodes", right=True),
+        Column(title="GPUs per node", keep=False),
+        Column(title="GPU memory", right=True),
+        Column(title="host RAM", right=True),
+        Column(title="link", keep=False),
+        Column(title="limit", right=True),
+    )
+    yield plain(f"{count_of(cluster.num_gpus, 'GPU')}, from {cluster.source}")
+    yield ""
+    yield make_table(columns, [_group_row(group) for group in cluster.groups])
+    if cluster.network_bytes_per_second is not None:
+        yield ""
+        yield f"network between nodes: {cluster.network_bytes_per_second / GB:.1f} GB/s"
+    yield from render_notes("Beware", cluster.warnings)
+
+
+def _gpu_row(gpu: Gpu) -> tuple[str, ...]:
+    capability = gpu.compute_capability
+    return (
+        gpu.name,
+        render_bytes(gpu.memory_bytes),
+        f"{capability[0]}.{capability[1]}" if capability else "-",
+        _peak(gpu, "fp16"),
+        _peak(gpu, "bf16"),
+        f"{gpu.memory_bytes_per_second / GB:,.0f}",
+        render_usd(gpu.cheapest.usd_per_gpu_hour) if gpu.cheapest is not None else "-",
+    )
+
+
+def _peak(gpu: Gpu, kind: str) -> str:
+    peak = gpu.peak_flops.get(kind)
+    return f"{peak / TERA:.0f}" if peak else "-"
+
+
+def _render_prices(gpu: Gpu) -> Iterator[RenderableType]:
+    if not gpu.prices:
+        return
+    columns = (
+        Column(title="cloud"),
+        Column(title="$/GPU-hour", right=True),
+        Column(title="lowest", right=True),
+        Column(title="spot", right=True),
+        Column(title="date"),
+    )
+
+    def money(usd: float | None) -> str:
+        return "-" if usd is None else render_usd(usd)
+
+    rows = [
+        (
+            price.cloud,
+            money(price.usd_per_gpu_hour),
+            money(price.usd_per_gpu_hour_min),
+            money(price.usd_per_gpu_hour_spot),
+            price.date,
+        )
+        for price in gpu.prices
+    ]
+    yield ""
+    yield make_table(columns, rows)
+
+
+def _group_row(group: NodeGroup) -> tuple[str, ...]:
+    node = group.node
+    free = f" ({group.num_free_nodes:,} free)" if group.num_free_nodes is not None else ""
+    return (
+        harmless(group.name),
+        f"{group.num_nodes:,}{free}",
+        f"{node.num_gpus} x {harmless(node.gpu.name)}",
+        render_bytes(node.free_gpu_memory_bytes or node.gpu.memory_bytes),
+        render_bytes(node.host_memory_bytes) if node.host_memory_bytes else "not stated",
+        f"{node.link_bytes_per_second / GB:.0f} GB/s" if node.num_gpus > 1 else "-",
+        render_seconds(group.max_seconds) if group.max_seconds else "-",
+    )
+
+
+# A cluster's inventory as text: by partition and kind of node, or each node.
+
+MAX_ERRORS_SHOWN = 8
+"""Nodes that are named with their reason; --each names all."""
+
+
+def show_inventory(inventory: Inventory, *, is_each: bool) -> None:
+    show(_render(inventory, is_each=is_each))
+
+
+def _render(inventory: Inventory, *, is_each: bool) -> Iterator[RenderableType]:
+    yield plain(_describe_totals(inventory))
+    pool = "pool" if inventory.source.startswith("k8s") else "partition"
+    yield ""
+    if is_each:
+        yield _render_nodes(inventory.nodes, f"{pool}s")
+        yield ""
+        yield "GPUs, cores and memory: what no job holds / all."
+    else:
+        yield _render_rows(list_inventory_rows(inventory), pool)
+        yield ""
+        yield "Nodes and GPUs: free now / all."
+        yield from _render_errors(inventory)
+    notes = [*inventory.warnings, *list_assumptions(inventory)]
+    is_shared = len(inventory.pools) > 1 and any(len(node.pools) > 1 for node in inventory.nodes)
+    if is_shared and not is_each:
+        notes.append("A node of several partitions stands in each; the first line counts it once.")
+    yield from render_notes("Beware", notes)
+    if not is_each:
+        yield ""
+        yield plain(f"Each node: tightfit hardware --on {inventory.source} --each")
+
+
+def _describe_totals(inventory: Inventory) -> str:
+    totals = count_totals(inventory)
+    parts = [
+        count_of(totals.num_nodes, "node"),
+        count_of(totals.num_gpus, "GPU") + _free(totals.num_free_gpus, totals.num_gpus),
+        count_of(totals.num_cores, "core") + _free(totals.num_free_cores, totals.num_cores),
+        f"{render_bytes(totals.memory_bytes)} of memory",
+    ]
+    return f"{inventory.source}: {', '.join(parts)}"
+
+
+def _free(free: int | None, whole: int) -> str:
+    return "" if free is None or not whole else f" ({free:,} free)"
+
+
+def _render_rows(rows: Sequence[InventoryRow], pool: str) -> RenderableType:
+    columns = (
+        Column(title=pool, style="bold"),
+        Column(title="each node has", keep=False),
+        Column(title="nodes", right=True),
+        Column(title="GPUs", right=True),
+        Column(title="state", keep=False),
+        Column(title="limit", right=True),
+    )
+    return make_table(columns, [_row(row) for row in rows])
+
+
+def _row(row: InventoryRow) -> tuple[str, ...]:
+    states = ", ".join(f"{number} {state.value}" for state, number in row.states.items())
+    has = [
+        row.kind,
+        _span([node.num_cores for node in row.nodes], "{:,} cores"),
+        _span([node.memory_bytes for node in row.nodes]),
+    ]
+    return (
+        harmless(row.pool.name or "-"),
+        harmless(", ".join(filter(None, has))),
+        _part(row.num_free_nodes, len(row.nodes)),
+        _part(row.num_free_gpus, row.num_gpus),
+        states if row.pool.is_open else f"closed ({states})",
+        render_seconds(row.pool.max_seconds) if row.pool.max_seconds else "-",
+    )
+
+
+def _render_nodes(nodes: Sequence[ClusterNode], pools: str) -> RenderableType:
+    columns = (
+        Column(title="node", style="bold"),
+        Column(title=pools, keep=False),
+        Column(title="it has", keep=False),
+        Column(title="GPUs", right=True),
+        Column(title="cores", right=True),
+        Column(title="memory", right=True),
+        Column(title="state", keep=False),
+    )
+    return make_table(columns, [_node_row(node) for node in nodes])
+
+
+def _node_row(node: ClusterNode) -> tuple[str, ...]:
+    why = f": {node.reason}" if node.reason else ""
+    memory = "not told" if node.memory_bytes is None else render_bytes(node.memory_bytes)
+    if node.memory_bytes is not None and node.free_memory_bytes is not None:
+        free = node.free_memory_bytes if node.state.takes_jobs else 0
+        memory = f"{free / GIB:.1f}/{node.memory_bytes / GIB:.1f} GiB"
+    cores = "not told" if node.num_cores is None else _part(free_cores(node), node.num_cores)
+    return (
+        harmless(node.name),
+        harmless(", ".join(filter(None, node.pools)) or "-"),
+        harmless(node.kind),
+        _part(node.num_free_gpus, node.num_gpus),
+        cores,
+        memory,
+        harmless(f"{node.state.value}{why}"),
+    )
+
+
+def _part(free: int | None, whole: int) -> str:
+    if not whole:
+        return "-"
+    return f"{whole:,}" if free is None else f"{free:,}/{whole:,}"
+
+
+def _span(amounts: Sequence[int | None], form: str | None = None) -> str:
+    """One amount, or the least and the most; nothing where none was told. Bytes without a form."""
+    told = [amount for amount in amounts if amount is not None]
+    if not told:
+        return ""
+    least, most = (form.format(n) if form else render_bytes(n) for n in (min(told), max(told)))
+    return least if least == most else f"{least} to {most}"
+
+
+def _render_errors(inventory: Inventory) -> Iterator[RenderableType]:
+    broken = [node for node in inventory.nodes if not node.state.takes_jobs]
+    told = [
+        f"{node.name} is {node.state.value}{f': {node.reason}' if node.reason else ''}"
+        for node in broken[:MAX_ERRORS_SHOWN]
+    ]
+    if len(broken) > MAX_ERRORS_SHOWN:
+        told.append(f"{len(broken) - MAX_ERRORS_SHOWN} more (--each lists them)")
+    yield from render_notes("Taking no jobs", told)
 
 
 def hardware(flags: HardwareFlags) -> None:
@@ -64,7 +347,6 @@ def _show_list(gpus: list[Gpu], *, as_json: bool) -> None:
     if as_json:
         show_json({"gpus": [gpu.model_dump(mode="json") for gpu in gpus]})
         return
-    from tightfit.cli.render.hardware import show_gpus
 
     show_gpus(gpus)
 
@@ -81,7 +363,6 @@ def _show_gpu(name: str, *, as_json: bool) -> None:
             }
         )
         return
-    from tightfit.cli.render.hardware import show_gpu
 
     show_gpu(record)
 
@@ -100,7 +381,6 @@ def _show_cluster(flags: HardwareFlags, text: str) -> None:
     if flags.as_json:
         show_json(cluster.model_dump(mode="json"))
         return
-    from tightfit.cli.render.hardware import show_cluster
 
     show_cluster(cluster)
 
@@ -109,20 +389,19 @@ def _show_inventory(flags: HardwareFlags, inventory: Inventory) -> None:
     if flags.as_json:
         show_json(describe_inventory(inventory))
         return
-    from tightfit.cli.render.inventory import show_inventory
 
     show_inventory(inventory, is_each=flags.each)
 
 
 def describe_inventory(inventory: Inventory) -> dict[str, Any]:
     """The JSON of an inventory: partitions by kind of node, each node, and what is planned over."""
-    from tightfit.hardware.plannable import plan_over
+    from tightfit.hardware.inventory import plannable_cluster
 
     try:
-        cluster = plan_over(inventory)
-    except EnvironmentFaultError:  # nothing takes jobs; what there is can be shown all the same
+        cluster = plannable_cluster(inventory)
+    except SetupError:  # nothing takes jobs; what there is can be shown all the same
         cluster = Cluster(groups=(), source=inventory.source, warnings=inventory.warnings)
-    rows = list_rows(inventory)
+    rows = list_inventory_rows(inventory)
     return {
         **cluster.model_dump(mode="json"),
         "totals": dataclasses.asdict(count_totals(inventory)),

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.cli import choices
-from tightfit.cli.flags.merge import DTYPES, MergeFlags
-from tightfit.cli.require import require_packages
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import announce, write_err
-from tightfit.cli.terminal.progress_bar import Report, progress_bar
+from tightfit.cli.options import choices
+from tightfit.cli.options.export import MERGE_DTYPES, MergeFlags
+from tightfit.cli.packages import require_packages
+from tightfit.cli.terminal.output import Report, announce, progress_bar, show_json, write_err
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import CheckFailedError
 from tightfit.core.units import parse_bytes, render_bytes
 
 if TYPE_CHECKING:
-    from tightfit.export.merge.merge import Check, Merged, MergeForecast
+    from tightfit.export.merge import MergeCheck, MergeForecast, MergeResult
     from tightfit.export.verify.verdict import Verdict
     from tightfit.runtime.artefacts import Artefact
 
@@ -27,10 +25,10 @@ LEAST_SHARD_BYTES = 1_000_000
 
 def merge(flags: MergeFlags) -> None:
     """Find, merge, check, show."""
-    word = choices.read_word(flags.dtype or "auto", DTYPES, option="--dtype")
+    word = choices.read_word(flags.dtype or "auto", MERGE_DTYPES, option="--dtype")
     shard_bytes = _read_shard_size(flags.max_shard_size)
     require_packages("Merging", "torch", "transformers", "peft")
-    from tightfit.export.merge.merge import MergeRequest, merge_adapter
+    from tightfit.export.merge import MergeRequest, merge_adapter
     from tightfit.runtime.artefacts import find_artefact
 
     artefact = find_artefact(flags.target)
@@ -44,7 +42,7 @@ def merge(flags: MergeFlags) -> None:
                 max_shard_bytes=shard_bytes,
                 force=flags.force,
                 check=_make_check(report) if flags.verify else None,
-                announce=_foretell,
+                announce=_announce_forecast,
                 report=report,
             )
         )
@@ -71,25 +69,25 @@ def _read_shard_size(text: str | None) -> int:
     return size
 
 
-def _foretell(forecast: MergeForecast) -> None:
+def _announce_forecast(forecast: MergeForecast) -> None:
     write_err(
         f"merging takes {render_bytes(forecast.host_bytes)} of memory and "
         f"{render_bytes(forecast.disk_bytes)} of disk\n"
     )
 
 
-def _make_check(report: Report | None) -> Check:
-    from tightfit.export.verify.chain import VerifyRequest, verify_chain
+def _make_check(report: Report | None) -> MergeCheck:
+    from tightfit.export.verify.verify import VerifyRequest, verify_models
 
     def check(adapter: Artefact, made: Artefact) -> Verdict:
-        return verify_chain(
+        return verify_models(
             VerifyRequest(reference=adapter, others=(made,), num_tokens=CHECK_TOKENS, report=report)
         )
 
     return check
 
 
-def _show(merged: Merged, *, as_json: bool) -> None:
+def _show(merged: MergeResult, *, as_json: bool) -> None:
     if as_json and merged.is_accepted:
         show_json(merged.model_dump(mode="json"))
     elif not as_json:
@@ -102,7 +100,7 @@ def _show(merged: Merged, *, as_json: bool) -> None:
         _raise_rejected(merged)
 
 
-def _raise_rejected(merged: Merged) -> None:
+def _raise_rejected(merged: MergeResult) -> None:
     verdict = merged.verdict
     assert verdict is not None
     faults = [f.text for row in verdict.rows for f in row.findings if f.level.value == "fail"]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tightfit.planning.needs import Need, list_missing
 from tightfit.planning.plan import Plan
+from tightfit.planning.requirements import RequiredPackage, list_missing_packages
 from tightfit.planning.search import SearchResult
 
 
-def find_missing(plan: Plan) -> tuple[Need, ...]:
+def find_missing(plan: Plan) -> tuple[RequiredPackage, ...]:
     """Nothing for a plan of another machine: what it has is not known."""
     if plan.hardware.source != "here":
         return ()
-    from tightfit.hardware import surroundings
+    from tightfit.hardware import environment
 
-    return list_missing(plan.strategy, surroundings.read_version)
+    return list_missing_packages(plan.strategy, environment.read_version)
 
 
 def warn_of_missing(result: SearchResult) -> SearchResult:

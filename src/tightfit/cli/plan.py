@@ -1,4 +1,4 @@
-"""`tightfit plan`: the best ways to run a job on given hardware, and why."""
+"""`tightfit plan`: the best ways to run a job on given hardware; with `--buy`, what to rent."""
 
 from __future__ import annotations
 
@@ -8,29 +8,94 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tightfit.cli.describe import describe_how, describe_levers
-from tightfit.cli.faults import report_fault
-from tightfit.cli.flags.plan import PlanFlags
-from tightfit.cli.hardware_choice import choose_cluster
-from tightfit.cli.job import Job, read_job
+from tightfit.cli.charts.memory import Chart, Panel, make_panel, write_chart
+from tightfit.cli.error_report import report_error
 from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
-from tightfit.cli.repeat import repeat_plan
-from tightfit.cli.require import TRACING, has_packages
-from tightfit.cli.saved_plan import read_saved_plans, refuse_new_wishes
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import announce
-from tightfit.cli.way_out import VainSearch, find_way_out
+from tightfit.cli.options.training import PlanFlags
+from tightfit.cli.packages import TRACING, has_packages
+from tightfit.cli.render.describe import describe_how, describe_levers, shorten_gpu
+from tightfit.cli.terminal.output import announce, show_json
+from tightfit.cli.training.command_line import repeat_plan
+from tightfit.cli.training.hardware import choose_cluster
+from tightfit.cli.training.no_plan import NoPlanError, suggest_fix
+from tightfit.cli.training.request import (
+    PlanJob,
+    read_plan_job,
+    read_saved_plans,
+    refuse_new_options,
+)
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.units import render_usd
 from tightfit.hardware.types import Cluster
+from tightfit.planning.buying import Offer, buying_guide
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
 
 if TYPE_CHECKING:
-    from tightfit.cli.charts.memory import Chart
-    from tightfit.estimate.trace.result import TracedMemory
-    from tightfit.planning.by_group import GroupBest
+    from tightfit.planning.search import GroupBest
+    from tightfit.trace.result import TracedMemory
+
+
+# `tightfit plan --buy`: what to rent for the job, by price per run and per month.
+
+NUM_OFFERS_DRAWN = 4
+"""Offers in the chart; more than that and the bars are too thin to read."""
+
+
+def buy(flags: PlanFlags, job: PlanJob) -> None:
+    """Print the offers, cheapest first; save and draw the best of them."""
+    request = job.request
+    offers = buying_guide(request)
+    if flags.as_json:
+        _write_offer_files(flags, offers)  # first: should one fail, JSON stays one document
+        show_json({"offers": [_describe_offers(offer) for offer in offers]})
+    else:
+        from tightfit.cli.render.plan import show_offers
+
+        show_offers(offers, request, num_shown=flags.top, unused=job.on)
+        _write_offer_files(flags, offers)
+
+
+def _write_offer_files(flags: PlanFlags, offers: list[Offer]) -> None:
+    if flags.save is not None:
+        write_atomic(flags.save, offers[0].plan.model_dump_json(indent=2) + "\n")
+        announce(flags.save)
+    if flags.chart is not None:
+        write_chart(_draw_offers(offers, most=min(flags.top, NUM_OFFERS_DRAWN)), flags.chart)
+
+
+def _describe_offers(offer: Offer) -> dict[str, Any]:
+    return {
+        "gpu": offer.gpu.name,
+        "num_gpus": offer.num_gpus,
+        "usd_per_hour": offer.usd_per_hour,
+        "usd_per_run": offer.usd_per_run,
+        "usd_per_million_tokens": offer.usd_per_million_tokens,
+        "usd_per_month": offer.usd_per_month,
+        "price_source": offer.price_source,
+        "stages": offer.stages,
+        "plan": offer.plan.model_dump(mode="json"),
+    }
+
+
+def _draw_offers(offers: list[Offer], *, most: int) -> Chart:
+    drawn = offers[:most]
+    is_cut = len(drawn) < len(offers)
+    return Chart(
+        title=f"{offers[0].plan.model.name}: GPU memory by stage, cheapest first",
+        subtitle=f"the cheapest {len(drawn)} of {len(offers)} offers" if is_cut else "",
+        panels=tuple(_offer_panel(offer) for offer in drawn),
+    )
+
+
+def _offer_panel(offer: Offer) -> Panel:
+    strategy = offer.plan.strategy
+    rent = f"{offer.num_gpus} x {shorten_gpu(offer.gpu.name)}, {render_usd(offer.usd_per_hour)}/h"
+    how = f"{describe_how(strategy)}, {describe_levers(strategy)}"
+    return make_panel(rent, offer.plan.estimate, subtitle=how)
+
 
 NUM_DRAWN = 3
 """Plans in the chart."""
@@ -46,24 +111,22 @@ def plan(flags: PlanFlags) -> None:
         check_writable(flags.save)
     saved = read_saved_plans(flags.job)
     if saved is not None:
-        refuse_new_wishes(flags, saved.plans[0])
-        _tell(flags, saved, cluster=None)
+        refuse_new_options(flags, saved.plans[0])
+        _show_result(flags, saved, cluster=None)
         return
     if flags.buy:
         _refuse_unused(flags)
-    job = read_job(flags)
+    job = read_plan_job(flags)
     if flags.buy:
-        from tightfit.cli.buy import buy
-
         buy(flags, job)
         return
     cluster = choose_cluster(job.on, command=repeat_plan(flags))
     cluster = state_network(cluster, flags.network)
     result = search(job.request, cluster, num_plans=flags.top)
     if not result.plans:
-        _refuse(flags, job, VainSearch(result=result, request=job.request, cluster=cluster))
+        _refuse(flags, job, NoPlanError(result=result, request=job.request, cluster=cluster))
     result, traces = _trace(warn_of_missing(result), asked=flags.trace)
-    _tell(flags, result, cluster=cluster, traces=traces)
+    _show_result(flags, result, cluster=cluster, traces=traces)
 
 
 def _trace(
@@ -72,13 +135,13 @@ def _trace(
     """Plans traced where that is possible; where it is not, nothing of it is loaded."""
     if asked is None and not has_packages(*TRACING):
         return result, ()
-    from tightfit.cli.traced_plans import trace_search
+    from tightfit.cli.training.tracing import trace_search
 
     traced = trace_search(result, asked=asked)
     return traced.result, traced.traces
 
 
-def _tell(
+def _show_result(
     flags: PlanFlags,
     result: SearchResult,
     *,
@@ -104,7 +167,7 @@ def _write_files(
     if flags.chart is None:
         return
     from tightfit.cli.charts.memory import write_chart
-    from tightfit.cli.traced_plans import draw_traces
+    from tightfit.cli.training.tracing import draw_traces
 
     drawn = [pair for pair in zip(result.plans, traces, strict=False) if pair[1] is not None]
     if drawn:
@@ -144,10 +207,10 @@ def save_plan(best: Plan, path: Path) -> None:
     announce(path)
 
 
-def _refuse(flags: PlanFlags, job: Job, vain: VainSearch) -> None:
+def _refuse(flags: PlanFlags, job: PlanJob, vain: NoPlanError) -> None:
     """Nothing fits: say what is short; the search's reasons still go into the JSON."""
     result = vain.result
-    remedy = find_way_out(vain, flags, job.recipe, is_explained=flags.explain)
+    remedy = suggest_fix(vain, flags, job.recipe, is_explained=flags.explain)
     fault = DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
     if flags.as_json:
         told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
@@ -156,7 +219,7 @@ def _refuse(flags: PlanFlags, job: Job, vain: VainSearch) -> None:
         from tightfit.cli.render.plan import show_exclusions
 
         show_exclusions(result)
-    raise typer.Exit(report_fault(fault, as_json=False))
+    raise typer.Exit(report_error(fault, as_json=False))
 
 
 def _refuse_unused(flags: PlanFlags) -> None:

@@ -1,27 +1,52 @@
-"""`tightfit preflight`: are the nodes of a job, and the ways between them, as it needs them?"""
+"""`tightfit preflight`: check the nodes of a job and the network between them."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
 
 import typer
 
-from tightfit.cli.flags.preflight import MAX_NODES, PreflightFlags
-from tightfit.cli.terminal.harmless import harmless, shorten
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import write_err
-from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.cli.options.clusters import MAX_NODES, PreflightFlags
+from tightfit.cli.render.checkup import show_checkup
+from tightfit.cli.render.describe import count_of
+from tightfit.cli.terminal.output import harmless, shorten, show_json, write_err, write_out
+from tightfit.cli.terminal.screen import heading, show
+from tightfit.clusters.nodes import NODES_VARIABLE, expand_nodes, node_prefix
+from tightfit.clusters.preflight.gather import PreflightRequest
+from tightfit.clusters.preflight.run import (
+    Allocation,
+    PreflightReport,
+    allocation_command,
+    make_agent_command,
+    run_preflight,
+)
+from tightfit.clusters.rendezvous import DEFAULT_PORT
+from tightfit.clusters.site import Site, read_site
+from tightfit.clusters.slurm.resources import filter_nodes
+from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.units import render_seconds
 from tightfit.hardware.slurm import probe_slurm_inventory
-from tightfit.launch.nodes import NODES_VARIABLE, expand_nodes, node_prefix
-from tightfit.launch.preflight.allocation import Allocation, allocation_command
-from tightfit.launch.preflight.gather import Request
-from tightfit.launch.preflight.run import plan_start, run_preflight
-from tightfit.launch.rendezvous import DEFAULT_PORT
-from tightfit.launch.site import Site, read_site
-from tightfit.launch.slurm.constraint import keep_fitting
+
+# A preflight as text: the findings, the verdict, and the options to go on with.
+
+
+def show_preflight(report: PreflightReport) -> None:
+    show_checkup(report)
+    nodes = count_of(len(report.nodes), "node")
+    write_out(f"{nodes} looked at in {render_seconds(report.seconds)}.\n")
+    if not all(node.options for node in report.nodes):
+        return
+    title = "Once that is put right" if report.exit_code else "Start the job with"
+    show(["", heading(title)])
+    for node in report.nodes:
+        command = f"tightfit train RECIPE.YAML {shlex.join(node.options)}"
+        # To be copied: a line that is broken would not run.
+        write_out(f"  on {harmless(node.name)}:  {harmless(command)}\n")
+
 
 DEFAULT_NUM_NODES = 2
 SALLOC_FAILED = 1
@@ -41,25 +66,23 @@ def preflight(flags: PreflightFlags) -> None:
                 remedy=f"tightfit preflight --on slurm:PARTITION {name} {value}",
             )
     nodes = _read_nodes(flags, os.environ)
-    request = Request(
+    request = PreflightRequest(
         nodes=nodes,
-        start=plan_start(site, flags.run_with or node_prefix(site, os.environ)),
+        start=make_agent_command(site, flags.run_with or node_prefix(site, os.environ)),
         port=flags.port or DEFAULT_PORT,
         interface=flags.interface or site.interface,
         shared=flags.shared or site.runs,
     )
-    report = run_preflight(request, _tell)
+    report = run_preflight(request, _show_result)
     if flags.as_json:
         show_json(report.model_dump(mode="json"))
     else:
-        from tightfit.cli.render.preflight import show_preflight
-
         show_preflight(report)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 
 
-def _tell(what: str) -> None:
+def _show_result(what: str) -> None:
     write_err(f"preflight: {harmless(what)}\n")
 
 
@@ -98,16 +121,16 @@ def _run_in_allocation(flags: PreflightFlags, site: Site) -> None:
     )
     _refuse_hopeless(wanted, site)
     command = allocation_command(wanted, _own_command(flags), site)
-    _tell(f"asking Slurm for {wanted.num_nodes} nodes (Ctrl-C gives up waiting)")
+    _show_result(f"asking Slurm for {wanted.num_nodes} nodes (Ctrl-C gives up waiting)")
     try:
         code = subprocess.call(command)
     except OSError as fault:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"`salloc` does not start: {fault.strerror or fault}.",
             remedy="run this where Slurm's commands are, or name the nodes: --nodes a,b",
         ) from fault
     if code == SALLOC_FAILED:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"Slurm gave no {wanted.num_nodes} nodes; salloc says why above.",
             remedy="tightfit hardware --on slurm    (what there is)",
         )
@@ -119,9 +142,9 @@ def _refuse_hopeless(wanted: Allocation, site: Site) -> None:
     """salloc would wait for ever for nodes that there are not."""
     try:
         inventory = probe_slurm_inventory(wanted.partition or site.slurm.partition)
-    except EnvironmentFaultError:
+    except SetupError:
         return  # salloc says what is wrong with Slurm
-    inventory = keep_fitting(inventory, site.slurm.constraint)
+    inventory = filter_nodes(inventory, site.slurm.constraint)
     fitting = [node for node in inventory.nodes if node.num_gpus >= wanted.gpus_per_node]
     if len(fitting) < wanted.num_nodes:
         with_gpus = f" with {wanted.gpus_per_node} GPUs" if wanted.gpus_per_node else ""

@@ -1,4 +1,4 @@
-"""`tightfit quantize`: a model made smaller, and what that cost it."""
+"""`tightfit quantize`: make a model smaller and measure the loss of quality."""
 
 from __future__ import annotations
 
@@ -9,29 +9,165 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
-from tightfit.cli import choices
-from tightfit.cli.flags.quantize import FORMATS, TOOLS, QuantizeFlags
-from tightfit.cli.require import require_packages
-from tightfit.cli.terminal.harmless import shorten
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import announce, write_err
-from tightfit.cli.terminal.progress_bar import Report, progress_bar
-from tightfit.core.errors import (
-    CheckFailedError,
-    EnvironmentFaultError,
-    UsageError,
-    UserError,
+from tightfit.cli.options import choices
+from tightfit.cli.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS, QuantizeFlags
+from tightfit.cli.packages import require_packages
+from tightfit.cli.terminal.output import (
+    Report,
+    announce,
+    progress_bar,
+    shorten,
+    show_json,
+    write_err,
 )
+from tightfit.cli.terminal.screen import (
+    Cell,
+    Column,
+    heading,
+    make_table,
+    plain,
+    render_notes,
+    show,
+)
+from tightfit.core.errors import CheckFailedError, SetupError, UsageError, UserError
 from tightfit.core.units import render_bytes, render_seconds
+from tightfit.export.quantize.summary import QuantizedModel, QuantizeStatus, QuantizeSummary
+from tightfit.export.verify.verdict import Level
 
 if TYPE_CHECKING:
-    from tightfit.export.quantize.forecast import Forecast
-    from tightfit.export.quantize.quantize import Check
-    from tightfit.export.quantize.summary import QuantizeSummary
-    from tightfit.export.quantize.targets import Target
+    from tightfit.export.formats import ExportFormat
+    from tightfit.export.quantize.forecast import QuantizeForecast
+    from tightfit.export.quantize.quantize import QuantizeCheck
     from tightfit.export.verify.verdict import Verdict
     from tightfit.runtime.artefacts import Artefact
+
+
+# Quantized models as a table: size, quality against the original, verdict.
+
+_STYLES = {
+    QuantizeStatus.GOOD: "green",
+    QuantizeStatus.REPORTED: "yellow",
+    QuantizeStatus.MADE: "",
+    QuantizeStatus.REJECTED: "bold red",
+    QuantizeStatus.FAILED: "bold red",
+}
+
+
+def show_summary(summary: QuantizeSummary) -> None:
+    show(_render(summary))
+
+
+def _render(summary: QuantizeSummary) -> Iterator[RenderableType]:
+    size = render_bytes(summary.size_bytes)
+    yield heading(f"{Path(summary.model).name}: {summary.num_params:,} parameters, {size}")
+    if summary.reference_perplexity is not None:
+        yield plain(
+            f"The original's perplexity on {summary.text}: {summary.reference_perplexity:.3f}"
+        )
+    if summary.calibration is not None:
+        yield plain(
+            f"Calibrated on {summary.num_calibration_tokens:,} tokens of {summary.calibration}"
+        )
+    yield ""
+    yield _table(summary)
+    yield ""
+    yield plain(
+        "bits: per weight, all files of weights counted. share: of the original's size. ppl: "
+        "perplexity; change: against the original's. KL: nats per token."
+    )
+    places = [row.path for row in summary.rows if row.standing is not QuantizeStatus.FAILED]
+    yield from render_notes("Predicted", list(_memory(summary)))
+    yield from render_notes("Written", places)
+    yield from render_notes("Beware", list(dict.fromkeys(_notes(summary))))
+
+
+def _table(summary: QuantizeSummary) -> RenderableType:
+    is_checked = any(row.check is not None for row in summary.rows)
+    columns = [
+        Column(title="", style="bold"),
+        Column(title="bits", right=True),
+        Column(title="size", right=True),
+        Column(title="share", right=True),
+    ]
+    if is_checked:
+        columns += [
+            Column(title="ppl", right=True),
+            Column(title="change", right=True),
+            Column(title="KL", right=True),
+            Column(title="top-1", right=True),
+        ]
+    columns += [Column(title="time", right=True), Column(title="verdict", keep=False)]
+    return make_table(columns, [_row(row, is_checked=is_checked) for row in summary.rows])
+
+
+def _row(row: QuantizedModel, *, is_checked: bool) -> list[Cell]:
+    verdict = Text(_verdict(row), style=_STYLES[row.standing])
+    if row.standing is QuantizeStatus.FAILED:
+        return [row.target.value, *[""] * (8 if is_checked else 4), verdict]
+    cells: list[Cell] = [
+        row.target.value,
+        f"{row.bits_per_weight:.2f}",
+        render_bytes(row.size_bytes),
+        f"{100 * row.of_original_fraction:.0f}%",
+    ]
+    if is_checked:
+        cells += _quality(row)
+    return [*cells, render_seconds(row.seconds), verdict]
+
+
+def _memory(summary: QuantizeSummary) -> Iterator[str]:
+    """Predicted beside measured, for what was made."""
+    for row in summary.rows:
+        if row.predicted is not None and row.peak_host_bytes:
+            memory, disk = row.predicted.host_bytes, row.predicted.disk_bytes
+            yield (
+                f"{row.target.value}: memory {render_bytes(memory)}, measured "
+                f"{render_bytes(row.peak_host_bytes)}; disk {render_bytes(disk)}, measured "
+                f"{render_bytes(row.size_bytes)}"
+            )
+
+
+def _quality(row: QuantizedModel) -> list[Cell]:
+    check = row.check
+    if check is None:
+        return [""] * 4
+    change = check.perplexity_change_fraction
+    return [
+        _number(check.perplexity, ".3f"),
+        "" if change is None else f"{100 * change:+.1f}%",
+        _number(check.mean_kl, ".4f"),
+        "" if check.top1_fraction is None else f"{100 * check.top1_fraction:.1f}%",
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:{form}}" if value < 10_000 else f"{value:.2g}"
+
+
+def _verdict(row: QuantizedModel) -> str:
+    if row.standing is QuantizeStatus.MADE:
+        return "not checked"
+    if row.standing is QuantizeStatus.FAILED:
+        return f"not made: {row.problem}"
+    has_warning = row.check is not None and any(
+        finding.level is Level.WARNING for finding in row.check.findings
+    )
+    return "good (!)" if has_warning and row.standing is QuantizeStatus.GOOD else row.standing.value
+
+
+def _notes(summary: QuantizeSummary) -> Iterator[str]:
+    for row in summary.rows:
+        yield from row.notes
+        if row.check is not None:
+            for finding in row.check.findings:
+                if finding.level is not Level.NOTE:
+                    yield f"{row.target.value}: {finding.text}"
+    yield from summary.notes
 
 
 def quantize(flags: QuantizeFlags) -> None:
@@ -39,24 +175,24 @@ def quantize(flags: QuantizeFlags) -> None:
     if not flags.to:
         raise UsageError(
             "No format to quantize to was named.",
-            remedy=f"tightfit quantize {shorten(flags.model)} --to {'|'.join(FORMATS)}",
+            remedy=f"tightfit quantize {shorten(flags.model)} --to {'|'.join(QUANTIZE_FORMATS)}",
         )
-    tool = TOOLS[0]
+    tool = GPTQ_TOOLS[0]
     if flags.gptq_tool is not None:
-        tool = choices.read_word(flags.gptq_tool, TOOLS, option="--gptq-tool")
+        tool = choices.read_word(flags.gptq_tool, GPTQ_TOOLS, option="--gptq-tool")
     require_packages("Quantizing", "torch", "transformers", "gguf", extra="quantize")
-    from tightfit.export.quantize.make import MakeOptions
+    from tightfit.export.formats import read_formats
     from tightfit.export.quantize.quantize import QuantizeRequest, quantize_model
-    from tightfit.export.quantize.targets import read_targets
+    from tightfit.export.quantize.quantizer import QuantizeOptions
 
-    targets = read_targets(flags.to)
-    with progress_bar() as report, _faults_told():
+    targets = read_formats(flags.to)
+    with progress_bar() as report, _errors_reported():
         summary = quantize_model(
             QuantizeRequest(
                 model=flags.model,
                 targets=targets,
                 out=None if flags.out is None else Path(flags.out).expanduser(),
-                options=MakeOptions(
+                options=QuantizeOptions(
                     calibrate=flags.calibrate,
                     num_rows=flags.rows,
                     iters=flags.iters,
@@ -76,28 +212,26 @@ def quantize(flags: QuantizeFlags) -> None:
 
 
 @contextlib.contextmanager
-def _faults_told() -> Iterator[None]:
+def _errors_reported() -> Iterator[None]:
     """A disk that is full or must not be written is the user's to mend, wherever it shows."""
     try:
         yield
     except OSError as fault:
         where = f" {fault.filename2 or fault.filename}" if fault.filename else ""
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"Cannot write{where}: {fault.strerror or fault}.",
             remedy="--out a folder that is writable and has free space; finished formats are kept",
         ) from fault
 
 
-def _show(summary: QuantizeSummary, targets: Sequence[Target], *, as_json: bool) -> None:
+def _show(summary: QuantizeSummary, targets: Sequence[ExportFormat], *, as_json: bool) -> None:
     if as_json:
         show_json(summary.model_dump(mode="json"))
     else:
-        from tightfit.cli.render.quantize import show_summary
-
         show_summary(summary)
     if summary.plot is not None:
         announce(Path(summary.plot))
-    fault = _find_fault(summary, targets)
+    fault = _find_error(summary, targets)
     if fault is not None and as_json:
         # The document on stdout has said it already: no second one, only the code.
         raise typer.Exit(fault.exit_code)
@@ -105,14 +239,14 @@ def _show(summary: QuantizeSummary, targets: Sequence[Target], *, as_json: bool)
         raise fault
 
 
-def _find_fault(summary: QuantizeSummary, targets: Sequence[Target]) -> UserError | None:
+def _find_error(summary: QuantizeSummary, targets: Sequence[ExportFormat]) -> UserError | None:
     """What the command ends with: a broken result before one that could not be made."""
-    from tightfit.export.quantize.summary import Standing
+    from tightfit.export.quantize.summary import QuantizeStatus
     from tightfit.export.verify.verdict import Level
 
     rows = [row for row in summary.rows if row.target in targets]
     for row in rows:
-        if row.standing is Standing.REJECTED and row.check is not None:
+        if row.standing is QuantizeStatus.REJECTED and row.check is not None:
             first = next(f for f in row.check.findings if f.level is Level.FAIL)
             return CheckFailedError(
                 f"{row.target.value} is not good enough to be used: {first.text} It is kept as "
@@ -120,7 +254,7 @@ def _find_fault(summary: QuantizeSummary, targets: Sequence[Target]) -> UserErro
                 remedy=first.remedy or "choose a width with more bits, or calibrate on more data",
             )
     for row in rows:
-        if row.standing is Standing.FAILED:
+        if row.standing is QuantizeStatus.FAILED:
             return UserError(
                 f"{row.target.value} could not be made: {row.problem}",
                 remedy=row.remedy or "run the same command again; what is done stays done",
@@ -128,11 +262,11 @@ def _find_fault(summary: QuantizeSummary, targets: Sequence[Target]) -> UserErro
     return None
 
 
-def _make_check(flags: QuantizeFlags, report: Report | None) -> Check:
-    from tightfit.export.verify.chain import DEFAULT_TOKENS, VerifyRequest, verify_chain
+def _make_check(flags: QuantizeFlags, report: Report | None) -> QuantizeCheck:
+    from tightfit.export.verify.verify import DEFAULT_TOKENS, VerifyRequest, verify_models
 
     def check(reference: Artefact, others: Sequence[Artefact]) -> Verdict:
-        return verify_chain(
+        return verify_models(
             VerifyRequest(
                 reference=reference,
                 others=tuple(others),
@@ -147,7 +281,7 @@ def _make_check(flags: QuantizeFlags, report: Report | None) -> Check:
     return check
 
 
-def _announce_forecasts(forecasts: Mapping[Target, Forecast]) -> None:
+def _announce_forecasts(forecasts: Mapping[ExportFormat, QuantizeForecast]) -> None:
     """What is to come, on stderr: stdout is for the table."""
     for target, forecast in forecasts.items():
         write_err(

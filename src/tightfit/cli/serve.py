@@ -1,26 +1,70 @@
-"""`tightfit serve`: models behind OpenAI's HTTP API."""
+"""`tightfit serve`: models behind an OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tightfit.cli.engine_choice import engine_request
-from tightfit.cli.faults import DEBUG_VARIABLE
-from tightfit.cli.flags.serve import DEFAULT_HOST, DEFAULT_PORT, ServeFlags
-from tightfit.cli.require import require_packages
-from tightfit.cli.terminal.harmless import harmless
-from tightfit.cli.terminal.output import write_err, write_out
+from tightfit.cli.error_report import DEBUG_VARIABLE
+from tightfit.cli.options.engines import engine_request
+from tightfit.cli.options.serving import DEFAULT_HOST, DEFAULT_PORT, ServeFlags
+from tightfit.cli.packages import require_packages
+from tightfit.cli.terminal.output import harmless, write_err, write_out
 from tightfit.core.errors import UsageError
 
 if TYPE_CHECKING:
     from tightfit.engines.protocol import Engine
     from tightfit.runtime.artefacts import Artefact
-    from tightfit.serve.api.app import ApiSettings
-    from tightfit.serve.api.server import ApiServer, Bound, Loaded
+    from tightfit.serve.http.app import ApiSettings
+    from tightfit.serve.http.server import (
+        ApiServer,
+        BoundSocket,
+        LoadedModel,
+        ReadyModel,
+        ServerReady,
+    )
+
+
+# How a server that answers presents itself.
+
+
+def render_ready(ready: ServerReady) -> str:
+    """The models, why they run where they run, and two lines to try."""
+    lines = [line for model in ready.models for line in _model_lines(model)]
+    lines += ["", f"address  {ready.url}"]
+    if ready.api_key is not None:
+        lines.append(f"key      {ready.api_key}    (shown this once; export TIGHTFIT_API_KEY=KEY)")
+    lines += ["", _curl(ready), "", _client(ready), "", "Ctrl-C stops it."]
+    return "\n".join(lines) + "\n"
+
+
+def _model_lines(model: ReadyModel) -> list[str]:
+    also = f" (also {', '.join(model.aliases)})" if model.aliases else ""
+    return [
+        harmless(f"{model.id}{also}: {model.format} on {model.engine}, {model.device}"),
+        harmless(f"  {model.why}"),
+        f"  {model.max_context:,} tokens of prompt and answer, {model.num_slots} answers at once",
+    ]
+
+
+def _curl(ready: ServerReady) -> str:
+    body = {"model": ready.models[0].id, "messages": [{"role": "user", "content": "Hello"}]}
+    key = ' -H "Authorization: Bearer $TIGHTFIT_API_KEY"' if ready.needs_api_key else ""
+    told = shlex.quote(harmless(json.dumps(body, ensure_ascii=False)))
+    return (
+        f"curl {ready.base_url}/chat/completions -H 'Content-Type: application/json'{key} -d {told}"
+    )
+
+
+def _client(ready: ServerReady) -> str:
+    key = 'os.environ["TIGHTFIT_API_KEY"]' if ready.needs_api_key else '"none"'
+    return f'openai.OpenAI(base_url="{ready.base_url}", api_key={key})'
+
 
 KEY_VARIABLE = "TIGHTFIT_API_KEY"
 
@@ -29,15 +73,21 @@ def serve(flags: ServeFlags) -> None:
     """Bind, load, answer until a signal."""
     require_packages("Serving", "fastapi", "uvicorn", "tokenizers", "jinja2", extra="serve")
     from tightfit.runtime.artefacts import find_artefact
-    from tightfit.serve.api.names import name_models
-    from tightfit.serve.api.server import DEFAULT_DRAIN_SECONDS, ApiServer, bind
+    from tightfit.serve.http.server import (
+        DEFAULT_DRAIN_SECONDS,
+        ApiServer,
+        bind_socket,
+        name_models,
+    )
 
     for text in (*flags.targets, *(flags.names or ())):
         if not text.strip():
             raise UsageError("A model's name is empty.", remedy="tightfit serve MODEL --name NAME")
     artefacts = [find_artefact(target) for target in flags.targets]
     names = name_models(artefacts, flags.names or ())
-    bound = bind(flags.host or DEFAULT_HOST, DEFAULT_PORT if flags.port is None else flags.port)
+    bound = bind_socket(
+        flags.host or DEFAULT_HOST, DEFAULT_PORT if flags.port is None else flags.port
+    )
     api_key, made_key = _choose_key(flags.api_key, is_loopback=bound.is_loopback)
     server = ApiServer(
         bound,
@@ -79,14 +129,14 @@ def _choose_key(given: str | None, *, is_loopback: bool) -> tuple[str | None, st
     return key, None
 
 
-def _settings(flags: ServeFlags, bound: Bound, api_key: str | None) -> ApiSettings:
-    from tightfit.serve.api.app import (
+def _settings(flags: ServeFlags, bound: BoundSocket, api_key: str | None) -> ApiSettings:
+    from tightfit.serve.http.app import (
         DEFAULT_MAX_BODY_BYTES,
         DEFAULT_MAX_QUEUE,
         DEFAULT_TIMEOUT_SECONDS,
         ApiSettings,
     )
-    from tightfit.serve.api.server import LOOPBACK_NAMES
+    from tightfit.serve.http.server import LOOPBACK_NAMES
 
     return ApiSettings(
         api_key=api_key,
@@ -111,10 +161,10 @@ def _report_fault(fault: Exception) -> None:
 
 def _loader(
     flags: ServeFlags, artefacts: Sequence[Artefact], names: Sequence[tuple[str, ...]]
-) -> Callable[[], list[Loaded]]:
-    def load() -> list[Loaded]:
+) -> Callable[[], list[LoadedModel]]:
+    def load() -> list[LoadedModel]:
         from tightfit.engines.open import open_engine
-        from tightfit.serve.api.server import Loaded
+        from tightfit.serve.http.server import LoadedModel
 
         opened: dict[object, Engine] = {}
         loaded = []
@@ -125,7 +175,7 @@ def _loader(
                 if key not in opened:
                     write_err(f"loading {harmless(artefact.name)}\n")
                     opened[key] = open_engine(engine_request(flags, artefact))
-                loaded.append(Loaded(engine=opened[key], names=called))
+                loaded.append(LoadedModel(engine=opened[key], names=called))
         except BaseException:
             for engine in opened.values():
                 engine.close()
@@ -139,9 +189,8 @@ def _announcer(
     flags: ServeFlags, server: ApiServer, *, api_key: str | None, made_key: str | None
 ) -> Callable[[], None]:
     def announce_ready() -> None:
-        from tightfit.cli.render.serve import render_ready
         from tightfit.core.files import write_atomic
-        from tightfit.serve.api.ready import describe_ready
+        from tightfit.serve.http.server import describe_ready
 
         ready = describe_ready(server, needs_api_key=api_key is not None, made_key=made_key)
         if flags.ready_file is not None:

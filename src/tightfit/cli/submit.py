@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tightfit.cli.flags.submit import SubmitFlags
-from tightfit.cli.terminal.harmless import shorten
+from tightfit.cli.options.clusters import SubmitFlags
+from tightfit.cli.terminal.output import shorten
 from tightfit.core.errors import UsageError, UserError
 
 _KUBERNETES = ("k8s", "kubernetes")
@@ -47,14 +47,14 @@ def _find_system(flags: SubmitFlags) -> str:
 
 def _recorded(job: str) -> str | None:
     """What the run was submitted to, or the recipe's `on`."""
-    from tightfit.cli.job import RECIPE_ENDINGS
-    from tightfit.cli.training.place import read_wish_file
+    from tightfit.cli.training.request import RECIPE_ENDINGS
+    from tightfit.cli.training.run_folder import read_request_file
     from tightfit.core.recipe import read_recipe
-    from tightfit.ledger.find import find_run
+    from tightfit.runs.find import find_run
 
     run = find_run(job)
     if run is not None:
-        wish = read_wish_file(run.path)
+        wish = read_request_file(run.path)
         return None if wish is None else wish.recipe.on
     if not job.lower().endswith(RECIPE_ENDINGS):
         return None

@@ -5,32 +5,32 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import write_err, write_out
-from tightfit.cli.training.display import open_display
-from tightfit.cli.training.end import end_run, find_artefact, list_kept_plans
-from tightfit.cli.training.folder import write_folder
+from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.terminal.output import show_json, write_err, write_out
+from tightfit.cli.terminal.run_display import Progress, open_display
+from tightfit.cli.training.finish import find_artefact, finish_run, list_kept_plans
 from tightfit.cli.training.hardware import limiting, read_limit, read_rendezvous
-from tightfit.cli.training.job import read_training_job
-from tightfit.cli.training.place import (
-    Place,
-    Stage,
-    find_place,
+from tightfit.cli.training.plan import PlannedJob, plan_job, reuse_plan
+from tightfit.cli.training.request import TrainRequest
+from tightfit.cli.training.run_folder import (
+    LOCK_WAIT_SECONDS,
+    RunLocation,
+    RunStage,
+    find_run_location,
+    is_finished,
     move_aside,
     name_folder,
     one_node_at_a_time,
+    open_planned,
+    read_training_job,
+    write_folder,
 )
-from tightfit.cli.training.plan import Ready, make_ready, reuse_plan
-from tightfit.cli.training.planned import LOCK_WAIT_SECONDS, is_finished, open_planned
-from tightfit.cli.training.progress import Progress
-from tightfit.cli.training.recipe import Wish
+from tightfit.clusters.local.launcher import run_job
+from tightfit.clusters.requirements import check_space, estimate_run_bytes
 from tightfit.core.errors import UserError
-from tightfit.launch.local import run_job
-from tightfit.launch.space import check_space, estimate_run_bytes
-from tightfit.ledger.run_folder import RunFolder
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import name_method
+from tightfit.runs.run_folder import RunFolder
 
 
 def train(flags: TrainFlags) -> None:
@@ -40,7 +40,7 @@ def train(flags: TrainFlags) -> None:
     if flags.as_planned:
         run, plan = open_planned(flags)
         if is_finished(run):
-            _tell_finished(run, flags)
+            _report_finished(run, flags)
             return
     else:
         found = _find_run(flags)
@@ -57,17 +57,17 @@ def _find_run(flags: TrainFlags) -> tuple[RunFolder, Plan] | None:
     """The run as it will go, made or gone on with; None where it is finished."""
     wish, saved = read_training_job(flags)
     with one_node_at_a_time(wish, flags):
-        place = find_place(wish, flags)
-        if place.stage is Stage.FINISHED and not flags.dry_run:
-            _tell_finished(place.run, flags)
+        place = find_run_location(wish, flags)
+        if place.stage is RunStage.FINISHED and not flags.dry_run:
+            _report_finished(place.run, flags)
             return None
         return _prepare(wish, saved, place, flags)
 
 
-def _tell_finished(run: RunFolder, flags: TrainFlags) -> None:
+def _report_finished(run: RunFolder, flags: TrainFlags) -> None:
     artefact = find_artefact(run)
     if flags.as_json:
-        from tightfit.ledger.report import read_report
+        from tightfit.runs.report import read_report
 
         show_json(
             {
@@ -84,13 +84,13 @@ def _tell_finished(run: RunFolder, flags: TrainFlags) -> None:
 
 
 def _prepare(
-    wish: Wish, saved: Plan | None, place: Place, flags: TrainFlags
+    wish: TrainRequest, saved: Plan | None, place: RunLocation, flags: TrainFlags
 ) -> tuple[RunFolder, Plan]:
     """Plan, check the disk, and make or reopen the folder."""
-    begun = place.run.read_plan() if place.stage is Stage.BEGUN else None
+    begun = place.run.read_plan() if place.stage is RunStage.BEGUN else None
     # Every node reads the data, so that of several nodes lies in the folder they share.
     cache = place.folder.absolute() if place.folder is not None and flags.nodes > 1 else None
-    ready = _make_ready(wish, saved, begun, flags, cache=cache)
+    ready = _plan_run(wish, saved, begun, flags, cache=cache)
     folder = place.folder or name_folder(wish, name_method(ready.plan.strategy))
     run = RunFolder(path=folder.absolute())
     check_space(run.path, ready.plan)
@@ -101,19 +101,24 @@ def _prepare(
     return run, ready.plan
 
 
-def _make_ready(
-    wish: Wish, saved: Plan | None, begun: Plan | None, flags: TrainFlags, *, cache: Path | None
-) -> Ready:
+def _plan_run(
+    wish: TrainRequest,
+    saved: Plan | None,
+    begun: Plan | None,
+    flags: TrainFlags,
+    *,
+    cache: Path | None,
+) -> PlannedJob:
     if saved is not None and begun is None:
         return reuse_plan(saved, wish, cache=cache)
     if begun is None:
-        return make_ready(wish, flags, cache=cache)
+        return plan_job(wish, flags, cache=cache)
     if _has_moved(wish, flags, begun):
-        return make_ready(wish, flags, cache=cache, begun=begun)
+        return plan_job(wish, flags, cache=cache, begun=begun)
     return reuse_plan(begun, wish, cache=cache).keep(begun)
 
 
-def _has_moved(wish: Wish, flags: TrainFlags, begun: Plan) -> bool:
+def _has_moved(wish: TrainRequest, flags: TrainFlags, begun: Plan) -> bool:
     """Whether the run is to go on with other hardware than its plan was made for."""
     if wish.recipe.on is None and flags.nodes == begun.strategy.num_nodes:
         return False
@@ -160,7 +165,7 @@ def _start(run: RunFolder, plan: Plan, flags: TrainFlags, *, limit_bytes: int | 
             rendezvous=read_rendezvous(flags),
             lock_wait_seconds=LOCK_WAIT_SECONDS if flags.as_planned else 0.0,
         )
-    end_run(
+    finish_run(
         run,
         state,
         num_kept_before=num_kept,

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tightfit.cli.flags.verify import VerifyFlags
-from tightfit.cli.require import require_packages
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import announce
-from tightfit.cli.terminal.progress_bar import progress_bar
+from tightfit.cli.options.export import VerifyFlags
+from tightfit.cli.packages import require_packages
+from tightfit.cli.terminal.output import announce, progress_bar, show_json
 from tightfit.core.errors import CheckFailedError, InvalidInputError, UsageError, UserError
 
 if TYPE_CHECKING:
@@ -23,9 +21,9 @@ def verify(flags: VerifyFlags) -> None:
     if any(not name.strip() for name in flags.others):
         raise UsageError("A model to check has no name.", remedy="tightfit verify REFERENCE OTHER")
     require_packages("Checking", "torch", "transformers")
-    from tightfit.export.verify.chain import DEFAULT_TOKENS, VerifyRequest, verify_chain
-    from tightfit.export.verify.limits import read_step
+    from tightfit.export.verify.judge import read_step
     from tightfit.export.verify.sample import read_prompts
+    from tightfit.export.verify.verify import DEFAULT_TOKENS, VerifyRequest, verify_models
     from tightfit.runtime.artefacts import find_artefact
 
     step = None if flags.step is None else read_step(flags.step)
@@ -33,7 +31,7 @@ def verify(flags: VerifyFlags) -> None:
     reference = find_artefact(flags.reference)
     others, broken = _find_others(flags.others)
     with progress_bar() as report:
-        verdict = verify_chain(
+        verdict = verify_models(
             VerifyRequest(
                 reference=reference,
                 others=others,

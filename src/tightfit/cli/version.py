@@ -5,9 +5,8 @@ from __future__ import annotations
 import platform
 
 from tightfit import __version__
-from tightfit.cli.flags.version import VersionFlags
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import write_out
+from tightfit.cli.options.catalogue import VersionFlags
+from tightfit.cli.terminal.output import show_json, write_out
 
 
 def version(flags: VersionFlags) -> None:

@@ -60,7 +60,7 @@ class DoesNotFitError(UserError):
     exit_code = 5
 
 
-class EnvironmentFaultError(UserError):
+class SetupError(UserError):
     """This machine lacks something the command needs."""
 
     exit_code = 6

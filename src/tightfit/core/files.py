@@ -1,4 +1,6 @@
-"""Atomic writes: a file on disk is either the old one or the new one, whole."""
+"""Files: atomic writes (a file is either the old one or the new one, whole) and the cache
+folder.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -82,12 +84,12 @@ def _resolve_target(path: Path) -> Path:
     try:
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
         if target.is_symlink():
-            raise EnvironmentFaultError(
+            raise SetupError(
                 f"Cannot write {text!r}: its links lead in a circle.",
                 remedy=f"ls -l {_shell(path)}",
             )
         if not target.parent.exists():
-            raise EnvironmentFaultError(
+            raise SetupError(
                 f"Cannot write {text!r}: there is no folder {str(target.parent)!r}.",
                 remedy=f"mkdir -p {_shell(target.parent)}",
             )
@@ -105,7 +107,7 @@ def _mode_to_keep(path: Path, target: Path) -> int:
         raise _cannot_write(path, fault) from fault
     kind = describe_kind(mode)
     if kind is not None:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"Cannot write {str(path)!r}: it is {kind}, and only a file can be replaced.",
             remedy="name a file; to print the result instead, use --json"
             if kind != "a folder"
@@ -137,8 +139,31 @@ def _shell(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _cannot_write(path: Path, fault: OSError) -> EnvironmentFaultError:
-    return EnvironmentFaultError(
+def _cannot_write(path: Path, fault: OSError) -> SetupError:
+    return SetupError(
         f"Cannot write {str(path)!r}: {fault.strerror or fault}.",
         remedy="choose a folder that is writable and has free space",
     )
+
+
+# Where things that can be made again are kept: encoded data, unpacked models.
+
+
+def cache_folder() -> Path:
+    """`TIGHTFIT_CACHE`, else `XDG_CACHE_HOME/tightfit`, else `~/.cache/tightfit`. Not made here.
+
+    A relative `XDG_CACHE_HOME` is ignored, as the XDG base directory
+    specification asks (specifications.freedesktop.org/basedir-spec, version 0.8).
+    """
+    if named := os.environ.get("TIGHTFIT_CACHE"):
+        return Path(named).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    if shared and Path(shared).is_absolute():
+        return Path(shared) / "tightfit"
+    try:
+        return Path.home() / ".cache" / "tightfit"
+    except RuntimeError as fault:  # no HOME and no entry in the password file, as in containers
+        raise SetupError(
+            "There is no home folder to keep encoded data in.",
+            remedy="export TIGHTFIT_CACHE=/a/folder/with/space",
+        ) from fault

@@ -18,7 +18,6 @@ from pydantic import (
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
-from tightfit.core.faults import Place, describe_faults, describe_value, dotted
 from tightfit.core.strategy import MAX_SEQ_LEN, Method, Strategy
 from tightfit.core.training import (
     DEFAULT_LEARNING_RATES,
@@ -28,6 +27,7 @@ from tightfit.core.training import (
     Training,
     TrainOn,
 )
+from tightfit.core.validation import KeyPath, describe_validation_errors, describe_value, dotted
 
 if TYPE_CHECKING:
     from tightfit.core.yaml_text import YamlDocument
@@ -221,7 +221,7 @@ def read_recipe(path: Path | str) -> Recipe:
         recipe = Recipe.model_validate_json(json.dumps(_spelt_out(plain)), strict=True)
     except ValidationError as error:
         homes = {f"strategy.{name}": home for name, home in TOP_LEVEL_HOMES.items()}
-        faults += describe_faults(error, Recipe, lines=document.lines, homes=homes)
+        faults += describe_validation_errors(error, Recipe, lines=document.lines, homes=homes)
         raise _refused(document, faults) from error
     if faults:
         raise _refused(document, faults)
@@ -232,7 +232,7 @@ _MAX_DEPTH = 16
 _MAX_BITS = 200
 
 
-def _plain(value: Any, place: Place, document: YamlDocument, faults: list[str]) -> Any:
+def _plain(value: Any, place: KeyPath, document: YamlDocument, faults: list[str]) -> Any:
     """The value in JSON's types alone, with unstated (empty) values left out."""
     if len(place) <= _MAX_DEPTH and isinstance(value, dict):
         plain = {}
@@ -262,7 +262,7 @@ def _not_plain(value: Any) -> str | None:
     return f"is {describe_value(value)}, which a recipe does not hold"
 
 
-def _at(place: Place, document: YamlDocument) -> str:
+def _at(place: KeyPath, document: YamlDocument) -> str:
     line = document.lines.get(place)
     return (f"line {line}: " if line else "") + f"`{dotted(place)}` "
 

@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
-from tightfit.core.faults import Place
 from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.units import KIB, MIB
+from tightfit.core.validation import KeyPath
 
 MAX_BYTES = 256 * 1024
 """Far above any file written by hand; keeps a wrong file from being parsed for minutes."""
@@ -26,7 +26,7 @@ class YamlDocument:
 
     path: Path
     value: Any
-    lines: dict[Place, int]
+    lines: dict[KeyPath, int]
 
 
 def read_yaml(path: Path) -> YamlDocument:
@@ -48,7 +48,7 @@ def read_yaml(path: Path) -> YamlDocument:
     return YamlDocument(path=path, value=value, lines=lines)
 
 
-def _parse(text: str) -> tuple[Any, dict[Place, int]]:
+def _parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -147,9 +147,9 @@ for _tag, _pattern, _starts in (
     )
 
 
-def _lines(root: yaml.Node) -> dict[Place, int]:
-    lines: dict[Place, int] = {}
-    todo: list[tuple[Place, yaml.Node, int]] = [((), root, root.start_mark.line)]
+def _lines(root: yaml.Node) -> dict[KeyPath, int]:
+    lines: dict[KeyPath, int] = {}
+    todo: list[tuple[KeyPath, yaml.Node, int]] = [((), root, root.start_mark.line)]
     while todo:
         place, node, line = todo.pop()
         lines[place] = line + 1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.suggest import nearest
-from tightfit.data.row import Row, excerpt, kind_of
+from tightfit.data.streams import Row, excerpt, json_type_name
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
@@ -175,14 +175,14 @@ def _as_answer(row: Row, value: Any) -> list[Message]:
 
 def _messages(row: Row, value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else f"{kind_of(value)}: {excerpt(value)}"
+        found = "an empty list" if value == [] else f"{json_type_name(value)}: {excerpt(value)}"
         raise _bad(row, f"expected a list of messages, found {found}")
     return [_message(row, item, number) for number, item in enumerate(value, start=1)]
 
 
 def _message(row: Row, item: Any, number: int) -> Message:
     if not isinstance(item, Mapping):
-        raise _bad(row, f"message {number} is {kind_of(item)}, not an object")
+        raise _bad(row, f"message {number} is {json_type_name(item)}, not an object")
     role = item.get("role", item.get("from"))
     known = _ROLES.get(role.lower()) if isinstance(role, str) else None
     if known is None:
@@ -227,7 +227,7 @@ def _optional(row: Row, key: str) -> str:
 def _text(row: Row, key: str, value: Any) -> str:
     if isinstance(value, str):
         return value
-    raise _bad(row, f"expected text as {key}, found {kind_of(value)}: {excerpt(value)}")
+    raise _bad(row, f"expected text as {key}, found {json_type_name(value)}: {excerpt(value)}")
 
 
 def _bad(row: Row, problem: str) -> InvalidInputError:

@@ -1,26 +1,145 @@
-"""Profile a dataset: lengths of its rows in tokens and what they mean for batches."""
+"""Profile a dataset: token counts of all rows or of an even sample, in bounded memory."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.strategy import MAX_SEQ_LEN
 from tightfit.core.training import DataSource
-from tightfit.core.workload import DataProfile
-from tightfit.data.epochs import epoch_rows
-from tightfit.data.formats import to_turns
-from tightfit.data.lengths import buckets, estimate_padding_waste, percentiles, scaled
-from tightfit.data.meter import Meter, ReadProgress
-from tightfit.data.packing import count_packed_rows
-from tightfit.data.read import data_files
-from tightfit.data.sources import OpenedSource, open_source, read_source
-from tightfit.data.streams import size_of
-from tightfit.data.tally import Tally, Totals
-from tightfit.data.token_store import TokenStore
-from tightfit.data.tokens import TOKENS_PER_MESSAGE, token_counter
+from tightfit.data.formats import Turns, to_turns
+from tightfit.data.packing import (
+    buckets,
+    count_packed_rows,
+    estimate_padding_waste,
+    percentiles,
+    scaled,
+)
+from tightfit.data.sources import OpenedSource, data_files, open_source, read_source
+from tightfit.data.streams import ReadMeter, ReadProgress, file_size
+from tightfit.data.token_counts import (
+    TOKENS_PER_MESSAGE,
+    TOKENS_PER_ROW,
+    TRAINED_END_TOKENS,
+    TokenCounter,
+    token_counter,
+)
+from tightfit.data.token_store import TokenStore, epoch_rows
+
+# Counting rows in batches, all of them or an even sample, in bounded memory.
+
+_BATCH_ROWS = 512
+_BATCH_CHARS = 4_000_000
+_SAMPLE_SEED = 20_240_917  # fixed: the same file gives the same profile
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenTotals:
+    """Sums over counted rows, cut to `seq_len`; memory grows with distinct lengths only."""
+
+    seq_len: int
+    rows_by_length: Counter[int] = field(default_factory=Counter)
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    num_truncated: int = 0
+    num_lost_tokens: int = 0
+
+    def add(self, length: int, num_trained: int, copies: int = 1) -> None:
+        """One row. Truncation keeps its head, so the answer at its end is lost first."""
+        lost = max(length - self.seq_len, 0)
+        self.rows_by_length[length - lost] += copies
+        self.num_rows += copies
+        self.num_tokens += (length - lost) * copies
+        self.num_trained_tokens += max(num_trained - lost, 0) * copies
+        self.num_truncated += copies if lost > 0 else 0
+        self.num_lost_tokens += lost * copies
+
+
+class _Sampled(NamedTuple):
+    mark: float
+    """Drawn at random; a row stays while its mark is under the threshold."""
+    length: int
+    num_trained: int
+    copies: int
+
+
+class TokenTally:
+    """Counts the tokens of rows; beyond `limit` rows it thins out what it keeps by halves.
+
+    Every row is equally likely to be kept, wherever it stands in the file, and
+    the longest row by characters is counted for `longest` even if not kept.
+    """
+
+    def __init__(self, *, counter: TokenCounter, seq_len: int, limit: int | None) -> None:
+        self.counter = counter
+        self.totals = TokenTotals(seq_len=seq_len)
+        self.num_rows = 0
+        self.longest = 0
+        self._limit = limit
+        self._threshold = 1.0
+        self._sample: list[_Sampled] = []
+        self._pending: list[tuple[float, int, Turns]] = []
+        self._pending_chars = 0
+        self._longest_chars = 0
+        self._longest_turns: Turns | None = None
+        self._random = random.Random(_SAMPLE_SEED)
+
+    def add(self, turns: Turns, copies: int = 1) -> None:
+        """One row, seen `copies` times in an epoch."""
+        self.num_rows += copies
+        num_chars = len(turns.prompt) + len(turns.answer)
+        mark = 0.0 if self._limit is None else self._random.random()
+        if mark >= self._threshold:
+            if num_chars > self._longest_chars:
+                self._longest_chars, self._longest_turns = num_chars, turns
+            return
+        self._pending.append((mark, copies, turns))
+        self._pending_chars += num_chars
+        if len(self._pending) >= _BATCH_ROWS or self._pending_chars > _BATCH_CHARS:
+            self._count_pending()
+
+    def finish(self) -> None:
+        """Count what is left and close the sums."""
+        self._count_pending()
+        if self._longest_turns is not None:
+            [(length, _)] = self._count([self._longest_turns])
+            self.longest = max(self.longest, length)
+        for item in self._sample:
+            self.totals.add(item.length, item.num_trained, item.copies)
+        self._sample.clear()
+
+    def _count_pending(self) -> None:
+        counts = self._count([turns for _, _, turns in self._pending])
+        for (mark, copies, _), (length, num_trained) in zip(self._pending, counts, strict=True):
+            self.longest = max(self.longest, length)
+            if self._limit is None:
+                self.totals.add(length, num_trained, copies)
+            else:
+                self._sample.append(_Sampled(mark, length, num_trained, copies))
+        self._pending.clear()
+        self._pending_chars = 0
+        while self._limit is not None and len(self._sample) > self._limit:
+            self._threshold /= 2
+            self._sample = [item for item in self._sample if item.mark < self._threshold]
+
+    def _count(self, batch: list[Turns]) -> list[tuple[int, int]]:
+        prompts = self.counter.count([turns.prompt for turns in batch])
+        answers = self.counter.count([turns.answer for turns in batch])
+        return [
+            (
+                prompt + answer + TOKENS_PER_ROW + TOKENS_PER_MESSAGE * turns.num_messages,
+                answer + TRAINED_END_TOKENS if answer else 0,
+            )
+            for turns, prompt, answer in zip(batch, prompts, answers, strict=True)
+        ]
+
 
 Sources = Path | str | Sequence[Path | str | DataSource]
 """Paths, or sources with weight and part; what a source holds back for evaluation is left out."""
@@ -54,11 +173,11 @@ def profile_dataset(
         )
     counter = token_counter(model)
     limit = sample_limit or (EXACT_SAMPLE_ROWS if counter.is_exact else None)
-    tally = Tally(counter=counter, seq_len=seq_len, limit=limit)
+    tally = TokenTally(counter=counter, seq_len=seq_len, limit=limit)
     formats: dict[str, None] = {}
     opened = _open(source)
-    total = sum(size_of(path) for item in opened for path in item.files)
-    meter = Meter(watch, total_bytes=total)
+    total = sum(file_size(path) for item in opened for path in item.files)
+    meter = ReadMeter(watch, total_bytes=total)
     draw = random.Random(_SEED)
     for item in opened:
         for row, row_format in read_source(item, meter):
@@ -137,7 +256,7 @@ def _open(source: Sources) -> list[OpenedSource]:
     return opened
 
 
-def _summary(tally: Tally, source: str, row_format: str) -> DataProfile:
+def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
     totals = tally.totals
     factor = tally.num_rows / totals.num_rows
     if not totals.num_trained_tokens:
@@ -171,14 +290,14 @@ def _summary(tally: Tally, source: str, row_format: str) -> DataProfile:
     )
 
 
-def _described(tally: Tally, num_counted: int) -> str:
+def _described(tally: TokenTally, num_counted: int) -> str:
     parts = [tally.counter.description, f"{TOKENS_PER_MESSAGE} tokens per message for the template"]
     if num_counted < tally.num_rows:
         parts.append(f"{num_counted:,} of {tally.num_rows:,} rows counted")
     return "; ".join(parts)
 
 
-def _nothing_to_train(source: str, totals: Totals) -> InvalidInputError:
+def _nothing_to_train(source: str, totals: TokenTotals) -> InvalidInputError:
     if totals.num_truncated:
         return InvalidInputError(
             f"{source}: every answer is cut off at {totals.seq_len} tokens, so nothing is trained.",

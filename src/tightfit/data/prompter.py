@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.training import TrainOn
 from tightfit.data.formats import Message
-from tightfit.data.jinja import TemplateFault
-from tightfit.data.masks import Renderer
-from tightfit.data.templates import ChatTemplate, choose_template
+from tightfit.data.templates import ChatRenderer, ChatTemplate, TemplateRenderError, choose_template
 from tightfit.data.tokenizer import ChatTokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -29,7 +27,7 @@ class Prompter:
         self._renderer = (
             None
             if self.template is None
-            else Renderer(tokenizer, self.template, train_on=TrainOn.ANSWERS)
+            else ChatRenderer(tokenizer, self.template, train_on=TrainOn.ANSWERS)
         )
         self.control_ids = frozenset(tokenizer.control.ids.values())
         """Tokens that are left out of an answer's text."""
@@ -40,7 +38,7 @@ class Prompter:
         return self.tokenizer.stop_ids
 
     def chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Tokens behind which the answer is to follow. Raises `TemplateFault` where refused."""
+        """Tokens that the answer follows. Raises `TemplateRenderError` where refused."""
         ids = list(self.tokenizer.encode_sealed([self._sealed(messages)])[0].ids)
         end = self.tokenizer.eos_id
         if self.tokenizer.is_encoder_decoder and end is not None and ids[-1:] != [end]:
@@ -53,7 +51,7 @@ class Prompter:
             message.content.encode()  # half a character: UnicodeEncodeError, which callers know
         try:
             return self.chat(messages)
-        except TemplateFault as fault:
+        except TemplateRenderError as fault:
             where = f"{place}: the" if place else "The"
             raise InvalidInputError(
                 f"{where} chat template refuses these messages: {str(fault).splitlines()[0]}.",

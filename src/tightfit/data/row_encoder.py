@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.training import TrainOn
-from tightfit.data.findings import Findings, check_text
 from tightfit.data.formats import ASSISTANT, Message
-from tightfit.data.jinja import TemplateFault
-from tightfit.data.masks import Renderer, Sealed, Span
-from tightfit.data.store_writer import NewRow
-from tightfit.data.templates import ChatTemplate
+from tightfit.data.report import DataIssues, check_text
+from tightfit.data.templates import (
+    ChatRenderer,
+    ChatTemplate,
+    RenderedRow,
+    Span,
+    TemplateRenderError,
+)
+from tightfit.data.token_store import NewRow
 from tightfit.data.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
@@ -49,7 +53,7 @@ class Example(NamedTuple):
 class _Pending(NamedTuple):
     example: Example
     digest: int
-    sealed: Sealed
+    sealed: RenderedRow
     prompt: str | None
     """The encoder's text, where there is an encoder."""
 
@@ -70,11 +74,11 @@ class RowEncoder:
     """Gathers examples and encodes them together; `findings` hears of what is odd."""
 
     def __init__(
-        self, tokenizer: ChatTokenizer, options: EncoderOptions, findings: Findings
+        self, tokenizer: ChatTokenizer, options: EncoderOptions, findings: DataIssues
     ) -> None:
         self.counts = EncodeCounts()
         self.renderer = (
-            Renderer(tokenizer, options.template, train_on=options.train_on)
+            ChatRenderer(tokenizer, options.template, train_on=options.train_on)
             if options.template is not None
             else None
         )
@@ -94,7 +98,7 @@ class RowEncoder:
     def add(self, example: Example) -> Iterator[NewRow]:
         """Take one example; now and then a batch of rows comes out."""
         messages = check_text(example.messages, example.place, self._findings)
-        digest = digest_of(messages)
+        digest = digest_messages(messages)
         for sealed, prompt in self._sealed(example._replace(messages=messages)):
             self._pending.append(_Pending(example, digest, sealed, prompt))
             self._num_chars += len(sealed.text) + len(prompt or "")
@@ -118,7 +122,7 @@ class RowEncoder:
             else:
                 yield from self._conversation(item, encoding)
 
-    def _sealed(self, example: Example) -> list[tuple[Sealed, str | None]]:
+    def _sealed(self, example: Example) -> list[tuple[RenderedRow, str | None]]:
         messages, control = example.messages, self._tokenizer.control
         said = (
             [m for m in messages if m.content.strip()]
@@ -135,28 +139,28 @@ class RowEncoder:
             # Plain text is often written for one model, marks included: they count as marks.
             self.counts.num_texts_with_control += spells_control
             text = "\n".join(message.content for message in messages)
-            return [(Sealed(control.seal(control.strip_private(text)), ()), None)]
+            return [(RenderedRow(control.seal(control.strip_private(text)), ()), None)]
         else:
             rows = self._rendered(example)
         if spells_control:
             self._findings.add("control-token", example.place)
         return rows
 
-    def _rendered(self, example: Example) -> list[tuple[Sealed, str | None]]:
+    def _rendered(self, example: Example) -> list[tuple[RenderedRow, str | None]]:
         assert self.renderer is not None
         try:
             rows = self.renderer.rows(example.messages)
-        except TemplateFault as fault:
+        except TemplateRenderError as fault:
             self._findings.add("refused", example.place, str(fault).splitlines()[0][:200])
             return []
         if not rows:
             self._findings.add("empty-answer", example.place, "nothing asks for the answer")
         return [(sealed, None) for sealed in rows]
 
-    def _question_answers(self, messages: list[Message]) -> list[tuple[Sealed, str | None]]:
+    def _question_answers(self, messages: list[Message]) -> list[tuple[RenderedRow, str | None]]:
         """One row per answer: all before it is the encoder's, itself the decoder's."""
         control = self._tokenizer.control
-        rows: list[tuple[Sealed, str | None]] = []
+        rows: list[tuple[RenderedRow, str | None]] = []
         for at, message in enumerate(messages):
             if message.role != ASSISTANT or not message.content.strip():
                 continue
@@ -166,7 +170,7 @@ class RowEncoder:
                 asked = "\n".join(before.content for before in messages[:at])
                 prompt = control.seal(control.escape(asked))
             answer = control.seal(control.escape(message.content))
-            rows.append((Sealed(answer, (Span(0, len(answer)),)), prompt))
+            rows.append((RenderedRow(answer, (Span(0, len(answer)),)), prompt))
         return rows
 
     def _conversation(self, item: _Pending, encoding: Any) -> Iterator[NewRow]:
@@ -281,7 +285,7 @@ def mask_tokens(
     return trained & ~across, int(across.sum())
 
 
-def digest_of(messages: Sequence[Message]) -> int:
+def digest_messages(messages: Sequence[Message]) -> int:
     """A number for the text of an example; the same text, the same number."""
     digest = hashlib.blake2b(digest_size=8)
     for message in messages:

@@ -1,22 +1,317 @@
-"""From data sources as a recipe names them to rows: files, parts, formats, faults told."""
+"""Data sources of a recipe to rows: which files, which slice of the rows, which reader."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, NamedTuple
 
-from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.errors import InvalidInputError, UsageError, UserError
 from tightfit.core.training import DataSource
 from tightfit.data.formats import RowFormat, recognise_format
-from tightfit.data.meter import Meter
-from tightfit.data.read import OnFault, data_files, read_file
-from tightfit.data.row import Row
-from tightfit.data.streams import size_of, unreadable
-from tightfit.data.take import SPLIT_WORDS, Take, parse_take, split_suffix
+from tightfit.data.readers import (
+    read_arrow,
+    read_csv,
+    read_json,
+    read_json_lines,
+    read_parquet,
+    read_text,
+    saved_files,
+)
+from tightfit.data.streams import (
+    COMPRESSIONS,
+    ReadMeter,
+    Row,
+    file_mode,
+    file_size,
+    open_data,
+    unreadable,
+)
+
+# Parts of a dataset as people write them: `10`, `1%`, `[:10%]`, `train[10:20]`, `x.jsonl[:5]`.
+
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "eval",
+    "valid": "eval",
+    "val": "eval",
+    "dev": "eval",
+    "eval": "eval",
+    "test": "test",
+}
+_WORD = re.compile(r"[A-Za-z]+")
+_BOUND = re.compile(r"([+-]?)(\d+(?:\.\d+)?)(%?)")
+_SUFFIX = re.compile(r"\[[^\[\]]*\]$")
+_REMEDY = "write it like 10, 1%, [:10%], train[:10%] or [100:200]"
+
+
+class SliceBound(NamedTuple):
+    """One end of a slice: a row number, or a share of all rows."""
+
+    value: float
+    is_percent: bool
+
+    def at(self, num_rows: int) -> int:
+        """Rounded to the nearest row, as the `datasets` library rounds."""
+        place = round(num_rows * self.value / 100) if self.is_percent else int(self.value)
+        return min(max(place + num_rows if self.value < 0 else place, 0), num_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSlice:
+    """Which rows of a source."""
+
+    text: str = ""
+    word: str | None = None
+    """`train`, `validation`, ...: which files of a folder."""
+    start: SliceBound | None = None
+    stop: SliceBound | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start is None and self.stop is None
+
+    @property
+    def needs_count(self) -> bool:
+        """Shares and places from the end are known only when all rows are counted."""
+        bounds = [bound for bound in (self.start, self.stop) if bound is not None]
+        return any(bound.is_percent or bound.value < 0 for bound in bounds)
+
+    def range(self, num_rows: int | None, source: str) -> tuple[int, int | None]:
+        """First row and the row to stop before, counted from 0; None: to the end."""
+        count = num_rows if num_rows is not None else 2**62
+        first = self.start.at(count) if self.start else 0
+        last = self.stop.at(count) if self.stop else None
+        if last is not None and last <= first:
+            counted = "" if num_rows is None else f" of its {num_rows:,} rows"
+            raise InvalidInputError(
+                f"`{self.text}` takes none{counted} from {source}.", remedy=_REMEDY
+            )
+        return first, last
+
+
+def parse_row_slice(text: str) -> RowSlice:
+    """A part as people write it. A bare number or share counts from the first row."""
+    rest = text.strip()
+    word = None
+    if found := _WORD.match(rest):
+        word, rest = found[0].lower(), rest[found.end() :].strip()
+        if word not in SPLIT_WORDS:
+            raise _bad(text, f"`{found[0]}` is no split; known are {', '.join(SPLIT_WORDS)}")
+    if not rest:
+        if word is None:
+            raise _bad(text, "it is empty")
+        return RowSlice(text=text, word=word)
+    if not rest.startswith("["):
+        if word is not None:
+            raise _bad(text, "after a split's name comes a slice in square brackets")
+        return RowSlice(text=text, stop=_bound(rest, text, allow_negative=False))
+    if not rest.endswith("]") or rest.count(":") != 1:
+        raise _bad(text, "a slice is two places with a colon between, in square brackets")
+    low, high = rest[1:-1].split(":")
+    return RowSlice(text=text, word=word, start=_end(low, text), stop=_end(high, text))
+
+
+def split_slice_suffix(path: str) -> tuple[str, str | None]:
+    """`train.jsonl[:10%]` as path and part."""
+    found = _SUFFIX.search(path)
+    return (path, None) if found is None else (path[: found.start()], found[0])
+
+
+def _end(written: str, text: str) -> SliceBound | None:
+    return _bound(written.strip(), text, allow_negative=True) if written.strip() else None
+
+
+def _bound(written: str, text: str, *, allow_negative: bool) -> SliceBound:
+    found = _BOUND.fullmatch(written.replace("_", "").replace(",", ""))
+    if found is None:
+        raise _bad(text, f"`{written}` is neither a number of rows nor a percentage")
+    value, is_percent = float(found[2]), bool(found[3])
+    if is_percent and value > 100:
+        raise _bad(text, f"{written} is more than all rows")
+    if not is_percent and not value.is_integer():
+        raise _bad(text, f"{written} is no whole number of rows; add % for a share")
+    if found[1] == "-":
+        if not allow_negative:
+            raise _bad(text, "a number of rows is not negative")
+        value = -value
+    if not allow_negative and value == 0:
+        raise _bad(text, "it takes no rows")
+    return SliceBound(value, is_percent)
+
+
+def _bad(text: str, why: str) -> InvalidInputError:
+    return InvalidInputError(f"`{text}` names no part of a dataset: {why}.", remedy=_REMEDY)
+
+
+# From a path to rows: which files belong to it, and which reader each one needs.
+
+OnRowError = Callable[[UserError], None]
+"""Told of a row that cannot be read; reading goes on behind it."""
+_StreamReader = Callable[[IO[bytes], Path, OnRowError | None], Iterator[Row]]
+
+_READERS: dict[str, _StreamReader] = {
+    ".json": read_json,
+    ".jsonl": read_json_lines,
+    ".ndjson": read_json_lines,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".txt": read_text,
+    ".text": read_text,
+    ".raw": read_text,
+    ".utf8": read_text,
+}
+_PARQUET = (".parquet", ".pq")
+_ARROW = ".arrow"
+_NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""What the `datasets` library writes beside its data."""
+_HELD_OUT = re.compile(r"(^|[._-])(test|valid|validation|dev|eval)([._-]|$)", re.IGNORECASE)
+_TRAIN = re.compile(r"(^|[._-])train([._-]|$)", re.IGNORECASE)
+
+
+def read_rows(source: Path | str | Sequence[Path | str]) -> Iterator[Row]:
+    """Rows of a file, of a folder's files, or of several of both, in order, one at a time."""
+    for path in data_files(source):
+        yield from read_file(path)
+
+
+def read_file(
+    path: Path, meter: ReadMeter | None = None, on_fault: OnRowError | None = None
+) -> Iterator[Row]:
+    """Rows of one file. Raises rather than yield none: an empty dataset is always a mistake.
+
+    With `on_fault`, a row that cannot be read is told and passed over. Where the
+    file itself breaks off, the reading ends there.
+    """
+    num_rows = num_faults = 0
+
+    def tell(fault: UserError) -> None:
+        nonlocal num_faults
+        num_faults += 1
+        if on_fault is not None:
+            on_fault(fault)
+
+    try:
+        for row in _rows_of(path, meter, None if on_fault is None else tell):
+            num_rows += 1
+            yield row
+    except InvalidInputError as fault:
+        if on_fault is None or not num_rows:
+            raise
+        tell(fault)
+    if not num_rows and not num_faults:
+        raise InvalidInputError(f"{path} holds no rows.", remedy="name a file that holds rows")
+
+
+def data_files(source: Path | str | Sequence[Path | str], *, word: str | None = None) -> list[Path]:
+    """The files behind a source, sorted inside each folder.
+
+    In a folder with files named `train`, those named test, validation, dev or
+    eval are left out: they are held back from training on purpose. With `word`
+    (a split's name) only the files of that split are meant.
+    """
+    sources = [source] if isinstance(source, str | Path) else list(source)
+    if not sources:
+        raise InvalidInputError("No data file was named.", remedy="name a data file or folder")
+    files: list[Path] = []
+    for item in sources:
+        if not str(item).strip():
+            raise UsageError("An empty name is no data file.", remedy="name a data file or folder")
+        path = Path(item).expanduser() if str(item).startswith("~/") else Path(item)
+        files += _files_in(path, word) if stat.S_ISDIR(file_mode(path)) else [path]
+    return files
+
+
+def _files_in(folder: Path, word: str | None) -> list[Path]:
+    try:
+        found = sorted(_walk(folder))
+    except OSError as fault:
+        raise unreadable(folder, fault) from fault
+    if not found:
+        raise InvalidInputError(
+            f"{folder} holds no data files.", remedy=f"put files there that end in {_known()}"
+        )
+    if word is not None:
+        return _of_split(found, folder, word)
+    if any(_names(path, folder, _TRAIN) for path in found):
+        found = [path for path in found if not _names(path, folder, _HELD_OUT)]
+    return found
+
+
+def _names(path: Path, folder: Path, pattern: re.Pattern[str]) -> bool:
+    """Does a file's name, or that of a folder inside the source, speak of a split?"""
+    return any(pattern.search(part) for part in path.relative_to(folder).parts)
+
+
+def _of_split(found: list[Path], folder: Path, word: str) -> list[Path]:
+    kind = SPLIT_WORDS[word]
+    words = "|".join(name for name, meant in SPLIT_WORDS.items() if meant == kind)
+    pattern = re.compile(rf"(^|[._-])({words})([._-]|$)", re.IGNORECASE)
+    chosen = [path for path in found if _names(path, folder, pattern)]
+    if not chosen:
+        shown = ", ".join(str(path.relative_to(folder)) for path in found[:6])
+        raise InvalidInputError(
+            f"{folder} has no files named {word}; it holds {shown}.",
+            remedy="name one of these files instead of the folder",
+        )
+    return chosen
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    saved = saved_files(folder)
+    if saved is not None:
+        yield from (folder / name for name in saved)
+        return
+    for item in folder.iterdir():
+        if item.name.startswith(".") or item.name in _NOT_ROWS:
+            continue
+        if item.is_dir() and not item.is_symlink():  # a link upwards would never end
+            yield from _walk(item)
+        elif item.is_file() and _kind(item) in (*_READERS, *_PARQUET, _ARROW):
+            yield item
+
+
+def _rows_of(path: Path, meter: ReadMeter | None, on_fault: OnRowError | None) -> Iterator[Row]:
+    kind = _kind(path)
+    if kind == _ARROW:
+        yield from read_arrow(path, meter)
+        return
+    if kind in _PARQUET:
+        if path.suffix.lower() in COMPRESSIONS:
+            raise InvalidInputError(
+                f"{path} is a compressed Parquet file.",
+                remedy="unpack it; Parquet compresses its columns itself",
+            )
+        yield from read_parquet(path, meter)
+        return
+    reader = _READERS.get(kind)
+    if reader is None:
+        file_mode(path)
+        raise InvalidInputError(
+            f"{path} has no ending that tells its format.",
+            remedy=f"rename it to end in {_known()}",
+        )
+    with open_data(path, meter) as stream:
+        yield from reader(stream, path, on_fault)
+
+
+def _kind(path: Path) -> str:
+    """The ending that tells the format, compression endings set aside."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    while suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _known() -> str:
+    return ", ".join((*_READERS, _PARQUET[0], _ARROW)) + " (also .gz, .bz2, .xz, .zst)"
+
 
 _HELD_OUT_WORDS = ("validation", "test")
 _HASH_BYTES = 1 << 22
@@ -28,7 +323,7 @@ class OpenedSource:
 
     source: DataSource
     files: tuple[Path, ...]
-    take: Take
+    take: RowSlice
 
     @property
     def name(self) -> str:
@@ -49,7 +344,7 @@ def open_source(source: DataSource) -> OpenedSource:
 
 
 def read_source(
-    opened: OpenedSource, meter: Meter, on_fault: OnFault | None = None
+    opened: OpenedSource, meter: ReadMeter, on_fault: OnRowError | None = None
 ) -> Iterator[tuple[Row, RowFormat]]:
     """The rows of the part that was asked for, each with its file's format.
 
@@ -92,10 +387,10 @@ def _digest_file(path: Path) -> bytes:
     return digest.digest()
 
 
-def _path_and_take(source: DataSource) -> tuple[str, Take]:
+def _path_and_take(source: DataSource) -> tuple[str, RowSlice]:
     path = str(Path(source.path).expanduser()) if source.path.startswith("~/") else source.path
     written = source.take
-    bare, suffix = split_suffix(path)
+    bare, suffix = split_slice_suffix(path)
     if suffix is not None and not Path(path).exists():
         if written is not None:
             raise InvalidInputError(
@@ -103,7 +398,7 @@ def _path_and_take(source: DataSource) -> tuple[str, Take]:
                 remedy="keep one of the two",
             )
         path, written = bare, suffix
-    return path, Take() if written is None else parse_take(written)
+    return path, RowSlice() if written is None else parse_row_slice(written)
 
 
 def _check_word(path: str, word: str | None) -> None:
@@ -130,12 +425,14 @@ def _held_out_word(folder: str) -> str | None:
     return None
 
 
-def _count_rows(opened: OpenedSource, on_fault: OnFault | None) -> int:
+def _count_rows(opened: OpenedSource, on_fault: OnRowError | None) -> int:
     quiet = (lambda _: None) if on_fault is not None else None
-    return sum(1 for _ in _all_rows(opened.files, Meter(), quiet))
+    return sum(1 for _ in _all_rows(opened.files, ReadMeter(), quiet))
 
 
-def _all_rows(files: Sequence[Path], meter: Meter, on_fault: OnFault | None) -> Iterator[Row]:
+def _all_rows(
+    files: Sequence[Path], meter: ReadMeter, on_fault: OnRowError | None
+) -> Iterator[Row]:
     for path in files:
         try:
             yield from read_file(path, meter, on_fault)
@@ -143,10 +440,12 @@ def _all_rows(files: Sequence[Path], meter: Meter, on_fault: OnFault | None) -> 
             if on_fault is None:
                 raise
             on_fault(fault)
-        meter.close_file(size_of(path))
+        meter.close_file(file_size(path))
 
 
-def _with_format(rows: Iterator[Row], on_fault: OnFault | None) -> Iterator[tuple[Row, RowFormat]]:
+def _with_format(
+    rows: Iterator[Row], on_fault: OnRowError | None
+) -> Iterator[tuple[Row, RowFormat]]:
     known: dict[Path, RowFormat] = {}
     for row in rows:
         row_format = known.get(row.path)

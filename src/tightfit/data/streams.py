@@ -1,4 +1,4 @@
-"""Bytes of a data file, decompressed on the way, with every fault turned into a message."""
+"""Bytes of a data file, decompressed while reading: rows, progress and read errors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,126 @@ import importlib
 import lzma
 import shlex
 import stat
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
-from tightfit.core.errors import (
-    EnvironmentFaultError,
-    InvalidInputError,
-    NotFoundError,
-    UserError,
-)
-from tightfit.core.faults import printable
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
 from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
-from tightfit.data.meter import Meter
-from tightfit.data.row import place
+from tightfit.core.validation import printable
+
+# How far reading has come, told to whoever watches about five times a second.
+
+_EVERY_SECONDS = 0.2
+_ROWS_BETWEEN_LOOKS = 64
+
+
+class ReadProgress(NamedTuple):
+    """What has been read so far; bytes are those on disk, so compressed ones count as such."""
+
+    num_rows: int
+    num_bytes: int
+    total_bytes: int
+
+    @property
+    def fraction(self) -> float:
+        return min(self.num_bytes / self.total_bytes, 1.0) if self.total_bytes else 0.0
+
+
+class ReadMeter:
+    """Counts rows and bytes over all files of a source. Telling nobody costs next to nothing."""
+
+    def __init__(
+        self, tell: Callable[[ReadProgress], None] | None = None, *, total_bytes: int = 0
+    ) -> None:
+        self._tell = tell
+        self._total_bytes = total_bytes
+        self._num_rows = 0
+        self._done_bytes = 0
+        self._position = 0
+        self._last = time.monotonic()
+
+    def add_row(self) -> None:
+        self._num_rows += 1
+        if self._num_rows % _ROWS_BETWEEN_LOOKS == 0:
+            self._look()
+
+    def move_to(self, position: int) -> None:
+        """Where the reading of the present file stands."""
+        self._position = max(self._position, position)
+        self._look()
+
+    def close_file(self, size: int) -> None:
+        """The present file is done; the next one starts at its own zero."""
+        self._done_bytes += size
+        self._position = 0
+
+    def finish(self) -> None:
+        """Tell the last state, however short the time."""
+        if self._tell is not None:
+            self._tell(self._state())
+
+    def _look(self) -> None:
+        if self._tell is not None and time.monotonic() - self._last >= _EVERY_SECONDS:
+            self._tell(self._state())
+            self._last = time.monotonic()
+
+    def _state(self) -> ReadProgress:
+        return ReadProgress(self._num_rows, self._done_bytes + self._position, self._total_bytes)
+
+
+# Row: one example of a dataset, and where it stands on disk.
+
+
+class Row(NamedTuple):
+    """One object of a data file. `number` counts from 1, in what `unit` names."""
+
+    values: Mapping[str, Any]
+    path: Path
+    number: int
+    unit: str
+    """`line` where the format has lines a user can go to, else `row`."""
+
+    @property
+    def place(self) -> str:
+        return place(self.path, self.number, self.unit)
+
+
+def place(path: Path, number: int, unit: str = "line") -> str:
+    """`train.jsonl line 12`: what an editor and a person both find."""
+    return f"{path} {unit} {number}"
+
+
+def excerpt(value: object, *, most: int = 60) -> str:
+    """A value short enough for a message, control characters escaped."""
+    text = repr(value) if not isinstance(value, str) else value
+    text = text if len(text) <= most else text[: most - 3] + "..."
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def not_an_object_error(where: str, value: object) -> InvalidInputError:
+    """A row must be a mapping from names to values; anything else has no prompt or answer."""
+    return InvalidInputError(
+        f"{where} is {json_type_name(value)}, not an object with keys: {excerpt(value)}",
+        remedy='write each row as an object, like {"prompt": "...", "completion": "..."}',
+    )
+
+
+def json_type_name(value: object) -> str:
+    """The JSON name of a value's type, with its article."""
+    names = {bool: "a true/false value", str: "text", int: "a number", float: "a number"}
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, Mapping):
+        return "an object"
+    return names.get(type(value), f"a {type(value).__name__}")
+
 
 COMPRESSIONS = {
     ".gz": ("gzip", b"\x1f\x8b"),
@@ -51,11 +154,11 @@ MAX_BLANK_BYTES = 8 * 2**20
 MAX_EXPANSION = 100
 """Text packs to a fifth, logs to a twentieth; what packs so much better is a bomb."""
 _EXPANSION_GRACE_BYTES = 16 * 2**20
-DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
 
 @contextmanager
-def open_data(path: Path, meter: Meter | None = None) -> Iterator[IO[bytes]]:
+def open_data(path: Path, meter: ReadMeter | None = None) -> Iterator[IO[bytes]]:
     """The file's plain bytes. Compression is told by content, so a wrong name is no trap."""
     require_file(path)
     try:
@@ -65,12 +168,12 @@ def open_data(path: Path, meter: Meter | None = None) -> Iterator[IO[bytes]]:
         raise unreadable(path, fault) from fault
     if not head:
         raise empty(path)
-    with opened(path, _compression(path, head), meter or Meter()) as stream:
+    with opened(path, _compression(path, head), meter or ReadMeter()) as stream:
         yield stream
 
 
 @contextmanager
-def opened(path: Path, compression: str | None, meter: Meter) -> Iterator[IO[bytes]]:
+def opened(path: Path, compression: str | None, meter: ReadMeter) -> Iterator[IO[bytes]]:
     """Open with one decompressor; read faults inside the block become messages."""
     try:
         with path.open("rb") as raw, _unpack(path, raw, compression) as stream:
@@ -78,7 +181,7 @@ def opened(path: Path, compression: str | None, meter: Meter) -> Iterator[IO[byt
             yield cast(IO[bytes], watched)
     except UserError:
         raise
-    except DAMAGE as fault:
+    except DECOMPRESSION_ERRORS as fault:
         raise damaged(path, fault) from fault
     except OSError as fault:  # bz2 reports broken data as a plain OSError without an errno
         raise (unreadable(path, fault) if fault.errno else damaged(path, fault)) from fault
@@ -88,7 +191,7 @@ class _Watched:
     """A stream that reports where its file stands, and stops one that unpacks without end."""
 
     def __init__(
-        self, path: Path, raw: IO[bytes], stream: IO[bytes], meter: Meter, *, is_packed: bool
+        self, path: Path, raw: IO[bytes], stream: IO[bytes], meter: ReadMeter, *, is_packed: bool
     ) -> None:
         self._path = path
         self._raw = raw
@@ -114,13 +217,13 @@ class _Watched:
 
 def require_file(path: Path) -> None:
     """A regular file that is there; never a pipe, which would hang, nor a device."""
-    mode = stat_of(path)
+    mode = file_mode(path)
     if not stat.S_ISREG(mode):
         kind = describe_kind(mode) or "not a regular file"
         raise InvalidInputError(f"{path} is {kind}.", remedy="name a data file")
 
 
-def stat_of(path: Path) -> int:
+def file_mode(path: Path) -> int:
     """The mode bits of an existing path."""
     try:
         return path.stat().st_mode
@@ -130,7 +233,7 @@ def stat_of(path: Path) -> int:
         raise unreadable(path, fault) from fault
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Bytes on disk; 0 where nobody can tell, which the reading itself will complain about."""
     try:
         return path.stat().st_size
@@ -161,7 +264,7 @@ def _folder_of(path: Path) -> str:
 def unreadable(path: Path, fault: Exception) -> UserError:
     shown = printable(str(path), most=400)
     if isinstance(fault, PermissionError):
-        return EnvironmentFaultError(
+        return SetupError(
             f"Cannot read {shown}: permission denied.",
             remedy=f"ask its owner for read permission; who may read it: ls -ld {_shell(path)}",
         )
@@ -282,7 +385,7 @@ def _unpack_zstd(path: Path, raw: IO[bytes]) -> IO[bytes]:
         except ImportError:
             continue
         return cast(IO[bytes], _ZstdGuard(path, module.open(raw, "rb")))
-    raise EnvironmentFaultError(
+    raise SetupError(
         f"{path} is zstd-compressed and no zstd module is installed.",
         remedy=f"pip install zstandard, or unpack it: zstd -d {_shell(path)}",
     )

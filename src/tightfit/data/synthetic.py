@@ -6,22 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.core.workload import DataProfile
-from tightfit.data.store_writer import NewRow, StoreWriter
-from tightfit.data.token_store import StoreDescription, StoreFile, TokenStore
+from tightfit.core.data_profile import DataProfile
+from tightfit.data.token_store import NewRow, StoreDescription, StoreFile, StoreWriter, TokenStore
 
 if TYPE_CHECKING:
     import numpy as np
 
-SOURCE = "synthetic rows"
+SYNTHETIC_SOURCE = "synthetic rows"
 _SEED = 0
-MOST_TOKENS = 2**25
+MAX_SYNTHETIC_TOKENS = 2**25
 """In the file, 160 MiB; the rows then come round again."""
 
 
 def count_rows(seq_len: int, *, effective_batch: int, num_steps: int) -> int:
     """As many rows as the steps take, whole steps of them, within the bound of the file."""
-    most_steps = max(1, MOST_TOKENS // (seq_len * effective_batch))
+    most_steps = max(1, MAX_SYNTHETIC_TOKENS // (seq_len * effective_batch))
     return effective_batch * min(num_steps, most_steps)
 
 
@@ -73,8 +72,8 @@ def write_synthetic(
         is_encoder_decoder=is_encoder_decoder,
         format="synthetic",
         tokenizer="random numbers",
-        sources=(SOURCE,),
-        files=(StoreFile(path=SOURCE, unit="row", source=0),),
+        sources=(SYNTHETIC_SOURCE,),
+        files=(StoreFile(path=SYNTHETIC_SOURCE, unit="row", source=0),),
         longest_row_tokens=max(lengths),
         num_blob_tokens=writer.num_tokens,
     )

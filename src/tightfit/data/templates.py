@@ -1,14 +1,130 @@
-"""Which template turns messages into text: the tokenizer's own, a named one, or a user's file."""
+"""Chat templates: choosing one, rendering it with sandboxed Jinja, and loss masks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
 from tightfit.core.suggest import did_you_mean
+from tightfit.core.training import TrainOn
+from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
 from tightfit.data.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+
+# Chat templates as transformers runs them: sandboxed Jinja with the same names and blank rules.
+
+ANSWER_STARTS = "\U0010fff0"
+ANSWER_ENDS = "\U0010fff1"
+"""Written around what a `{% generation %}` block makes. Private use: no text holds them, for
+`ControlTokens.escape` takes that plane out of messages."""
+
+
+class TemplateRenderError(Exception):
+    """A template refused these messages, or broke on them."""
+
+
+def compile_template(text: str, name: str) -> Template:
+    """A template ready to render; a fault in its text is the user's to mend."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return _environment().from_string(text)
+    except TemplateSyntaxError as fault:
+        raise InvalidInputError(
+            f"The template {name} is not Jinja: line {fault.lineno}: {fault.message}.",
+            remedy="correct that line, or name another template with `template:`",
+        ) from fault
+
+
+def render(
+    template: Template,
+    messages: Sequence[Mapping[str, str]],
+    names: Mapping[str, str],
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """The text of a conversation. Raises `TemplateRenderError` in the template's own words."""
+    try:
+        return template.render(
+            messages=[dict(message) for message in messages],
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **names,
+        )
+    except Exception as fault:  # a template is code: it can fail in any way
+        raise TemplateRenderError(str(fault).strip() or type(fault).__name__) from fault
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    try:
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as fault:
+        raise SetupError(
+            "Chat templates need jinja2, which is not installed.",
+            remedy="pip install 'tightfit[data]'",
+        ) from fault
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes HTML, which no model was trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _generation_tag() -> Any:
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """`{% generation %}...{% endgeneration %}`: what the model says, marked in the output."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{ANSWER_STARTS}{caller()}{ANSWER_ENDS}"
+
+    return Generation
+
 
 DEFAULT_FOR_BASE_MODELS = "plain"
 """Adds no words, so a base model needs to learn no new marks."""
@@ -86,3 +202,239 @@ def _own_file(wanted: str) -> str:
             f"The template {wanted} cannot be read: {fault}.",
             remedy="name a readable Jinja file in UTF-8",
         ) from fault
+
+
+# Conversations as text with the answers marked, by how the template was run, not by search.
+
+
+class Span(NamedTuple):
+    """Characters from `start` up to `end`."""
+
+    start: int
+    end: int
+
+
+class RenderedRow(NamedTuple):
+    """One training row as text: control tokens are aliases, trained stretches are known."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class RenderCounts:
+    """What rendering did to rows beyond writing them down."""
+
+    num_folded_systems: int = 0
+    """The template has no system role; its text went into the first user message."""
+    num_split: int = 0
+    """Conversations that became one row per answer."""
+    num_appended_stops: int = 0
+    num_unprompted: int = 0
+    """Conversations that begin with an answer, which nothing asks for; that one is not trained."""
+    num_lost_texts: int = 0
+    """Rows of which the template left out a message's text."""
+    stop_ids: set[int] = field(default_factory=set)
+    """Tokens that ended an answer."""
+
+
+class ChatRenderer:
+    """Messages to sealed rows with one template."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, template: ChatTemplate, *, train_on: TrainOn
+    ) -> None:
+        self.counts = RenderCounts()
+        self._tokenizer = tokenizer
+        self._control = tokenizer.control
+        self._compiled = compile_template(template.text, template.name)
+        stops = [a for a, number in self._control.ids.items() if number in tokenizer.stop_ids]
+        self._stops = re.compile(f"[{''.join(stops)}]" if stops else "(?!)")
+        self._train_on = train_on
+
+    def rows(self, messages: Sequence[Message]) -> list[RenderedRow]:
+        """One row, or one per answer where the template rewrites earlier turns.
+
+        Raises `TemplateRenderError` where the template refuses the messages.
+        """
+        safe = [Message(m.role, self._control.escape(m.content)) for m in messages]
+        try:
+            return self._rows(safe)
+        except TemplateRenderError:
+            folded = fold_system(safe)
+            if folded is None:
+                raise
+        rows = self._rows(folded)
+        self.counts.num_folded_systems += 1
+        return rows
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Sealed text that asks for the next answer, as inference would see it."""
+        safe = [Message(m.role, self._control.escape(m.content)) for m in messages]
+        try:
+            return self._render(safe, asks=True)
+        except TemplateRenderError:
+            folded = fold_system(safe)
+            if folded is None:
+                raise
+        return self._render(folded, asks=True)
+
+    def _rows(self, messages: list[Message]) -> list[RenderedRow]:
+        if self._train_on is TrainOn.ALL:
+            return [self._whole(messages)]
+        asked = [i for i, m in enumerate(messages) if m.role == ASSISTANT and m.content.strip()]
+        if not asked:
+            return []
+        messages = messages[: asked[-1] + 1]  # what follows the last answer trains nothing
+        full = self._render(messages)
+        self._look_for_lost(messages, full)
+        if ANSWER_STARTS in full:
+            return [self._by_marks(full)]
+        if asked[0] == 0 and not self._opens(messages):
+            self.counts.num_unprompted += 1
+            asked = asked[1:]
+        spans: list[Span] = []
+        for at in asked:
+            piece = self._answer_at(messages, at, full)
+            if piece is None:
+                self.counts.num_split += 1
+                return [self._turn_alone(messages, turn) for turn in asked]
+            spans.append(piece)
+        return [self._closed(full, spans)] if spans else []
+
+    def _opens(self, messages: list[Message]) -> bool:
+        """Can the template ask for an answer before anything was said?"""
+        try:
+            before = self._render([], asks=True)
+        except TemplateRenderError:
+            return False
+        return bool(before) and self._render(messages[:1]).startswith(before)
+
+    def _whole(self, messages: list[Message]) -> RenderedRow:
+        text = _unmark(self._render(messages))
+        self._look_for_lost(messages, text)
+        if not self._note_stop(text.rstrip()[-1:]):
+            text, _ = self._with_stop(text, Span(0, len(text)))
+        return RenderedRow(text, (Span(0, len(text)),))
+
+    def _answer_at(self, messages: list[Message], at: int, full: str) -> Span | None:
+        """The answer's place in `full`; None where a later turn changes how the history reads."""
+        before = self._render(messages[:at], asks=True)
+        upto = full if at == len(messages) - 1 else self._render(messages[: at + 1])
+        if not upto.startswith(before):
+            return None
+        span = Span(len(before), len(upto))
+        span = self._end_at_stop(upto, span) or span
+        return span if full.startswith(upto[: span.end]) else None
+
+    def _turn_alone(self, messages: list[Message], at: int) -> RenderedRow:
+        """One answer as inference would come to it: its own prompt, then what is to be said."""
+        before = self._render(messages[:at], asks=True)
+        upto = self._render(messages[: at + 1])
+        if upto.startswith(before):
+            return self._closed(upto, [Span(len(before), len(upto))])
+        # The finished turn is written otherwise than the prompt opens it; the prompt is what a
+        # model sees, so the answer follows that.
+        answer = self._control.seal(messages[at].content)
+        answer = answer[_overlap(before, answer) :]
+        end = upto.rstrip()[-1:]
+        text = before + answer + (end if self._is_control(end) else "")
+        return self._closed(text, [Span(len(before), len(text))])
+
+    def _closed(self, text: str, spans: list[Span]) -> RenderedRow:
+        """The last answer ends with a stop token, the template's or, failing that, EOS."""
+        *earlier, last = spans
+        ended = self._end_at_stop(text, Span(last.start, len(text)))
+        if ended is None:
+            text, ended = self._with_stop(text, Span(last.start, len(text)))
+        return RenderedRow(text, (*earlier, ended))
+
+    def _by_marks(self, marked: str) -> RenderedRow:
+        """Spans from `{% generation %}` blocks, each drawn out to the stop token behind it."""
+        spans: list[Span] = []
+        at = start = 0
+        for piece in re.split(f"([{ANSWER_STARTS}{ANSWER_ENDS}])", marked):
+            if piece == ANSWER_STARTS:
+                start = at
+            elif piece == ANSWER_ENDS:
+                spans.append(Span(start, at))
+            else:
+                at += len(piece)
+        text = _unmark(marked)
+        limits = [*(span.start for span in spans[1:]), len(text)]
+        drawn = [self._draw_out(text, s, limit) for s, limit in zip(spans, limits, strict=True)]
+        *earlier, last = [span for span in drawn if span.end > span.start]
+        if not self._is_control(text[last.end - 1]):
+            text, last = self._with_stop(text[: last.end], last)
+        return RenderedRow(text, (*earlier, last))
+
+    def _draw_out(self, text: str, span: Span, limit: int) -> Span:
+        inside = self._end_at_stop(text, span)
+        if inside is not None:
+            return inside
+        behind = next((i for i in range(span.end, limit) if not text[i].isspace()), None)
+        if behind is not None and self._note_stop(text[behind]):
+            return Span(span.start, behind + 1)
+        return span
+
+    def _end_at_stop(self, text: str, span: Span) -> Span | None:
+        """The span up to its stop token; what the template writes behind it is not trained.
+
+        A known stop token first. Else the control token that the answer ends
+        on: templates close turns with tokens that configs forget to name.
+        Messages hold no control tokens, so whatever is found the template wrote.
+        """
+        found = self._stops.search(text, span.start, span.end)
+        end = found.end() if found else len(text[: span.end].rstrip())
+        if end <= span.start or not self._note_stop(text[end - 1]):
+            return None
+        return Span(span.start, end)
+
+    def _note_stop(self, char: str) -> bool:
+        """Is it a control token, one that ends an answer?"""
+        if not self._is_control(char):
+            return False
+        self.counts.stop_ids.add(self._control.ids[char])
+        return True
+
+    def _with_stop(self, text: str, span: Span) -> tuple[str, Span]:
+        stop = self._tokenizer.eos_alias
+        if not stop:
+            return text, span
+        self.counts.num_appended_stops += 1
+        self.counts.stop_ids.add(self._control.ids[stop])
+        text = text[: span.end] + stop
+        return text, Span(span.start, len(text))
+
+    def _is_control(self, char: str) -> bool:
+        return char in self._control.ids
+
+    def _render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+        as_objects = [{"role": m.role, "content": m.content} for m in messages]
+        names = self._tokenizer.names
+        text = render(self._compiled, as_objects, names, add_generation_prompt=asks)
+        if asks:
+            text = _unmark(text)
+        return self._control.seal(text)
+
+    def _look_for_lost(self, messages: Sequence[Message], full: str) -> None:
+        said = (self._control.seal(m.content).strip() for m in messages if m.role != ASSISTANT)
+        self.counts.num_lost_texts += any(text not in full for text in said)
+
+
+def fold_system(messages: Sequence[Message]) -> list[Message] | None:
+    """The system text at the head of the first user message; None where there is none to fold."""
+    if len(messages) < 2 or messages[0].role != SYSTEM or messages[1].role != USER:
+        return None
+    head = f"{messages[0].content}\n\n{messages[1].content}"
+    return [Message(USER, head), *messages[2:]]
+
+
+def _unmark(text: str) -> str:
+    return text.replace(ANSWER_STARTS, "").replace(ANSWER_ENDS, "")
+
+
+def _overlap(before: str, after: str) -> int:
+    """How much of `after`'s head `before` has already said: `<think>` in a prompt and an answer."""
+    longest = min(len(before), len(after), 64)
+    return next((n for n in range(longest, 0, -1) if before.endswith(after[:n])), 0)

@@ -1,17 +1,17 @@
-"""TokenStore: encoded rows on disk, memory-mapped, so that every rank shares one copy.
+"""TokenStore: encoded rows on disk, memory-mapped, so that all ranks share one copy.
 
-Train and eval rows of one encoding share the two large files; each store is a
-folder beside them with the places of its rows:
-
-    <key>/tokens.i32  trained.u8
-    <key>/train/description.json  starts.npy  lengths.npy  num_trained.npy  files.npy  numbers.npy
-    <key>/eval/...
+<key>/tokens.i32  trained.u8    shared by train and eval
+<key>/train/description.json  starts.npy  lengths.npy  num_trained.npy  files.npy
+<key>/train/numbers.npy    and the same under <key>/eval/
 """
 
 from __future__ import annotations
 
+import os
+from array import array
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
@@ -20,6 +20,7 @@ from tightfit.core.errors import InvalidInputError, NotFoundError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
 
 SCHEMA_VERSION = 1
 TOKENS_FILE = "tokens.i32"
@@ -155,3 +156,148 @@ def _damaged(folder: Path, why: str) -> InvalidInputError:
         f"The encoded data in {folder} cannot be used: {why}.",
         remedy="delete that folder and run the same command again",
     )
+
+
+# Writing encoded rows: tokens stream to disk, only a few numbers per row stay in memory.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRow:
+    """A row ready to be written, with what its source says of it."""
+
+    tokens: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+    num_trained: int
+    """Without a row's first token, which nothing predicts."""
+    has_stop: bool
+    num_lost: int
+    """Tokens cut off to fit."""
+    file: int
+    number: int
+    digest: int
+    """Of the example it came from: the same text has the same one."""
+
+
+def _column(kind: str) -> array[int]:
+    return array(kind)
+
+
+@dataclass(slots=True, kw_only=True)
+class RowTable:
+    """Columns over all rows written, in order."""
+
+    starts: array[int] = field(default_factory=lambda: _column("q"))
+    lengths: array[int] = field(default_factory=lambda: _column("i"))
+    num_trained: array[int] = field(default_factory=lambda: _column("i"))
+    num_lost: array[int] = field(default_factory=lambda: _column("q"))
+    has_stop: array[int] = field(default_factory=lambda: _column("b"))
+    files: array[int] = field(default_factory=lambda: _column("i"))
+    numbers: array[int] = field(default_factory=lambda: _column("q"))
+    digests: array[int] = field(default_factory=lambda: _column("Q"))
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """A column for arithmetic; digests keep their unsigned kind."""
+        import numpy as np
+
+        held: array[int] = getattr(self, name)
+        return np.frombuffer(held, dtype=held.typecode) if held else np.zeros(0, held.typecode)
+
+
+class StoreWriter:
+    """The shared files of one encoding, being written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.table = RowTable()
+        self.num_tokens = 0
+        self._tokens: IO[bytes] = (folder / TOKENS_FILE).open("wb")
+        self._trained: IO[bytes] = (folder / TRAINED_FILE).open("wb")
+
+    def add(self, row: NewRow) -> None:
+        table = self.table
+        table.starts.append(self.num_tokens)
+        table.lengths.append(len(row.tokens))
+        table.num_trained.append(row.num_trained)
+        table.num_lost.append(row.num_lost)
+        table.has_stop.append(row.has_stop)
+        table.files.append(row.file)
+        table.numbers.append(row.number)
+        table.digests.append(row.digest)
+        self._tokens.write(row.tokens.tobytes())
+        self._trained.write(row.trained.tobytes())
+        self.num_tokens += len(row.tokens)
+
+    def close(self) -> None:
+        """Everything on disk for good."""
+        for stream in (self._tokens, self._trained):
+            if not stream.closed:
+                stream.flush()
+                os.fsync(stream.fileno())
+                stream.close()
+
+    def abandon(self) -> None:
+        for stream in (self._tokens, self._trained):
+            stream.close()
+
+    def write_store(
+        self, name: str, rows: NDArray[np.int64], description: StoreDescription
+    ) -> None:
+        """One store over some of the rows."""
+        import numpy as np
+
+        folder = self.folder / name
+        folder.mkdir()
+        for column in ("starts", "lengths", "num_trained", "files", "numbers"):
+            with (folder / f"{column}.npy").open("wb") as stream:
+                np.save(stream, self.table.column(column)[rows])
+                stream.flush()
+                os.fsync(stream.fileno())
+        with (folder / DESCRIPTION_FILE).open("w", encoding="utf-8") as stream_text:
+            stream_text.write(description.model_dump_json(indent=2) + "\n")
+            stream_text.flush()
+            os.fsync(stream_text.fileno())
+
+
+# Which rows an epoch shows, in which order: by seed and epoch alone.
+
+
+def epoch_rows(
+    store: TokenStore, *, seed: int, epoch: int, shuffle: bool = True
+) -> NDArray[np.int64]:
+    """Row indices of one epoch.
+
+    A source of weight 2 gives each row twice, of 0.5 a half drawn anew each
+    epoch, of 2.5 both. The number of rows is the same in every epoch.
+    """
+    import numpy as np
+
+    weights = store.description.source_of_row_weights
+    if all(weight == 1.0 for weight in weights):
+        rows = np.arange(len(store), dtype=np.int64)
+    else:
+        ids = store.source_ids
+        parts = [
+            _draw(np.flatnonzero(ids == source), weight, (seed, epoch, source))
+            for source, weight in enumerate(weights)
+        ]
+        rows = np.sort(np.concatenate(parts))
+    return rows[_order(len(rows), (seed, epoch))] if shuffle else rows
+
+
+def _draw(rows: NDArray[np.int64], weight: float, seeds: tuple[int, ...]) -> NDArray[np.int64]:
+    import numpy as np
+
+    whole = int(weight)
+    num_more = round((weight - whole) * len(rows))
+    if not whole and not num_more and len(rows):
+        num_more = 1  # a source that was named is seen
+    more = rows[_order(len(rows), seeds)[:num_more]]
+    return np.concatenate([np.repeat(rows, whole), more])
+
+
+def _order(size: int, seeds: tuple[int, ...]) -> NDArray[np.int64]:
+    """A permutation. Sorting uniform numbers keeps it alike over numpy's versions."""
+    import numpy as np
+
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seeds)))
+    return np.argsort(generator.random(size), kind="stable").astype(np.int64)

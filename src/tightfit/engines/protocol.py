@@ -1,11 +1,17 @@
-"""Engine: the one protocol that chat, generate, serve, verify and eval speak to a loaded model."""
+"""Engine: the protocol through which every command uses a loaded model.
+
+Also the checks that all engines share and the blocking, streaming and batch ways to call one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
+
+from tightfit.core.errors import InvalidInputError, UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -157,3 +163,119 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End every request and give the memory back. Safe to call twice."""
+
+
+# How long prompt and answer may be together.
+
+DEFAULT_CONTEXT = 4096
+
+
+def choose_context(asked: int | None, known: int | None) -> int:
+    """Tokens of one request. `known` is what the model was made for; None where it does not say."""
+    if asked is None:
+        return min(known or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if known is not None and asked > known:
+        raise InvalidInputError(
+            f"A context of {asked:,} tokens was asked for; the model was made for {known:,}.",
+            remedy=f"--context {known} or less",
+        )
+    return asked
+
+
+def check_request(request: Request, *, max_context: int, num_vocabulary: int) -> int:
+    """Raise for what can never be answered; otherwise, how many new tokens there is room for."""
+    num_tokens = len(request.prompt)
+    if num_tokens == 0:
+        raise InvalidInputError("The prompt is empty.", remedy="send at least one token")
+    if request.sampling.max_new_tokens < 1:
+        raise InvalidInputError(
+            f"{request.sampling.max_new_tokens} new tokens were asked for.",
+            remedy="ask for at least 1",
+        )
+    if num_tokens >= max_context:
+        raise InvalidInputError(
+            f"The prompt has {num_tokens:,} tokens; prompt and answer together may have "
+            f"{max_context:,}.",
+            remedy="shorten the prompt, or allow more: --context N, up to the model's own",
+        )
+    strange = next((t for t in request.prompt if not 0 <= t < num_vocabulary), None)
+    if strange is not None:
+        raise InvalidInputError(
+            f"Token {strange} is beyond the model's {num_vocabulary:,} tokens.",
+            remedy="make the prompt with this model's own tokenizer",
+        )
+    return min(request.sampling.max_new_tokens, max_context - num_tokens)
+
+
+# Blocking, streaming and many-at-once ways to use an engine.
+
+
+def answer(engine: Engine, request: Request) -> Done:
+    """The whole answer. Raises the fault where there is none."""
+    for event in stream(engine, request):
+        if isinstance(event, Done):
+            return event
+    raise RuntimeError("the engine ended an answer without saying how")
+
+
+def stream(engine: Engine, request: Request) -> Iterator[Delta | Done]:
+    """Pieces as they come, `Done` last. Closing the iterator cancels the request."""
+    events: SimpleQueue[Event] = SimpleQueue()
+    ticket = engine.submit(request, events.put)
+    try:
+        while True:
+            event = events.get()
+            if isinstance(event, Failed):
+                raise event.fault
+            yield event
+            if isinstance(event, Done):
+                return
+    finally:
+        ticket.cancel()
+
+
+def answer_all(
+    engine: Engine, requests: Iterable[Request], *, in_flight: int | None = None
+) -> Iterator[tuple[int, Done | Failed]]:
+    """Each request's number and end, in the order in which they end.
+
+    Requests are drawn from the iterable only as others end, so that it may be long; never more
+    than `in_flight` are handed in, by default twice the engine's slots. One that the engine
+    refuses ends as `Failed`. Closing the iterator cancels what is under way.
+    """
+    most = max(1, 2 * engine.info.num_slots if in_flight is None else in_flight)
+    ended: SimpleQueue[tuple[int, Done | Failed]] = SimpleQueue()
+    open_tickets: dict[int, Ticket | None] = {}
+    numbered = enumerate(requests)
+    is_more = True
+    try:
+        while True:
+            while is_more and len(open_tickets) < most:
+                number, request = next(numbered, (-1, None))
+                if request is None:
+                    is_more = False
+                else:
+                    open_tickets[number] = _submit_numbered(engine, number, request, ended)
+            if not open_tickets:
+                return
+            number, end = ended.get()
+            del open_tickets[number]
+            yield number, end
+    finally:
+        for ticket in open_tickets.values():
+            if ticket is not None:
+                ticket.cancel()
+
+
+def _submit_numbered(
+    engine: Engine, number: int, request: Request, ended: SimpleQueue[tuple[int, Done | Failed]]
+) -> Ticket | None:
+    def listen(event: Event) -> None:
+        if not isinstance(event, Delta):
+            ended.put((number, event))
+
+    try:
+        return engine.submit(request, listen)
+    except UserError as fault:
+        ended.put((number, Failed(fault=fault)))
+        return None

@@ -1,8 +1,8 @@
-"""Activations: what autograd keeps of one layer, and what its backward pass needs on top.
+"""Activations: what autograd keeps of each layer, what its backward pass needs on top, and their
+sum over the micro-batch.
 
-Counted tensor by tensor as transformers 5 layers make them; `docs/formulas.md`
-lists each with its origin, and `benchmarks/results/h200_steps.json` holds the
-measurements they were checked against.
+Counted tensor by tensor as transformers 5 layers make them; `docs/formulas.md` lists each with
+its origin, and `benchmarks/results/h200_steps.json` holds the measurements behind them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,67 @@ from typing import Literal
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
 from tightfit.estimate.flops import skips_masked_pairs
-from tightfit.estimate.numerics import Numerics, find_numerics
-from tightfit.estimate.spare_columns import spare_token_bytes
-from tightfit.estimate.weights import is_dora, is_target
+from tightfit.estimate.fused_projections import augmented_token_bytes
+from tightfit.estimate.weights import is_dora, is_lora_target
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
-EAGER_ONLY = frozenset({"bloom", "codegen", "mpt"})
+# How wide values are where, for one strategy.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueWidths:
+    """How wide values are where, for one strategy."""
+
+    value: int
+    """Results of matrix products."""
+    residual: int
+    """The stream between layers: fp32 wherever weights or norms are, else as `value`."""
+    is_autocast: bool
+    is_full: bool
+    adapter: int
+    """Width in which adapters read their input."""
+    is_cpu: bool = False
+
+
+def find_value_widths(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> ValueWidths:
+    # A quantized matrix returns the dtype it was given: fp32, where norms are, and where
+    # autocast runs LayerNorm in fp32. Source: bitsandbytes Linear4bit; torch autocast's fp32 ops.
+    is_uniform = _has_one_dtype(strategy)
+    is_autocast = strategy.is_autocast and not is_uniform
+    is_wide_norm = strategy.upcast_unquantized or (is_autocast and not spec.is_rms_norm)
+    is_upcast = strategy.weights.is_quantized and is_wide_norm
+    value = 4 if is_upcast else strategy.compute.value_bytes
+    return ValueWidths(
+        value=value,
+        residual=4 if strategy.casts_weights or is_upcast else value,
+        is_autocast=is_autocast,
+        is_full=strategy.method is Method.FULL,
+        # Autocast casts an adapter's input to the compute dtype, whatever the adapter is in.
+        adapter=(
+            strategy.compute if is_autocast or is_uniform else strategy.adapter_dtype
+        ).value_bytes,
+        is_cpu=is_cpu,
+    )
+
+
+def _has_one_dtype(strategy: Strategy) -> bool:
+    """Whether modules see weights and adapters in the compute dtype alone, and nothing is cast.
+
+    DeepSpeed knows no autocast and wants one dtype throughout; FSDP casts fp32 shards as it
+    gathers them, adapters among them.
+    """
+    is_half = strategy.compute.value_bytes == 2
+    is_gathered_half = strategy.sharding.is_fsdp and strategy.weights is Dtype.FP32
+    return is_half and (strategy.sharding.is_zero or is_gathered_half)
+
+
+EAGER_ONLY_FAMILIES = frozenset({"bloom", "codegen", "mpt"})
 """Families whose modelling code has no fused attention. Source: transformers 5 modelling files."""
-POSITION_BIAS = frozenset({"t5", "mt5"})
+POSITION_BIAS_FAMILIES = frozenset({"t5", "mt5"})
 """Families whose learned score bias sends SDPA to its math kernel, which keeps the scores."""
-FUSED_ROTARY = frozenset({"gpt_neox", "phi3", "codegen", "falcon", "qwen", "chatglm", "baichuan"})
+FUSED_ROTARY_FAMILIES = frozenset(
+    {"gpt_neox", "phi3", "codegen", "falcon", "qwen", "chatglm", "baichuan"}
+)
 """Families that split one projection and rotate queries and keys: the values, a view of it, keep
 the whole projection alive. Source: transformers modelling files; h200_steps.json."""
 COMPOSED_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "gelu_python": 2, "quick_gelu": 1}
@@ -52,14 +103,14 @@ def estimate_layer_bytes(
     dense or with experts, eager or fused attention. Leaves out dropout masks
     and padding masks.
     """
-    numerics = find_numerics(spec, strategy, is_cpu=is_cpu)
+    numerics = find_value_widths(spec, strategy, is_cpu=is_cpu)
     norms = _norm_bytes(spec, block, strategy, numerics)
     attention = _attention_bytes(spec, block, strategy, numerics)
     mlp = _mlp_bytes(spec, block, strategy, numerics)
     inputs = _context_bytes(spec, block, strategy, numerics)
     held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
     saved = norms + attention + mlp + held + _outlier_bytes(block, strategy)
-    saved += _dora_bytes(block, strategy, numerics) + spare_token_bytes(spec, block, strategy)
+    saved += _dora_bytes(block, strategy, numerics) + augmented_token_bytes(spec, block, strategy)
     mlp_peak = saved + _mlp_working(spec, block, numerics)
     attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
     return LayerBytes(
@@ -83,7 +134,7 @@ def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
     first = next(part for part in block.linears if part.role is Role.ATTENTION)
     keys = 2 * spec.num_kv_heads * spec.head_dim
     is_fused = first.out_features > spec.num_heads * spec.head_dim
-    return find_numerics(spec, strategy).value * (first.out_features if is_fused else keys)
+    return find_value_widths(spec, strategy).value * (first.out_features if is_fused else keys)
 
 
 def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
@@ -96,11 +147,11 @@ def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
     return strategy.compute.value_bytes * sum(
         part.copies * part.in_features * part.out_features
         for part in block.linears
-        if not part.is_module and is_target(part, strategy.lora_targets)
+        if not part.is_module and is_lora_target(part, strategy.lora_targets)
     )
 
 
-def _dora_bytes(block: Block, strategy: Strategy, numerics: Numerics) -> int:
+def _dora_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
     """What DoRA keeps of each target's output: the base's and the adapter's, for the magnitude.
 
     With dropout the base's result is computed again from the dropped input, which the adapter
@@ -112,7 +163,7 @@ def _dora_bytes(block: Block, strategy: Strategy, numerics: Numerics) -> int:
     return sum(
         (numerics.value + wide) * part.out_features
         for part in block.linears
-        if part.is_module and is_target(part, strategy.lora_targets)
+        if part.is_module and is_lora_target(part, strategy.lora_targets)
     )
 
 
@@ -129,7 +180,7 @@ def _outlier_bytes(block: Block, strategy: Strategy) -> int:
 
 
 def _held_input_bytes(
-    block: Block, strategy: Strategy, numerics: Numerics, *, is_recomputed: bool
+    block: Block, strategy: Strategy, numerics: ValueWidths, *, is_recomputed: bool
 ) -> int:
     """Inputs that 4-bit matrices of old bitsandbytes hold on the autograd context.
 
@@ -146,14 +197,14 @@ def _held_input_bytes(
     for role in (Role.ATTENTION, Role.MLP):
         parts = [part for part in block.linears if part.role is role]
         for readers in filter(None, (parts[:-1], parts[-1:])):
-            is_adapted = any(is_target(part, strategy.lora_targets) for part in readers)
+            is_adapted = any(is_lora_target(part, strategy.lora_targets) for part in readers)
             is_output = role is Role.ATTENTION and readers == parts[-1:]
             if is_recomputed or not (is_output or (shares and is_adapted)):
                 total += numerics.value * readers[0].in_features
     return total
 
 
-def _context_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Numerics) -> int:
+def _context_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
     """Inputs that LLM.int8 keeps even where the layer is recomputed.
 
     bitsandbytes holds them on the autograd context itself, where non-reentrant
@@ -176,7 +227,7 @@ def fuses_pointwise(strategy: Strategy) -> bool:
     return strategy.fused_kernels or strategy.compile
 
 
-def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Numerics) -> int:
+def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
     """What the layer's norms keep of the stream; their outputs are counted as inputs of matrices.
 
     RMSNorm upcasts to fp32 and keeps that copy; where its weight is trained it
@@ -193,7 +244,7 @@ def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Num
     return kept
 
 
-def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: Numerics) -> int:
+def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: ValueWidths) -> int:
     """Copies of one input that the matrices reading it keep.
 
     A trained matrix keeps its input; all readers share one copy, except under
@@ -202,7 +253,7 @@ def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: 
     if numerics.is_full:
         num_copies = len(parts) if numerics.is_autocast else 1
         return num_copies * numerics.value * width
-    num_targets = sum(is_target(part, strategy.lora_targets) for part in parts)
+    num_targets = sum(is_lora_target(part, strategy.lora_targets) for part in parts)
     if strategy.method is not Method.LORA or not num_targets:
         return 0
     masks = num_targets * width if strategy.lora_dropout else 0
@@ -210,7 +261,7 @@ def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: 
     return copies * numerics.adapter * width + masks
 
 
-def _shares_inputs(strategy: Strategy, numerics: Numerics) -> bool:
+def _shares_inputs(strategy: Strategy, numerics: ValueWidths) -> bool:
     """Whether adapters read the very tensor that their matrices read, and no cast or dropped copy.
 
     Source: peft lora/layer.py; h200_steps.json, Llama-2-7b with and without `lora_dropout`.
@@ -219,7 +270,9 @@ def _shares_inputs(strategy: Strategy, numerics: Numerics) -> bool:
     return not is_cast and not strategy.lora_dropout
 
 
-def _attention_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Numerics) -> int:
+def _attention_bytes(
+    spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths
+) -> int:
     total = 0
     for role in (Role.ATTENTION, Role.CROSS_ATTENTION):
         parts = [part for part in block.linears if part.role is role]
@@ -242,12 +295,12 @@ def _attention_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics
     return total
 
 
-def _casts(strategy: Strategy, numerics: Numerics) -> bool:
+def _casts(strategy: Strategy, numerics: ValueWidths) -> bool:
     return strategy.method is Method.LORA and numerics.adapter != numerics.value
 
 
 def _is_eager(spec: ModelSpec, strategy: Strategy) -> bool:
-    return strategy.attention is Attention.EAGER or spec.model_type in EAGER_ONLY
+    return strategy.attention is Attention.EAGER or spec.model_type in EAGER_ONLY_FAMILIES
 
 
 MATH_SCORE_BYTES = 4
@@ -258,23 +311,23 @@ BIASED_SCORE_BYTES = 8
 Source: h200_steps.json, t5-large."""
 
 
-def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> bool:
+def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> bool:
     """Whether SDPA falls back to the kernel that holds the scores.
 
     FlashAttention has no fp32 and, as Falcon calls it, a mask; the
     memory-efficient kernel has no grouped heads. A CPU's kernel takes them all.
     Source: torch 2.13, `_scaled_dot_product_flash_attention_for_cpu` as the gradient's name.
     """
-    if numerics.is_cpu and spec.model_type not in POSITION_BIAS:
+    if numerics.is_cpu and spec.model_type not in POSITION_BIAS_FAMILIES:
         return False
     is_grouped = spec.num_kv_heads < spec.num_heads and _repeated_fraction(spec, strategy) < 1
     has_no_flash = strategy.compute is Dtype.FP32 or spec.model_type == "falcon"
     return strategy.attention is Attention.SDPA and (
-        spec.model_type in POSITION_BIAS or (has_no_flash and is_grouped)
+        spec.model_type in POSITION_BIAS_FAMILIES or (has_no_flash and is_grouped)
     )
 
 
-def is_given_mask(strategy: Strategy) -> bool:
+def has_padding_mask(strategy: Strategy) -> bool:
     """Whether padded rows come with a mask: not as we train, see `collate_padded`."""
     return strategy.quirks.padding_mask and strategy.micro_batch > 1 and not strategy.packing
 
@@ -287,7 +340,7 @@ def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
     """
     if strategy.attention is not Attention.SDPA or spec.model_type == "falcon":
         return 0.0
-    if strategy.repeat_keys or is_given_mask(strategy):
+    if strategy.repeat_keys or has_padding_mask(strategy):
         return 1.0
     is_windowed = not strategy.packing and not skips_masked_pairs(
         strategy.attention, window=spec.sliding_window, seq_len=strategy.seq_len
@@ -295,30 +348,30 @@ def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
     return spec.num_sliding_layers / spec.num_layers if is_windowed else 0.0
 
 
-def find_score_kernel(
+def find_unfused_attention(
     spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
 ) -> Literal["eager", "math"] | None:
     """Which attention writes its scores out; None for a fused kernel."""
     if _is_eager(spec, strategy):
         return "eager"
-    numerics = find_numerics(spec, strategy, is_cpu=is_cpu)
+    numerics = find_value_widths(spec, strategy, is_cpu=is_cpu)
     return "math" if _uses_math_kernel(spec, strategy, numerics) else None
 
 
-def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int:
+def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
     """Queries, keys, values and, when eager, the S x S probabilities."""
     query = spec.num_heads * spec.head_dim
     repeated = _repeated_fraction(spec, strategy) * (spec.num_heads - spec.num_kv_heads)
     key = round((spec.num_kv_heads + repeated) * spec.head_dim)
     # What the view of the values keeps alive beside them. Falcon without grouped heads has ALiBi.
     is_rotary = spec.model_type != "falcon" or spec.num_kv_heads < spec.num_heads
-    is_split = spec.model_type in FUSED_ROTARY and is_rotary
+    is_split = spec.model_type in FUSED_ROTARY_FAMILIES and is_rotary
     projection = numerics.value * (query + key) if is_split else 0
     if not _is_eager(spec, strategy):
         inputs = numerics.value * (query + 2 * key) + projection
         if not _uses_math_kernel(spec, strategy, numerics):
             return inputs + 4 * spec.num_heads
-        if spec.model_type in POSITION_BIAS:
+        if spec.model_type in POSITION_BIAS_FAMILIES:
             return inputs + BIASED_SCORE_BYTES * spec.num_heads * strategy.seq_len
         # With several rows, broadcast keys and values are copied to all heads.
         copied = 8 * (query if strategy.micro_batch > 1 else key)
@@ -333,7 +386,7 @@ def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int
     return numerics.value * 3 * query + projection + scores
 
 
-def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Numerics) -> int:
+def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
     dense = [part for part in block.linears if part.role is Role.MLP]
     experts = [part for part in block.linears if part.role is Role.EXPERT]
     total = 0
@@ -356,7 +409,7 @@ def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Nume
     return total
 
 
-def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int:
+def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
     """Kept per unit of MLP width, the input of the last matrix left out.
 
     Gated: both branches and the activated one; a fused kernel recomputes the
@@ -368,7 +421,7 @@ def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int
     return numerics.value * (1 + is_composed * COMPOSED_ACTIVATIONS.get(spec.activation, 0))
 
 
-def _mlp_working(spec: ModelSpec, block: Block, numerics: Numerics) -> int:
+def _mlp_working(spec: ModelSpec, block: Block, numerics: ValueWidths) -> int:
     """Gradients of the two branches and of the stream."""
     parts = [part for part in block.linears if part.role in (Role.MLP, Role.EXPERT)]
     if not parts:
@@ -377,7 +430,7 @@ def _mlp_working(spec: ModelSpec, block: Block, numerics: Numerics) -> int:
     return 2 * numerics.value * width + 2 * numerics.residual * spec.hidden_size
 
 
-def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: Numerics) -> int:
+def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
     """Gradients of queries, keys and values; eager adds those of the scores, in fp32."""
     query = spec.num_heads * spec.head_dim
     fused = 4 * numerics.value * query + 2 * numerics.residual * spec.hidden_size
@@ -385,3 +438,98 @@ def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: Numerics) 
         return fused
     of_probabilities = numerics.value if _is_eager(spec, strategy) else 4
     return fused + (of_probabilities + 8) * spec.num_heads * strategy.seq_len
+
+
+# Activations of the whole micro-batch: what layers, the final norm and recomputing leave.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """Activations of the whole micro-batch."""
+
+    kept: int
+    """Everything alive at the end of the forward pass."""
+    in_layers: int
+    """Of it, what is there when the forward pass is in the last layer but one."""
+    first_layer: int
+    """What is left of it at the end of the backward pass: the first layer's own."""
+    recomputed: int
+    """With some layers recomputed and some not: all that is alive in the backward pass of the
+    last recomputed one, when the others' activations are gone. 0 otherwise."""
+    of_recomputed: int
+    """The inputs of the recomputed layers among it."""
+    dropped: int
+    """What recomputed layers made and freed in the forward pass."""
+    working: int
+    """Gradients of activations inside the worst layer, recomputed tensors included."""
+    cache: int
+    """Keys and values of all layers, until the model's output is dropped."""
+
+
+def list_layers(
+    spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
+) -> list[tuple[int, LayerBytes]]:
+    """How many layers there are of each kind, and the bytes of one per token."""
+    return [
+        (b.num_layers, estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu)) for b in spec.blocks
+    ]
+
+
+def estimate_activation_bytes(
+    spec: ModelSpec, strategy: Strategy, layers: list[tuple[int, LayerBytes]]
+) -> ActivationBytes:
+    """Sum over layers of what checkpointing keeps of each, and of the final norm."""
+    tokens = strategy.tokens_per_micro_batch
+    worst = max((layer for _, layer in layers), key=lambda layer: layer.saved + layer.working)
+    final = _final_norm_bytes(spec, strategy, worst)
+
+    def whole(layer: LayerBytes) -> int:
+        return tokens * layer.saved + layer.adapted_weights
+
+    left = strategy.count_recomputed(spec.num_layers)
+    is_selective = 0 < left < spec.num_layers
+    of_recomputed = of_others = dropped = 0
+    for count, layer in layers:
+        num_recomputed = min(count, left)
+        left -= num_recomputed
+        of_recomputed += num_recomputed * tokens * layer.checkpoint
+        of_others += (count - num_recomputed) * whole(layer)
+        dropped += num_recomputed * tokens * max(0, layer.saved - layer.checkpoint)
+    again = whole(worst) if strategy.checkpointing else 0
+    of_layers = of_recomputed + of_others
+    first = tokens * worst.checkpoint if strategy.checkpointing else whole(worst)
+    return ActivationBytes(
+        kept=of_layers + tokens * final,
+        in_layers=of_layers * (spec.num_layers - 1) // spec.num_layers,
+        first_layer=2 * of_layers if _pins_layer_inputs(strategy) else first,
+        recomputed=of_recomputed + again + tokens * worst.working if is_selective else 0,
+        of_recomputed=of_recomputed,
+        dropped=dropped,
+        # Where the last layers are not recomputed, the backward pass begins without.
+        working=(0 if is_selective else again) + tokens * worst.working,
+        cache=tokens * sum(b.num_layers * cache_bytes(spec, b, strategy) for b in spec.blocks),
+    )
+
+
+def _pins_layer_inputs(strategy: Strategy) -> bool:
+    """Whether each layer's input, and its gradient beside it, outlives the layer's backward.
+
+    FSDP1 frees a frozen layer's gathered weights by a hook on the layer's inputs, and holds
+    that hook until the whole backward pass is over. A reentrant checkpoint hands the layer
+    detached inputs, which are leaves: the hook then holds the leaf and the gradient in it.
+    Source: torch.distributed.fsdp._runtime_utils `_register_post_backward_reshard_only_hook`,
+    torch.utils.checkpoint `CheckpointFunction`; counted on two CPU ranks: 2 x 2 bytes x hidden
+    per layer at the end of the backward pass, and nothing of it without reentrance.
+    """
+    is_wrapped = strategy.sharding.is_fsdp and strategy.quirks.flat_shards
+    is_nested = (
+        strategy.checkpointing and strategy.quirks.reentrant and strategy.quirks.recomputes_shards
+    )
+    return is_wrapped and is_nested and strategy.method is Method.LORA
+
+
+def _final_norm_bytes(spec: ModelSpec, strategy: Strategy, layer: LayerBytes) -> int:
+    """The last norm's fp32 copy, its output, and the stream it read."""
+    value = strategy.compute.value_bytes
+    kept = (4 + value) if spec.is_rms_norm and not fuses_pointwise(strategy) else value
+    return kept * spec.hidden_size + layer.checkpoint

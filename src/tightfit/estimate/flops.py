@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
-from tightfit.estimate.spare_columns import count_spared
-from tightfit.estimate.weights import is_target
+from tightfit.estimate.fused_projections import count_saved_traffic
+from tightfit.estimate.weights import is_lora_target
 from tightfit.models.spec import Block, ModelSpec, Role
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapters:
+class AdapterSums:
     """Sums over the matrices that LoRA attaches to, for one token."""
 
     num_used: int
@@ -212,11 +212,14 @@ def _attention_layers(spec: ModelSpec) -> tuple[AttentionLayers, ...]:
     return tuple(group for group in groups if group.num_layers)
 
 
-def _sum_targets(spec: ModelSpec, targets: tuple[str, ...]) -> Adapters:
+def _sum_targets(spec: ModelSpec, targets: tuple[str, ...]) -> AdapterSums:
     chosen = [
-        (b.num_layers, part) for b in spec.blocks for part in b.linears if is_target(part, targets)
+        (b.num_layers, part)
+        for b in spec.blocks
+        for part in b.linears
+        if is_lora_target(part, targets)
     ]
-    return Adapters(
+    return AdapterSums(
         num_used=sum(n * part.copies_per_token for n, part in chosen),
         inputs_used=sum(n * part.copies_per_token * part.in_features for n, part in chosen),
         outputs_used=sum(n * part.copies_per_token * part.out_features for n, part in chosen),
@@ -225,7 +228,7 @@ def _sum_targets(spec: ModelSpec, targets: tuple[str, ...]) -> Adapters:
 
 _workloads = _PerSpec(_sum_matrices)
 _adapters = _PerSpec(_sum_targets)
-NO_ADAPTERS = Adapters(num_used=0, inputs_used=0, outputs_used=0)
+NO_ADAPTERS = AdapterSums(num_used=0, inputs_used=0, outputs_used=0)
 
 
 def sum_workload(spec: ModelSpec) -> Workload:
@@ -233,12 +236,12 @@ def sum_workload(spec: ModelSpec) -> Workload:
     return _workloads.get(spec)
 
 
-def sum_adapters(spec: ModelSpec, strategy: Strategy) -> Adapters:
+def sum_adapters(spec: ModelSpec, strategy: Strategy) -> AdapterSums:
     """Widths that LoRA adds matrices for; nothing for other methods."""
     if strategy.method is not Method.LORA:
         return NO_ADAPTERS
     found = _adapters.get(spec, strategy.lora_targets)
-    spared = count_spared(spec, strategy)
+    spared = count_saved_traffic(spec, strategy)
     return replace(found, outputs_spared=spared.outputs, inputs_spared=spared.inputs)
 
 

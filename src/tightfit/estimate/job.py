@@ -5,55 +5,201 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Strategy
+from tightfit.core.strategy import Method, Strategy
 from tightfit.core.units import GIB, render_bytes
-from tightfit.core.workload import DataProfile
-from tightfit.estimate.allocator import estimate_context_bytes, judge_fit
+from tightfit.estimate.activations import estimate_layer_bytes
 from tightfit.estimate.communication import describe_network
-from tightfit.estimate.disk import DEFAULT_CHECKPOINTS, estimate_disk_components
-from tightfit.estimate.host import (
+from tightfit.estimate.host_and_disk import (
+    DEFAULT_CHECKPOINTS,
+    estimate_disk_components,
     estimate_host_components,
     estimate_phase_host_bytes,
 )
-from tightfit.estimate.memory import Moment, estimate_moments, hold, peak_moment
-from tightfit.estimate.phases import estimate_load, estimate_phases
+from tightfit.estimate.inference import inference_components, kv_row_bytes
+from tightfit.estimate.loss import estimate_loss_bytes
+from tightfit.estimate.memory import (
+    Moment,
+    estimate_context_bytes,
+    estimate_moments,
+    judge_fit,
+    list_reserved_components,
+    peak_moment,
+)
 from tightfit.estimate.result import (
     DiskSpace,
     Estimate,
+    EstimateSummary,
     GpuMemory,
     HostMemory,
-    Outline,
     ParameterCounts,
     Phase,
     Verdict,
 )
-from tightfit.estimate.time import estimate_step_time
-from tightfit.estimate.weights import as_answering, as_loaded, num_trainable
+from tightfit.estimate.state import StateBytes, estimate_buffer_bytes, estimate_state_bytes
+from tightfit.estimate.step_time import estimate_step_time
+from tightfit.estimate.weights import (
+    NF4_BLOCK,
+    as_loaded,
+    as_used_for_inference,
+    estimate_weight_bytes,
+    largest_layer,
+    largest_matrix,
+    num_trainable,
+)
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec, Role
+
+# Phases around the training step: load, eval, save, merge, quantize, inference.
+
+LOAD = "load"
+CALIBRATION_ROWS = 128
+CALIBRATION_LENGTH = 2048
+"""GPTQ's usual calibration set. Source: arXiv:2210.17323 section 4."""
+
+
+def estimate_phases(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> list[Moment]:
+    """Peaks of everything a job does beside the step, on the fullest GPU."""
+    state = estimate_state_bytes(spec, strategy)
+    phases = [estimate_load(spec, strategy, state)]
+    if strategy.is_trained:
+        phases += [_eval(spec, strategy, state, is_cpu=is_cpu), _save(spec, strategy, state)]
+        if strategy.method is Method.LORA:
+            phases.append(_merge(spec))
+    return [*phases, _quantize(spec), _inference(spec, strategy)]
+
+
+def _make_moment(name: str, **parts: int) -> Moment:
+    return Moment(name=name, components={key: size for key, size in parts.items() if size})
+
+
+def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None = None) -> Moment:
+    """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed.
+
+    An unpacked base comes packed too. The last matrix is unpacked beside its codes and scales,
+    which with double quantization are unpacked first. fp8 comes last, matrix by matrix: scaled in
+    bf16 on the way, from bf16 in which all are there, or from codes that are unpacked for it.
+    """
+    unpacked = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    if strategy.stores_fp8:
+        others = 0 if strategy.unpacked_base else spec.linear_params - largest_matrix(spec)
+        unpacked = others + 4 * largest_matrix(spec)
+    elif strategy.unpacked_base:
+        scales = largest_matrix(spec) // NF4_BLOCK
+        unpacked = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
+    state = state or estimate_state_bytes(spec, strategy)
+    gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
+    return _make_moment(
+        LOAD,
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        communication=gathered,
+        dequantized=unpacked,
+    )
+
+
+def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes, *, is_cpu: bool) -> Moment:
+    """One batch of the training size without gradients: one layer's tensors and the loss."""
+    tokens = strategy.tokens_per_micro_batch
+    layers = [estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu) for b in spec.blocks]
+    buffers = estimate_buffer_bytes(spec, strategy)
+    return _make_moment(
+        "eval",
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        optimizer=state.optimizer,
+        activations=tokens * max(layer.saved for layer in layers),
+        logits=estimate_loss_bytes(spec, strategy).forward,
+        communication=buffers.forward,
+        dequantized=buffers.dequantized_forward,
+        weight_norms=buffers.weight_norms,
+    )
+
+
+def _save(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
+    """Each sharded tensor is gathered on its own, then copied to the host."""
+    gathered = 0
+    if strategy.sharding.shards_weights:
+        trained = min(num_trainable(spec, strategy), spec.embedding_params)
+        gathered = trained * (4 if strategy.weights is Dtype.FP32 else 2)
+    return _make_moment(
+        "save",
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        optimizer=state.optimizer,
+        communication=gathered,
+    )
+
+
+def _merge(spec: ModelSpec) -> Moment:
+    """Layer by layer: the base matrix in 16 bit, and in fp32 while its adapter is added."""
+    return _make_moment(
+        "merge", weights=2 * largest_layer(spec), activations=8 * largest_matrix(spec)
+    )
+
+
+def _quantize(spec: ModelSpec) -> Moment:
+    """GPTQ, one layer at a time: weights, one fp32 Hessian and its inverse, calibration inputs."""
+    widest = max(part.in_features for block in spec.blocks for part in block.linears)
+    inputs = 2 * CALIBRATION_ROWS * CALIBRATION_LENGTH * spec.hidden_size
+    return _make_moment(
+        "quantize",
+        weights=2 * largest_layer(spec),
+        quantization=2 * 4 * widest**2 + 4 * largest_matrix(spec),
+        activations=2 * inputs,
+    )
+
+
+def kv_cache_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """Keys and values of every layer for `micro_batch` rows of `seq_len` tokens."""
+    return strategy.micro_batch * kv_row_bytes(spec, strategy.seq_len)
+
+
+def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
+    """Generation on one GPU with the base weights as stored and a full KV cache.
+
+    fp8 is for training alone: what answers is the base as it was read.
+    """
+    strategy = as_used_for_inference(strategy)
+    weights = estimate_weight_bytes(spec, strategy)
+    parts = inference_components(
+        spec,
+        weight_bytes=weights.packed + weights.plain,
+        kv_bytes=kv_cache_bytes(spec, strategy),
+        compute=strategy.compute,
+        num_rows=strategy.micro_batch,
+        pass_tokens=strategy.tokens_per_micro_batch,
+    )
+    parts["quantization"] = weights.quantization_state
+    parts["dequantized"] = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    return _make_moment("inference", **parts)
+
 
 HOST_SHARE_FRACTION = 0.95
 """What a job may take of a node's memory; the rest belongs to the system."""
 
 
-def lacks_host(host: HostMemory) -> bool:
+def exceeds_host_memory(host: HostMemory) -> bool:
     """Whether the node's processes need more memory than a job may take. Not stated: no."""
     capacity = host.capacity_bytes
     return capacity is not None and host.peak_bytes > HOST_SHARE_FRACTION * capacity
 
 
-def outline_job(
+def estimate_job_summary(
     *,
     spec: ModelSpec,
     strategy: Strategy,
     node: Node,
     network_bytes_per_second: float | None = None,
     profile: DataProfile | None = None,
-) -> Outline:
+) -> EstimateSummary:
     """Whether `strategy` fits on nodes like `node`, and how long its step takes."""
     strategy = as_loaded(spec, strategy)
-    return _outline(
+    return _summarize(
         spec, strategy, node, _list_moments(spec, strategy, node), network_bytes_per_second, profile
     )
 
@@ -73,7 +219,7 @@ def estimate_job(
     """
     asked, strategy = strategy, as_loaded(spec, strategy)
     moments = _list_moments(spec, strategy, node)
-    outline = _outline(spec, strategy, node, moments, network_bytes_per_second, profile)
+    outline = _summarize(spec, strategy, node, moments, network_bytes_per_second, profile)
     disk = estimate_disk_components(spec, strategy, num_checkpoints=num_checkpoints)
     return Estimate(
         verdict=outline.verdict,
@@ -89,13 +235,13 @@ def estimate_job(
         time=outline.time,
         phases=_phases(spec, strategy, node, moments, outline.gpu),
         assumptions=(
-            *_describe_unpacked(spec, asked, strategy),
+            *_describe_unquantized(spec, asked, strategy),
             *_assumptions(spec, strategy, node, network_bytes_per_second),
         ),
     )
 
 
-def _describe_unpacked(spec: ModelSpec, asked: Strategy, loaded: Strategy) -> Iterator[str]:
+def _describe_unquantized(spec: ModelSpec, asked: Strategy, loaded: Strategy) -> Iterator[str]:
     if loaded.weights is not asked.weights and not loaded.unpacked_base:
         yield (
             f"transformers packs none of {spec.model_type}'s layers: {asked.weights.value} weights "
@@ -114,18 +260,18 @@ def _count_trainable(spec: ModelSpec, strategy: Strategy) -> int:
     return num_trainable(spec, strategy) if strategy.is_trained else 0
 
 
-def _outline(
+def _summarize(
     spec: ModelSpec,
     strategy: Strategy,
     node: Node,
     moments: list[Moment],
     network_bytes_per_second: float | None,
     profile: DataProfile | None,
-) -> Outline:
+) -> EstimateSummary:
     gpu = _gpu_memory(spec, strategy, node, moments)
     host = _host_memory(spec, strategy, node, gpu)
     verdict, reason = _verdict(gpu, host, node)
-    return Outline(
+    return EstimateSummary(
         verdict=verdict,
         reason=reason,
         gpu=gpu,
@@ -150,7 +296,9 @@ def _gpu_memory(
     is_loading = not moments or strategy.stores_fp8
     peak = peak_moment([*moments, *([estimate_load(spec, strategy)] if is_loading else [])])
     others = moments if peak in moments else []
-    components = hold(peak, others, strategy, is_cpu=is_cpu, measured_context_bytes=context)
+    components = list_reserved_components(
+        peak, others, strategy, is_cpu=is_cpu, measured_context_bytes=context
+    )
     return GpuMemory(
         peak_phase=peak.name,
         peak_allocated_bytes=peak.allocated_bytes,
@@ -168,7 +316,7 @@ def _phases(
 ) -> tuple[Phase, ...]:
     is_cpu = node.gpu.is_cpu
     held = partial(
-        hold,
+        list_reserved_components,
         strategy=strategy,
         is_cpu=is_cpu,
         measured_context_bytes=node.gpu.measured_context_bytes,
@@ -218,7 +366,7 @@ def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str
     needs = render_bytes(gpu.peak_reserved_bytes)
     has = f"{node.gpu.name} has {render_bytes(gpu.capacity_bytes)}"
     per = "per process" if node.gpu.is_cpu else "per GPU"
-    if lacks_host(host) and not node.gpu.is_cpu:
+    if exceeds_host_memory(host) and not node.gpu.is_cpu:
         return (
             Verdict.DOES_NOT_FIT,
             f"needs {render_bytes(host.peak_bytes)} of host memory per node; the node has "
@@ -251,7 +399,7 @@ def _assumptions(
     network = describe_network(strategy, network_bytes_per_second)
     if network is not None:
         found.append(network)
-    packed = as_answering(strategy).weights
+    packed = as_used_for_inference(strategy).weights
     is_by_module = packed.is_quantized and packed is not Dtype.GPTQ4
     if is_by_module and any(part.role is Role.EXPERT for b in spec.blocks for part in b.linears):
         found.append(

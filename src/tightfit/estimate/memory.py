@@ -1,4 +1,6 @@
-"""The timeline of one training step: what stands in GPU memory at each moment that can peak."""
+"""GPU memory of one training step: the moments that can be its peak, allocator slack, the CUDA
+context, and the verdict.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,106 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tightfit.core.strategy import Method, Sharding, Strategy
-from tightfit.estimate.activations import LayerBytes
-from tightfit.estimate.allocator import (
-    estimate_context_bytes,
-    estimate_cpu_slack_bytes,
-    estimate_slack_bytes,
-)
-from tightfit.estimate.buffers import BufferBytes, estimate_buffer_bytes
-from tightfit.estimate.logits import LossBytes, estimate_loss_bytes
-from tightfit.estimate.model_activations import (
+from tightfit.core.units import GIB, MIB
+from tightfit.estimate.activations import (
     ActivationBytes,
+    LayerBytes,
     estimate_activation_bytes,
     list_layers,
 )
-from tightfit.estimate.state import StateBytes, estimate_state_bytes, trained_value_bytes
+from tightfit.estimate.loss import LossBytes, estimate_loss_bytes
+from tightfit.estimate.result import Verdict
+from tightfit.estimate.state import (
+    BufferBytes,
+    StateBytes,
+    estimate_buffer_bytes,
+    estimate_state_bytes,
+    trained_value_bytes,
+)
 from tightfit.estimate.weights import as_loaded
 from tightfit.models.spec import ModelSpec
+
+# The allocator's share: slack above live tensors, the CUDA context, and the verdict.
+
+CONTEXT_BYTES = 3 * GIB // 4
+"""CUDA context, loaded kernels and cuBLAS outside torch's allocator.
+Source: benchmarks/results/h200_steps.json, the process's use of the card less torch's reserve."""
+CPU_CONTEXT_BYTES = 400 * MIB
+"""Python with torch 2.13 (CPU), transformers 5.22, peft 0.21, torch's distributed checkpoints and
+TensorBoard imported: 395 MiB resident, before any model."""
+NCCL_BYTES = GIB // 4
+"""Channels and buffers of one NCCL communicator. Source: NCCL_BUFFSIZE 4 MiB x channels x peers."""
+TRANSIENT_SLACK_FRACTION = 0.02
+"""Rounding, as a share of all tensors of the peak that come and go within a step.
+Source of this and the next three: fit to reserved over allocated in
+benchmarks/results/h200_steps.json, 150 training steps."""
+BATCH_SLACK_FRACTION = 0.06
+"""Holes between tensors whose size follows the batch, which come in many sizes."""
+IDLE_SLACK_FRACTION = 0.7
+"""Blocks of another moment's tensors, which stay cached and mostly fit nothing of the peak:
+the reserve of a recomputing job holds both the loss and a recomputed layer."""
+STREAM_SLACK_FRACTION = 0.75
+"""Gathered weights live on a stream of their own, whose free blocks no other stream may use."""
+OUTGROWN_SLACK_FRACTION = 1.0
+"""Blocks of outgrown sizes where batch lengths vary and segments cannot expand.
+Source: benchmarks/results/h200_fragmentation.json, 4096 tokens."""
+
+CPU_SLACK_FRACTION = 0.6
+"""On a CPU, as a share of all tensors of the peak that come and go within a step: glibc keeps freed
+blocks below 32 MiB, and holes between kept tensors do not fit the next layer's.
+Source of this and the next: peak resident memory of SmolLM2-135M, table in docs/formulas.md."""
+CPU_HOLES_FRACTION = 0.4
+"""Likewise, of what recomputed layers made and dropped in the forward pass."""
+MODEL_ERROR_FRACTION = 0.05
+"""How far the closed form itself may be off before a verdict would be a guess."""
+
+
+def estimate_slack_bytes(
+    *,
+    transient_bytes: int,
+    batch_bytes: int,
+    idle_bytes: int,
+    stream_bytes: int,
+    varying_lengths: bool,
+) -> int:
+    """Reserved over allocated at the peak of a step that repeats.
+
+    `batch_bytes` are those of the peak's tensors that follow the batch in size,
+    `stream_bytes` those that belong to communication; `idle_bytes` are tensors
+    of another moment that the peak has not.
+    """
+    batch_share = BATCH_SLACK_FRACTION + (OUTGROWN_SLACK_FRACTION if varying_lengths else 0.0)
+    return int(
+        TRANSIENT_SLACK_FRACTION * transient_bytes
+        + batch_share * batch_bytes
+        + IDLE_SLACK_FRACTION * idle_bytes
+        + STREAM_SLACK_FRACTION * stream_bytes
+    )
+
+
+def estimate_context_bytes(
+    world_size: int, *, is_cpu: bool = False, measured_bytes: int | None = None
+) -> int:
+    """What the process holds outside torch's allocator; `measured_bytes` without NCCL's share."""
+    if is_cpu:
+        return measured_bytes or CPU_CONTEXT_BYTES
+    return (measured_bytes or CONTEXT_BYTES) + (NCCL_BYTES if world_size > 1 else 0)
+
+
+def estimate_cpu_slack_bytes(*, transient_bytes: int, dropped_bytes: int) -> int:
+    """Resident memory over live tensors at the peak of a step on a CPU, under glibc's malloc."""
+    return int(CPU_SLACK_FRACTION * transient_bytes + CPU_HOLES_FRACTION * dropped_bytes)
+
+
+def judge_fit(*, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int) -> Verdict:
+    """`fits` if the whole reserve does, with room for our own error; `does_not_fit` if live
+    tensors alone do not; `tight` between: the allocator may manage by retrying, or fail."""
+    if reserved_bytes * (1 + MODEL_ERROR_FRACTION) <= capacity_bytes:
+        return Verdict.FITS
+    if allocated_bytes * (1 - MODEL_ERROR_FRACTION) > capacity_bytes:
+        return Verdict.DOES_NOT_FIT
+    return Verdict.TIGHT
+
 
 BATCH_SIZED = ("activations", "logits")
 """Components whose size follows the batch."""
@@ -48,7 +134,7 @@ class Moment:
         return sum(size for name, size in self.components.items() if name not in PERSISTENT)
 
 
-class Standing(NamedTuple):
+class BatchIndependentBytes(NamedTuple):
     """What does not follow the micro-batch: a search that tries several finds it once."""
 
     state: StateBytes
@@ -57,10 +143,12 @@ class Standing(NamedTuple):
     layers: list[tuple[int, LayerBytes]]
 
 
-def find_standing(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> Standing:
+def estimate_batch_independent_bytes(
+    spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
+) -> BatchIndependentBytes:
     """`strategy` at any micro-batch."""
     strategy = as_loaded(spec, strategy)
-    return Standing(
+    return BatchIndependentBytes(
         state=estimate_state_bytes(spec, strategy),
         buffers=estimate_buffer_bytes(spec, strategy),
         layers=list_layers(spec, strategy, is_cpu=is_cpu),
@@ -72,7 +160,7 @@ def estimate_moments(
     strategy: Strategy,
     *,
     is_cpu: bool = False,
-    standing: Standing | None = None,
+    standing: BatchIndependentBytes | None = None,
 ) -> list[Moment]:
     """Each moment of a steady training step that can be its peak, on the fullest GPU.
 
@@ -81,13 +169,15 @@ def estimate_moments(
     so the peak is at one of them.
     """
     strategy = as_loaded(spec, strategy)
-    state, buffers, layers = standing or find_standing(spec, strategy, is_cpu=is_cpu)
+    state, buffers, layers = standing or estimate_batch_independent_bytes(
+        spec, strategy, is_cpu=is_cpu
+    )
     if strategy.has_fp8:
         buffers = estimate_buffer_bytes(spec, strategy)
     activations = estimate_activation_bytes(spec, strategy, layers)
     loss = estimate_loss_bytes(spec, strategy)
     gradients = _estimate_gradients(spec, strategy, state)
-    persistent = _persistent(_at_home(state) if is_cpu else state)
+    persistent = _persistent(_with_offloaded_state(state) if is_cpu else state)
 
     def moment(name: str, **parts: int) -> Moment:
         return Moment(
@@ -193,7 +283,7 @@ def _list_backward(
     ]
 
 
-def _at_home(state: StateBytes) -> StateBytes:
+def _with_offloaded_state(state: StateBytes) -> StateBytes:
     """Offloaded state counted where it is: on a CPU, the host's memory is the device's."""
     return replace(
         state,
@@ -299,7 +389,7 @@ def peak_moment(moments: list[Moment]) -> Moment:
     return max(moments, key=lambda moment: moment.allocated_bytes)
 
 
-def hold(
+def list_reserved_components(
     moment: Moment,
     moments: Sequence[Moment],
     strategy: Strategy,
@@ -349,11 +439,11 @@ def estimate_step_peak_bytes(
     *,
     is_cpu: bool = False,
     measured_context_bytes: int | None = None,
-    standing: Standing | None = None,
+    standing: BatchIndependentBytes | None = None,
 ) -> int:
     """What the process holds at the worst moment of the step: the planner's quick question."""
     moments = estimate_moments(spec, strategy, is_cpu=is_cpu, standing=standing)
-    held = hold(
+    held = list_reserved_components(
         peak_moment(moments),
         moments,
         strategy,

@@ -1,13 +1,43 @@
-"""Estimate: what one job is predicted to need, part by part. The shape `--json` prints."""
+"""Results of an estimate: verdict, memory by phase, host, disk, time. The shape `--json` prints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from tightfit.estimate.trace.peak import Peak
+# Peak: what stands in memory at its fullest, tensor by tensor.
+
+
+class _FrozenFinite(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class PeakTensor(_FrozenFinite):
+    """Like tensors that stand at the peak."""
+
+    num_bytes: NonNegativeInt
+    """Of all of them."""
+    count: PositiveInt
+    category: str
+    op: str
+    module: str
+    """The layer's number replaced by `*`."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Peak(_FrozenFinite):
+    """The instant at which most memory is allocated, and what stands there."""
+
+    stage: str
+    op: str
+    module: str
+    components: dict[str, int]
+    """Category to bytes, summing to the peak."""
+    tensors: tuple[PeakTensor, ...]
+    """The largest groups, largest first."""
 
 
 class _Frozen(BaseModel):
@@ -99,7 +129,7 @@ class StepTime(_Frozen):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
+class EstimateSummary:
     """The parts of an estimate that decide between strategies: made by the hundred in a search."""
 
     verdict: Verdict

@@ -1,16 +1,25 @@
-"""State: gradients and optimizer, with their sharding, offload and temporaries."""
+"""Training state on one GPU: weights, gradients, optimizer state, and the copies that sharding,
+autocast and quantization make beside them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
 
+from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Optimizer, Sharding, Strategy
-from tightfit.estimate.spare_columns import spare_weight_bytes
+from tightfit.estimate.fused_projections import augmented_weight_bytes, group_fused_linears
 from tightfit.estimate.weights import (
     adapter_params,
+    count_params_outside_blocks,
+    count_quantized_values,
     estimate_weight_bytes,
+    is_dora,
+    is_lora_target,
     largest_layer,
+    largest_matrix,
+    layer_adapter_params,
     num_trainable,
     retrained_params,
 )
@@ -81,7 +90,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     weight_bytes, quantization_bytes = weights.packed + weights.plain, weights.quantization_state
     if sharding.is_zero and not strategy.weights.is_quantized:
         weight_bytes = spec.num_params * 2 if strategy.compute.value_bytes == 2 else weight_bytes
-    weight_bytes += spare_weight_bytes(spec, strategy)
+    weight_bytes += augmented_weight_bytes(spec, strategy)
     trained = list_trained_values(spec, strategy)
     trained_bytes = sum(count * width for count, width in trained)
 
@@ -194,3 +203,221 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) ->
         per_value = wide if strategy.quirks.wide_adafactor else trained_value_bytes(strategy)
         return per_value * largest / shards
     return 0.0
+
+
+# Buffers: gathered weights, unsharded gradients, buckets, casts and dequantized copies.
+
+ZERO3_LIVE_VALUES = 1_000_000_000
+"""DeepSpeed `stage3_max_live_parameters`, its default. Source: DeepSpeed configuration docs."""
+ZERO_BUCKET_VALUES = 200_000_000
+"""`reduce_bucket_size` and `allgather_bucket_size` that transformers' examples set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferBytes:
+    """Unsharded copies on one GPU at the moments that can set the peak."""
+
+    forward: int
+    """Inside the layers, in forward and evaluation."""
+    loss: int
+    """When all layers are done."""
+    backward: int
+    """While a layer's gradients are made and reduced."""
+    backward_end: int
+    """While the first layer's are, when no other is prefetched."""
+    embedding: int
+    """While a tied embedding's gradient is added to the head's; 0 where that cannot peak."""
+    casts_forward: int
+    """16-bit copies of fp32 weights alive while the loss is computed."""
+    casts_loss: int
+    """In its backward."""
+    casts_backward: int
+    """When that reaches the layers."""
+    dequantized: int
+    """One unpacked matrix at a time; under fp8 one that is cast, with what it is multiplied by."""
+    dequantized_forward: int
+    """In forward and evaluation, where fp8 that is for gradients alone casts nothing."""
+    weight_norms: int
+    """DoRA's norm of one adapted matrix."""
+
+
+def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
+    """Copies that sharding, autocast and quantization make.
+
+    FSDP2 with one group per layer: the layer in use and the next one, gathered, in
+    the forward pass with the flat results of both gathers; the group of embeddings
+    and head stays gathered, and its gradients unsharded until the very end; a
+    layer's gradients exist unsharded, and once more as the reduce-scatter's input.
+    With `reshard_after_forward=False` a layer stays gathered until its own backward
+    pass is over.
+    ZeRO-3 keeps up to `stage3_max_live_parameters` gathered.
+    Leaves out DDP's buckets: they are counted as gradients.
+    Source: torch fully_shard notes; DeepSpeed configuration docs.
+    """
+    casts = _cast_bytes(spec, strategy)
+    dequantized = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    if strategy.has_fp8:
+        dequantized = _fp8_bytes(spec, strategy)
+    gathered = _gathered_bytes(spec, strategy)
+    return BufferBytes(
+        forward=gathered.forward,
+        loss=gathered.loss,
+        backward=gathered.backward,
+        backward_end=gathered.backward_end,
+        embedding=gathered.embedding,
+        casts_forward=casts.forward,
+        casts_loss=casts.loss,
+        casts_backward=casts.backward,
+        dequantized=dequantized,
+        dequantized_forward=0 if strategy.fp8_gradients else dequantized,
+        weight_norms=_weight_norm_bytes(spec, strategy),
+    )
+
+
+def _fp8_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """fp8 copies of the largest product's operands: a matrix, and rows of the batch; for the
+    gradient of a trained matrix, rows on either side. Joined matrices are one."""
+    tokens = strategy.tokens_per_micro_batch
+    groups = [g for block in spec.blocks for g in group_fused_linears(spec, block, strategy)]
+    widths = [(g[0].in_features, sum(part.out_features for part in g)) for g in groups]
+    sizes = [n * k + tokens * max(n, k) for n, k in widths]
+    if not strategy.stores_fp8:
+        sizes += [tokens * (n + k) for n, k in widths]
+    return max(sizes)
+
+
+def _weight_norm_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """What DoRA makes of one matrix to find its norms, at the worst target.
+
+    An identity as wide as the input, through the adapter: the adapter's product. That product
+    in the compute dtype where it differs, scaled, and added to the base: three of the matrix's
+    size. The unpacked base is counted as `dequantized`.
+    Source: peft `DoraLinearLayer.get_lora_weight`, `get_weight_norm`.
+    """
+    if not is_dora(strategy):
+        return 0
+    adapter, value = strategy.adapter_dtype.value_bytes, strategy.compute.value_bytes
+    num_copies = 2 if strategy.adapter_dtype is strategy.compute else 3
+    return max(
+        (
+            adapter * part.in_features * (part.in_features + part.out_features)
+            + num_copies * value * part.in_features * part.out_features
+            for block in spec.blocks
+            for part in block.linears
+            if part.is_module and is_lora_target(part, strategy.lora_targets)
+        ),
+        default=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Casts:
+    forward: int
+    loss: int
+    backward: int
+
+
+def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> _Casts:
+    """Autocast keeps each 16-bit copy: of trained weights until its context ends, of frozen ones
+    in the graph until their layer's backward, and then only if the layer is not recomputed. The
+    head, which never is, has its copy until its own."""
+    head = 2 * spec.embedding_params
+    if strategy.weights.is_quantized and strategy.upcast_unquantized:
+        return _Casts(forward=head, loss=head, backward=head)
+    if not strategy.casts_weights:
+        return _Casts(forward=0, loss=0, backward=0)
+    of_layers = 2 * sum(block.num_params for block in spec.blocks)
+    kept_share = 1 - strategy.count_recomputed(spec.num_layers) / spec.num_layers
+    kept = int(kept_share * of_layers)
+    is_full = strategy.method is Method.FULL
+    return _Casts(forward=(of_layers if is_full else kept) + head, loss=kept + head, backward=kept)
+
+
+def _layer_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """One gathered layer in the dtype that modules see."""
+    num_values = largest_layer(spec)
+    if not strategy.weights.is_quantized:
+        return num_values * strategy.compute.value_bytes
+    weights = estimate_weight_bytes(spec, strategy)
+    num_packed = max(1, count_quantized_values(spec, strategy.weights))
+    in_layer = min(num_values, num_packed // spec.num_layers)
+    packed = (weights.packed + weights.quantization_state) * in_layer // num_packed
+    return packed + 2 * (num_values - in_layer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gathered:
+    forward: int = 0
+    loss: int = 0
+    backward: int = 0
+    backward_end: int = 0
+    embedding: int = 0
+
+
+def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> _Gathered:
+    sharding = strategy.sharding
+    value = strategy.compute.value_bytes
+    if sharding in (Sharding.ZERO1, Sharding.ZERO2):
+        bucket = value * ZERO_BUCKET_VALUES
+        return _Gathered(backward=bucket, backward_end=bucket)
+    if not sharding.shards_weights:
+        return _Gathered()
+    layer = _layer_bytes(spec, strategy)
+    gradients = 2 * _layer_gradient_bytes(spec, strategy)
+    whole = _model_bytes(spec, strategy)
+    if sharding is Sharding.ZERO3:
+        live = min(whole, ZERO3_LIVE_VALUES * value + layer)
+        reduced = live + gradients // 2 + 2 * spec.hidden_size**2 * value
+        return _Gathered(forward=live, loss=live, backward=reduced, backward_end=reduced)
+    outside = count_params_outside_blocks(spec) * value
+    if strategy.method is Method.FULL:
+        gradients += outside
+    if sharding is Sharding.FSDP_GRAD_OP:
+        return _Gathered(
+            forward=whole + layer,
+            loss=whole + layer,
+            backward=whole - layer + gradients,
+            backward_end=min(whole, outside + layer) + gradients,
+            embedding=_embedding_bytes(spec, strategy),
+        )
+    return _Gathered(
+        forward=min(whole, outside + layer) + 2 * layer,
+        loss=min(whole, outside + layer),
+        backward=min(whole, outside + 2 * layer) + gradients,
+        backward_end=min(whole, outside + layer) + gradients,
+        embedding=_embedding_bytes(spec, strategy),
+    )
+
+
+def _embedding_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """Buffers of "outside" when all layers are done, less its reduced shard, still to come.
+
+    Tied: the head's gradient, the embedding's and their sum beside the gathered weights, while
+    the first layer's reduce-scatter is under way. Then all but the sum are freed, and the
+    gradients stand beside the input of their own reduce-scatter.
+    Source: torch FSDPParamGroup `post_backward`, `foreach_reduce`.
+    """
+    if strategy.method is not Method.FULL:
+        return 0
+    value, reduced = strategy.compute.value_bytes, trained_value_bytes(strategy)
+    outside = count_params_outside_blocks(spec)
+    fullest = (value + reduced) * outside
+    if spec.tie_embeddings:
+        summed = (outside + 3 * spec.embedding_params) * value
+        fullest = max(fullest, summed + largest_layer(spec) * reduced)
+    return fullest - reduced * outside // strategy.num_shards
+
+
+def _model_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    if strategy.weights.is_quantized or strategy.compute is Dtype.FP32:
+        return estimate_weight_bytes(spec, strategy).total
+    return spec.num_params * strategy.compute.value_bytes
+
+
+def _layer_gradient_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    if strategy.method is Method.FULL or mixes_frozen(strategy):
+        return largest_layer(spec) * strategy.compute.value_bytes
+    if strategy.method is Method.LORA:
+        values = max(layer_adapter_params(block, strategy) for block in spec.blocks)
+        return values * strategy.adapter_dtype.value_bytes
+    return 0

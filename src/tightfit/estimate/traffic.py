@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Loss, Method, Optimizer, Strategy
-from tightfit.estimate.efficiency import Rates
-from tightfit.estimate.flops import Adapters, Workload
-from tightfit.estimate.readers import can_join_trained
-from tightfit.estimate.weights import is_dora, is_target
-from tightfit.hardware.measured_rates import MeasuredRates
+from tightfit.estimate.flops import AdapterSums, Workload
+from tightfit.estimate.fused_projections import can_fuse_trained_projections
+from tightfit.estimate.rates import DeviceRates
+from tightfit.estimate.weights import is_dora, is_lora_target
+from tightfit.hardware.types import MeasuredRates
 from tightfit.models.spec import ModelSpec
 
 EXPERT_LAYOUT_BYTES = 20.0
@@ -103,11 +103,11 @@ def dora_bytes(spec: ModelSpec, strategy: Strategy) -> float:
         * (DORA_WEIGHT_VALUES * part.out_features + 2 * part.in_features)
         for block in spec.blocks
         for part in block.linears
-        if part.is_module and is_target(part, strategy.lora_targets)
+        if part.is_module and is_lora_target(part, strategy.lora_targets)
     )
 
 
-def adapter_bytes_per_token(adapters: Adapters, strategy: Strategy, *, backward: bool) -> float:
+def adapter_bytes_per_token(adapters: AdapterSums, strategy: Strategy, *, backward: bool) -> float:
     """Traffic of LoRA beside the base matmuls, for one token.
 
     In the model's own dtype, forward: the input read again; the result
@@ -145,14 +145,14 @@ FP8_CAST_BYTES = 3.0
 """Per value that is cast from bf16 by rows: read, and written in fp8."""
 FP8_COLUMN_CAST_BYTES = 5.0
 """By columns: read for the largest value of each, read again, and written."""
-FP8_TURN_BYTES = 2.0
+FP8_TRANSPOSE_BYTES = 2.0
 """Per frozen fp8 value in the backward pass: read by rows, written by columns."""
 
 
 def fp8_bytes(
     work: Workload, strategy: Strategy, *, spec: ModelSpec, tokens: float, backward: bool
 ) -> float:
-    """Traffic of casts to fp8 in one pass. Counted in `runtime/fp8_linear.py`.
+    """Traffic of casts to fp8 in one pass. Counted in `runtime/kernels/fp8.py`.
 
     Forward: inputs, each once, and trained weights. Backward: gradients; by columns what a trained
     weight's gradient is made of, and the weight; frozen weights are turned.
@@ -165,9 +165,9 @@ def fp8_bytes(
         return FP8_CAST_BYTES * (values + (0 if strategy.stores_fp8 else weights))
     moved = FP8_CAST_BYTES * tokens * work.module_outputs_used
     if strategy.stores_fp8:
-        return moved + FP8_TURN_BYTES * weights
+        return moved + FP8_TRANSPOSE_BYTES * weights
     # Layers that are recomputed do not share the cast of an input they share, unless joined.
-    is_joined = can_join_trained(spec.model_type, strategy)
+    is_joined = can_fuse_trained_projections(spec.model_type, strategy)
     is_shared = is_joined or not strategy.checkpointing
     inputs = work.module_inputs_used if is_shared else work.inputs_used
     columns = tokens * (inputs + work.outputs_used) + weights
@@ -209,7 +209,7 @@ ZERO_MASTER_BYTES = 40.0
 """DeepSpeed keeps fp32 weights and moments beside 16-bit weights: as fp32 AdamW, and a cast."""
 
 
-def optimizer_seconds_per_param(strategy: Strategy, rates: Rates) -> float:
+def optimizer_seconds_per_param(strategy: Strategy, rates: DeviceRates) -> float:
     """Time of the update on the device, per trained value."""
     if strategy.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT):
         return EIGHT_BIT_SECONDS_PER_PARAM
@@ -254,7 +254,7 @@ Fit to Llama-2-7B on one H200, int8 against bf16 (benchmarks/results/h200_steps.
 
 
 def dequantize_seconds(
-    work: Workload, rates: Rates, dtype: Dtype, *, tokens: float, backward: bool
+    work: Workload, rates: DeviceRates, dtype: Dtype, *, tokens: float, backward: bool
 ) -> float:
     """Unpacking every quantized matrix once, plus what int8 does to activations."""
     if not dtype.is_quantized:

@@ -16,7 +16,7 @@ NF4_OUTER_BLOCK = 256
 GPTQ_GROUP = 128
 """Values per fp16 scale and packed zero. Source: GPTQ arXiv:2210.17323; the usual group size."""
 
-UNPACKED_FAMILIES = frozenset({"falcon"})
+UNQUANTIZED_FAMILIES = frozenset({"falcon"})
 """Whose layers are linear modules of a class of their own, which nf4 and int8 loading leaves as it
 is: it takes `nn.Linear` itself and no subclass. Source: transformers `replace_with_bnb_linear`,
 `FalconLinear`."""
@@ -28,7 +28,7 @@ def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
     They are in the dtype of what is never packed, which is raised with the rest where that is.
     An unpacked base is in the compute dtype when it trains; that it came packed stays noted.
     """
-    is_left = spec.model_type in UNPACKED_FAMILIES and not strategy.quirks.packs_subclasses
+    is_left = spec.model_type in UNQUANTIZED_FAMILIES and not strategy.quirks.packs_subclasses
     if is_left and strategy.weights in (Dtype.NF4, Dtype.INT8):
         plain = Dtype.FP32 if strategy.upcast_unquantized else strategy.compute
         return strategy.model_copy(update={"weights": plain, "unpacked_base": False})
@@ -37,7 +37,7 @@ def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
     return strategy
 
 
-def as_answering(strategy: Strategy) -> Strategy:
+def as_used_for_inference(strategy: Strategy) -> Strategy:
     """The loaded strategy as its result is used later: on the base as it was read, so that one
     that was unpacked is packed again, and none is in fp8."""
     changes: dict[str, object] = {"fp8": False, "fp8_gradients": False} if strategy.has_fp8 else {}
@@ -78,16 +78,16 @@ def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
         return WeightBytes(
             packed=spec.num_params * strategy.weights.value_bytes, plain=0, quantization_state=0
         )
-    packed, state = _packed_bytes(spec, strategy.weights, strategy.double_quant)
+    packed, state = _quantized_bytes(spec, strategy.weights, strategy.double_quant)
     plain_value = 4 if strategy.upcast_unquantized else 2
     return WeightBytes(
         packed=packed,
-        plain=(spec.num_params - packed_values(spec, strategy.weights)) * plain_value,
+        plain=(spec.num_params - count_quantized_values(spec, strategy.weights)) * plain_value,
         quantization_state=state,
     )
 
 
-def packed_values(spec: ModelSpec, dtype: Dtype) -> int:
+def count_quantized_values(spec: ModelSpec, dtype: Dtype) -> int:
     """How many values quantized loading packs."""
     if dtype is not Dtype.GPTQ4:
         return spec.linear_params
@@ -97,8 +97,8 @@ def packed_values(spec: ModelSpec, dtype: Dtype) -> int:
     )
 
 
-def _packed_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple[int, int]:
-    num_values = packed_values(spec, dtype)
+def _quantized_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple[int, int]:
+    num_values = count_quantized_values(spec, dtype)
     if dtype is Dtype.INT8:
         rows = sum(
             b.num_layers * sum(p.copies * p.out_features for p in b.linears) for b in spec.blocks
@@ -115,7 +115,7 @@ def _packed_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple[in
     return num_values // 2, 2 * num_groups + num_groups // 2 + 4 * columns
 
 
-def is_target(part: Linear, targets: tuple[str, ...]) -> bool:
+def is_lora_target(part: Linear, targets: tuple[str, ...]) -> bool:
     """Whether LoRA attaches to this matrix, by peft's rule of matching the end of the name."""
     if targets == (ALL_LINEAR,):
         return part.lora_rank_factor > 0
@@ -129,7 +129,7 @@ def is_dora(strategy: Strategy) -> bool:
 
 def layer_adapter_params(block: Block, strategy: Strategy) -> int:
     """LoRA values of one layer: `rank * (in + out)` for each targeted matrix, DoRA's `out` more."""
-    targets = [part for part in block.linears if is_target(part, strategy.lora_targets)]
+    targets = [part for part in block.linears if is_lora_target(part, strategy.lora_targets)]
     magnitudes = sum(part.copies * part.out_features for part in targets)
     return strategy.lora_rank * sum(
         part.lora_rank_factor * part.copies * (part.in_features + part.out_features)
@@ -170,6 +170,6 @@ def largest_layer(spec: ModelSpec) -> int:
     return max(block.layer_params for block in spec.blocks)
 
 
-def outside_params(spec: ModelSpec) -> int:
+def count_params_outside_blocks(spec: ModelSpec) -> int:
     """Values outside the blocks: embeddings, head, positions, final norms."""
     return spec.num_params - sum(block.num_params for block in spec.blocks)

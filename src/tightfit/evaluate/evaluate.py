@@ -1,11 +1,13 @@
-"""Score a model on a data file, beside the base model that it was tuned from."""
+"""Score a model on a data file, next to the base model that it was tuned from."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tightfit import __version__
 from tightfit.core.errors import InvalidInputError
@@ -15,21 +17,154 @@ from tightfit.data.encode import EncodeRequest, encode_dataset
 from tightfit.data.prompter import Prompter
 from tightfit.data.token_store import TokenStore
 from tightfit.data.tokenizer import load_tokenizer
-from tightfit.evaluate.compare import ColumnResult, compare_columns, list_answers
-from tightfit.evaluate.contestants import Asked, Contestant, Contestants, gather_contestants
-from tightfit.evaluate.generate import GenerateRequest, Watch
-from tightfit.evaluate.metrics import Metric, Scorer, choose_metrics
-from tightfit.evaluate.questions import Question, read_questions
-from tightfit.evaluate.scores import Scores, ready_folder, write_scores
-from tightfit.evaluate.target import Target, find_target
+from tightfit.evaluate.metrics import (
+    LOSS,
+    PERPLEXITY,
+    AnswerScore,
+    Metric,
+    Question,
+    ScoreKind,
+    Scorer,
+    choose_metrics,
+    read_questions,
+)
+from tightfit.evaluate.model_outputs import CountCallback, GenerateRequest, RowLosses
+from tightfit.evaluate.scored_models import (
+    EvalPrompt,
+    EvalTarget,
+    ScoredModel,
+    ScoredModels,
+    find_eval_target,
+    open_scored_models,
+)
+from tightfit.evaluate.scores import (
+    BASE,
+    TUNED,
+    AnswerRow,
+    Interval,
+    MetricScore,
+    ModelAnswer,
+    Scores,
+    ensure_writable,
+    estimate_interval,
+    write_scores,
+)
 from tightfit.runtime.artefacts import Artefact, find_artefact
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+# Before and after: columns of row scores to means, intervals and paired differences.
+
+_LARGEST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnResult:
+    """What one model did, row by row."""
+
+    losses: RowLosses | None
+    texts: tuple[str, ...]
+    scores: tuple[AnswerScore, ...]
+
+
+def compare_columns(
+    columns: Mapping[str, ColumnResult], kinds: Sequence[ScoreKind]
+) -> tuple[MetricScore, ...]:
+    """One line per number: each model's, and the difference where there are two."""
+    import numpy as np
+
+    metrics: list[MetricScore] = []
+    for kind in kinds:
+        values = {
+            name: np.array(
+                [score.values[kind.name] for score in column.scores if kind.name in score.values]
+            )
+            for name, column in columns.items()
+        }
+        metrics.append(_metric(kind, values, None))
+    losses = {name: column.losses for name, column in columns.items() if column.losses is not None}
+    if losses:
+        sums = {name: rows.sums for name, rows in losses.items()}
+        counts = next(iter(losses.values())).num_tokens.astype(float)
+        loss = _metric(LOSS, sums, counts)
+        metrics += [loss, _perplexity(loss)]
+    return tuple(metrics)
+
+
+def list_answers(
+    questions: Sequence[Question], columns: Mapping[str, ColumnResult]
+) -> list[AnswerRow]:
+    """The answers of all models side by side, for people to read."""
+    if not any(column.texts for column in columns.values()):
+        return []
+    return [
+        AnswerRow(
+            place=question.place,
+            prompt=question.prompt,
+            gold=question.gold,
+            answers={name: _answer(column, place) for name, column in columns.items()},
+        )
+        for place, question in enumerate(questions)
+    ]
+
+
+def _answer(column: ColumnResult, place: int) -> ModelAnswer:
+    score = column.scores[place]
+    return ModelAnswer(
+        text=column.texts[place], scores=score.values, query=score.query, problem=score.problem
+    )
+
+
+def _metric(
+    kind: ScoreKind,
+    values: Mapping[str, NDArray[np.float64]],
+    counts: NDArray[np.float64] | None,
+) -> MetricScore:
+    difference = None
+    if BASE in values and TUNED in values:
+        difference = estimate_interval(values[TUNED] - values[BASE], counts)
+    return MetricScore(
+        name=kind.name,
+        title=kind.title,
+        is_percent=kind.is_percent,
+        is_lower_better=kind.is_lower_better,
+        num_rows=len(next(iter(values.values()))),
+        scores={name: estimate_interval(rows, counts) for name, rows in values.items()},
+        difference=difference,
+    )
+
+
+def _perplexity(loss: MetricScore) -> MetricScore:
+    """The loss as e to its power; a difference of such numbers has no interval of its own here."""
+
+    def raised(interval: Interval) -> Interval:
+        return Interval(
+            value=_exp(interval.value), low=_exp(interval.low), high=_exp(interval.high)
+        )
+
+    return loss.model_copy(
+        update={
+            "name": PERPLEXITY.name,
+            "title": PERPLEXITY.title,
+            "scores": {name: raised(interval) for name, interval in loss.scores.items()},
+            "difference": None,
+        }
+    )
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, _LARGEST_EXPONENT))
+
 
 DEFAULT_BATCH = 16
 MAX_DEFAULT_NEW_TOKENS = 512
 SPARE_TOKENS = 32
 """Beyond the longest gold answer, where the user does not say how much may be generated."""
 
-Report = Callable[[str, int, int], None]
+StageCallback = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and of how much."""
 
 
@@ -53,14 +188,14 @@ class EvaluateRequest:
     """None: the run's own, else the tokenizer's."""
     save_to: Path | None = None
     """None: the run's `eval` folder; nothing is written for a model that is no run."""
-    report: Report | None = None
+    report: StageCallback | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """Everything known before weights are loaded."""
 
-    target: Target
+    target: EvalTarget
     metrics: tuple[Metric, ...]
     store: TokenStore
     format: str
@@ -99,8 +234,8 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
     run = job.target.run
     folder = request.save_to or (None if run is None else run.path / "eval")
     if folder is not None:
-        ready_folder(folder)
-    contestants = gather_contestants(
+        ensure_writable(folder)
+    contestants = open_scored_models(
         job.target,
         job.prompter,
         with_base=request.with_base,
@@ -108,7 +243,7 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
         batch=request.batch,
     )
     columns = {
-        column: _measure(job, contestant, _told(request.report, column))
+        column: _measure(job, contestant, _for_stage(request.report, column))
         for column, contestant in contestants
     }
     scores = _summarize(request, job, columns, contestants)
@@ -116,11 +251,11 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
     if folder is None:
         return scores
     answers = list_answers(job.questions, columns)
-    return write_scores(scores, answers, folder, _name_of(request))
+    return write_scores(scores, answers, folder, _result_name(request))
 
 
 def _prepare(request: EvaluateRequest) -> _Job:
-    target = find_target(request.target)
+    target = find_eval_target(request.target)
     if request.template is not None:
         target = replace(target, template=request.template)
     source = DataSource(path=request.data, take=str(request.limit) if request.limit else None)
@@ -174,7 +309,7 @@ def _generation(
 
 
 def _measure(
-    job: _Job, contestant: Contestant, watch: Callable[[str], Watch | None]
+    job: _Job, contestant: ScoredModel, watch: Callable[[str], CountCallback | None]
 ) -> ColumnResult:
     losses = None
     if Metric.LOSS in job.metrics:
@@ -182,7 +317,7 @@ def _measure(
     if job.generation is None:
         return ColumnResult(losses=losses, texts=(), scores=())
     asked = [
-        Asked(messages=item.messages, tokens=item.prompt_ids[-job.longest_prompt :])
+        EvalPrompt(messages=item.messages, tokens=item.prompt_ids[-job.longest_prompt :])
         for item in job.questions
     ]
     texts = tuple(contestant.answer(asked, job.generation, watch("answers")))
@@ -194,7 +329,7 @@ def _summarize(
     request: EvaluateRequest,
     job: _Job,
     columns: dict[str, ColumnResult],
-    contestants: Contestants,
+    contestants: ScoredModels,
 ) -> Scores:
     return Scores(
         tightfit_version=__version__,
@@ -221,8 +356,8 @@ def _databases_beside(data: Path) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _told(report: Report | None, column: str) -> Callable[[str], Watch | None]:
-    def of_stage(what: str) -> Watch | None:
+def _for_stage(report: StageCallback | None, column: str) -> Callable[[str], CountCallback | None]:
+    def of_stage(what: str) -> CountCallback | None:
         if report is None:
             return None
         return lambda done, of: report(f"{column}: {what}", done, of)
@@ -230,7 +365,7 @@ def _told(report: Report | None, column: str) -> Callable[[str], Watch | None]:
     return of_stage
 
 
-def _name_of(request: EvaluateRequest) -> str:
+def _result_name(request: EvaluateRequest) -> str:
     """`test` for `data/test.jsonl.gz`; a part of the rows does not replace the scores of all."""
     name = Path(request.data).name.partition(".")[0] or "data"
     return name if request.limit is None else f"{name}-first-{request.limit}"

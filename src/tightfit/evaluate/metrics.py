@@ -1,18 +1,110 @@
-"""Which metrics there are, which of them suit which data, and the score of each answer."""
+"""Metrics: which there are, which suit which data, and the score of each answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from tightfit.core.errors import InvalidInputError
-from tightfit.evaluate.questions import Question
-from tightfit.evaluate.sql import SqlTask, database_of, judge_answer, make_task
-from tightfit.evaluate.sql_sandbox import QueryFaultError, QueryLimits
-from tightfit.evaluate.sql_text import extract_query, find_tables
-from tightfit.evaluate.text_metrics import make_rouge, match_exactly, match_loosely
+from tightfit.core.errors import InvalidInputError, SetupError
+from tightfit.core.training import DataSource
+from tightfit.data.formats import ASSISTANT, Message, to_messages
+from tightfit.data.prompter import Prompter
+from tightfit.data.sources import open_source, read_source
+from tightfit.data.streams import ReadMeter
+from tightfit.evaluate.sql import (
+    SqlTask,
+    database_of,
+    extract_query,
+    find_tables,
+    judge_answer,
+    make_task,
+)
+from tightfit.evaluate.sql_sandbox import QueryError, QueryLimits
+
+# Questions of a data file: the prompt as training would show it, and the gold answer.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One row to be answered: all before its last answer, and that answer."""
+
+    place: str
+    values: Mapping[str, Any]
+    """The row itself, for what it says besides: a database's name."""
+    messages: tuple[Message, ...]
+    """All that is said before the answer."""
+    prompt_ids: tuple[int, ...]
+    gold: str
+    num_gold_tokens: int
+
+    @property
+    def prompt(self) -> str:
+        """The messages as people read them."""
+        return "\n\n".join(message.content for message in self.messages)
+
+
+def read_questions(source: DataSource, prompter: Prompter) -> tuple[str, list[Question]]:
+    """The format of the rows, and a question for each that asks for something."""
+    questions: list[Question] = []
+    formats: dict[str, None] = {}
+    for row, row_format in read_source(open_source(source), ReadMeter()):
+        formats[row_format.name] = None
+        messages = to_messages(row, row_format)
+        asked = [at for at, message in enumerate(messages) if message.role == ASSISTANT]
+        if row_format.name == "text" or not asked or not asked[-1]:
+            continue
+        before, gold = messages[: asked[-1]], messages[asked[-1]].content
+        questions.append(
+            Question(
+                place=row.place,
+                values=row.values,
+                messages=tuple(before),
+                prompt_ids=prompter.ask(before, place=row.place),
+                gold=gold,
+                num_gold_tokens=prompter.count_tokens(gold),
+            )
+        )
+    return "+".join(formats), questions
+
+
+# Scores of one answer against its gold text: exact match and ROUGE.
+
+ROUGE_NAMES = ("rouge1", "rouge2", "rougeL")
+
+
+def match_exactly(answer: str, gold: str) -> bool:
+    """Every character alike, but for white space around them."""
+    return answer.strip() == gold.strip()
+
+
+def match_loosely(answer: str, gold: str) -> bool:
+    """The same words in the same order, whatever white space is between them."""
+    return answer.split() == gold.split()
+
+
+def make_rouge() -> Callable[[str, str], dict[str, float]]:
+    """A function (answer, gold) -> F1 of ROUGE-1, ROUGE-2 and ROUGE-L, 0 to 1.
+
+    Google's implementation with stemming, as most published SAMSum figures use it.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as fault:
+        raise SetupError(
+            "ROUGE needs the rouge-score package, which is not installed.",
+            remedy="pip install 'tightfit[eval]', or leave it out with --metric loss",
+        ) from fault
+    scorer: Any = RougeScorer(list(ROUGE_NAMES), use_stemmer=True)
+
+    def score(answer: str, gold: str) -> dict[str, float]:
+        found = scorer.score(gold, answer)
+        return {name: float(found[name].fmeasure) for name in ROUGE_NAMES}
+
+    return score
+
 
 _SQL_SHARE = 0.9
 _NUM_LOOKED_AT = 100
@@ -44,7 +136,7 @@ LOSS = ScoreKind(name="loss", title="loss, nats a token", is_percent=False, is_l
 PERPLEXITY = ScoreKind(
     name="perplexity", title="perplexity", is_percent=False, is_lower_better=True
 )
-KINDS = {
+SCORE_KINDS = {
     Metric.EXECUTION: (ScoreKind(name="execution", title="execution accuracy"),),
     Metric.ROUGE: (
         ScoreKind(name="rouge1", title="ROUGE-1 F1"),
@@ -114,7 +206,10 @@ class Scorer:
     @property
     def kinds(self) -> list[ScoreKind]:
         return [
-            kind for metric, kinds in KINDS.items() if metric in self._metrics for kind in kinds
+            kind
+            for metric, kinds in SCORE_KINDS.items()
+            if metric in self._metrics
+            for kind in kinds
         ]
 
     def score(self, place: int, answer: str) -> AnswerScore:
@@ -146,7 +241,7 @@ class Scorer:
                     folder=databases,
                     limits=self._limits,
                 )
-            except QueryFaultError as fault:
+            except QueryError as fault:
                 faults.append(f"{item.place}: {fault}")
                 tasks.append(None)
             else:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from tightfit.core.errors import InvalidInputError
 
 Value = str | bytes | int | float | None
-Rows = list[tuple[Value, ...]]
+QueryRows = list[tuple[Value, ...]]
 Sandbox = NewType("Sandbox", sqlite3.Connection)
 """A connection that has been locked; only `run_query` should use it."""
 
@@ -49,7 +49,7 @@ class QueryLimits:
     num_rows: int = 20_000
 
 
-class QueryFaultError(Exception):
+class QueryError(Exception):
     """The query gives no rows to compare: not SQL, forbidden, too slow, too many."""
 
 
@@ -84,10 +84,10 @@ def lock(connection: sqlite3.Connection) -> Sandbox:
     return Sandbox(connection)
 
 
-def run_query(sandbox: Sandbox, query: str, limits: QueryLimits) -> Rows:
-    """The rows of one query, or `QueryFaultError` with the reason; nothing else escapes."""
+def run_query(sandbox: Sandbox, query: str, limits: QueryLimits) -> QueryRows:
+    """The rows of one query, or `QueryError` with the reason; nothing else escapes."""
     if len(query) > _MAX_TEXT:
-        raise QueryFaultError("the query is too long")
+        raise QueryError("the query is too long")
     deadline = time.monotonic() + limits.seconds
     sandbox.set_authorizer(_allow_padding if _pads_harmlessly(query) else _allow_reading)
     sandbox.set_progress_handler(lambda: int(time.monotonic() > deadline), _STEPS_PER_LOOK)
@@ -95,16 +95,16 @@ def run_query(sandbox: Sandbox, query: str, limits: QueryLimits) -> Rows:
         with closing(sandbox.cursor()) as cursor:
             cursor.execute(query)
             if cursor.description is None:
-                raise QueryFaultError("it is not a query")
-            rows: Rows = cursor.fetchmany(limits.num_rows + 1)
+                raise QueryError("it is not a query")
+            rows: QueryRows = cursor.fetchmany(limits.num_rows + 1)
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as fault:
         is_late = time.monotonic() > deadline
         reason = f"more than {limits.seconds:g} s" if is_late else _reason(fault)
-        raise QueryFaultError(reason) from fault
+        raise QueryError(reason) from fault
     finally:
         sandbox.set_progress_handler(None, 0)
     if len(rows) > limits.num_rows:
-        raise QueryFaultError(f"more than {limits.num_rows:,} rows")
+        raise QueryError(f"more than {limits.num_rows:,} rows")
     return rows
 
 

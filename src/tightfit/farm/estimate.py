@@ -1,26 +1,220 @@
-"""Before anything starts: what each kind of node is expected to do, how long it takes, the rent."""
+"""Estimate of a farm before it starts: rate, time and cost of each type of node.
+
+Based on measured rates of earlier runs where there are any, otherwise on a prediction.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from enum import Enum
 from math import ceil
 from typing import TYPE_CHECKING
 
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Strategy
+from tightfit.engines.transformers.rows import KV_MEMORY_FRACTION, MAX_GPU_SLOTS
 from tightfit.estimate.inference import (
     HOST_KERNEL_SECONDS,
     HOST_KERNELS_PER_LAYER,
     InferenceJob,
     estimate_inference,
+    kv_row_bytes,
 )
-from tightfit.farm.bounds import Bounds, span, sum_bounds
-from tightfit.farm.devices import count_machines, find_calibrated, job_on
-from tightfit.farm.measured import Basis, find_rates, name_place, name_work, record
-from tightfit.farm.places import NodeType, Place, local_place
+from tightfit.estimate.weights import estimate_weight_bytes
+from tightfit.farm.worker_pool import NodeType, WorkerBackend, WorkerGroup, make_local_group
+from tightfit.hardware.machine import read_machine
 from tightfit.hardware.types import Gpu
+from tightfit.models.spec import ModelSpec
+from tightfit.runs.measured_rates import AnswerRate, read_calibration, read_rates, record_rate
+from tightfit.serve.generate.measure import count_threads
 
 if TYPE_CHECKING:
-    from tightfit.serve.generate.plan import Prediction
+    from tightfit.farm.statistics import FarmStatistics, NodeStatistics
+    from tightfit.serve.generate.prediction import InferencePrediction
+
+
+# A number that is known only roughly: the least and the most it is expected to be.
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """From `low` to `high`."""
+
+    low: float
+    high: float
+
+    def __add__(self, other: Bounds) -> Bounds:
+        return Bounds(self.low + other.low, self.high + other.high)
+
+    def scaled(self, factor: float) -> Bounds:
+        return Bounds(self.low * factor, self.high * factor)
+
+    def seconds_for(self, amount: float) -> Bounds:
+        """What an amount takes at this rate: the quicker the sooner."""
+        return Bounds(amount / self.high, amount / self.low)
+
+
+def sum_bounds(parts: Iterable[Bounds]) -> Bounds:
+    return sum(parts, Bounds(0.0, 0.0))
+
+
+def bounds_of(values: Iterable[float]) -> Bounds:
+    """All of them; at least one."""
+    found = sorted(values)
+    return Bounds(found[0], found[-1])
+
+
+# A prediction for this machine, carried over to the devices that will do the work.
+
+BF16_SINCE = (8, 0)
+"""Compute capability."""
+
+
+def calibrated_gpu(place: WorkerGroup, gpu: Gpu, threads: int | None) -> Gpu | None:
+    """This machine's device with the rates that `tightfit calibrate` found; None: it found none.
+
+    It measures with all cores of this machine: of other places, or of fewer threads, it says
+    nothing.
+    """
+    is_whole = not gpu.is_cpu or count_threads(threads) >= read_machine().num_usable_cores
+    if place.kind is not WorkerBackend.LOCAL or not is_whole:
+        return None
+    found = read_calibration(gpu.name).calibration
+    return None if found is None else found.apply(gpu)
+
+
+def count_equivalent_workers(
+    kind: NodeType, prediction: InferencePrediction, threads: int | None
+) -> float:
+    """How many of the predicted worker all of them are worth.
+
+    On a CPU it was predicted for `threads` of this machine's cores: here they share these, and a
+    node elsewhere has its own.
+    """
+    if not prediction.gpu.is_cpu or (kind.gpu is not None and not kind.gpu.is_cpu):
+        return float(min(kind.num_workers, kind.num_devices or kind.num_workers))
+    used = min(count_threads(threads), read_machine().num_usable_cores)
+    if kind.num_devices is not None:
+        return min(float(kind.num_workers), read_machine().num_usable_cores / used)
+    if kind.num_cores is None or threads is not None:
+        return float(kind.num_workers)
+    return kind.num_workers * kind.num_cores / used
+
+
+def adapt_job_to_gpu(prediction: InferencePrediction, gpu: Gpu) -> InferenceJob:
+    """The same job with the weights, slots and arithmetic that such a device would get."""
+    job, spec = prediction.job, prediction.spec
+    if gpu.is_cpu or not prediction.gpu.is_cpu:
+        return job
+    is_new = gpu.compute_capability is not None and gpu.compute_capability >= BF16_SINCE
+    compute = Dtype.BF16 if is_new else Dtype.FP16
+    size = job.weight_bytes
+    if prediction.choice.engine != "llama.cpp":
+        size = estimate_weight_bytes(spec, Strategy(weights=compute, compute=compute)).total
+    each = kv_row_bytes(spec, max(1, job.num_columns), compute.value_bytes)
+    free = max(0, gpu.memory_bytes - size)
+    slots = max(1, min(MAX_GPU_SLOTS, int(free * KV_MEMORY_FRACTION // max(1, each))))
+    return replace(
+        job,
+        weight_bytes=size,
+        compute=compute,
+        num_slots=slots,
+        kv_value_bytes=compute.value_bytes,
+        expands_heads=False,
+        replays_steps=prediction.choice.engine == "transformers",
+        compute_fraction=1.0,
+    )
+
+
+# What earlier runs of `generate` and `farm` reached, and what this one adds to that.
+
+LAST_RUNS = 5
+"""Machines, drivers and libraries change: older ones are not asked."""
+MIN_TOKENS = 256
+MIN_SECONDS = 1.0
+"""Of a run that says something about the next."""
+PROCESS_SECONDS = 1.0
+"""From a worker's start to its first word, before its own clock runs."""
+
+
+class EstimateBasis(str, Enum):
+    """What an estimate rests on."""
+
+    MEASURED = "measured"
+    """Earlier runs of this model on such devices."""
+    CALIBRATED = "calibrated"
+    """Closed forms, with the rates that `tightfit calibrate` found for this machine."""
+    PREDICTED = "predicted"
+    """Closed forms and data sheets."""
+    MIXED = "partly measured"
+    UNKNOWN = "unknown"
+
+
+def work_key(spec: ModelSpec, engine: str, job: InferenceJob) -> str:
+    """The same for every copy of a model with the same weights in the same engine."""
+    told = f"{spec.num_params} {spec.num_layers} {spec.hidden_size} {spec.vocab_size}"
+    told += f" {job.weight_bytes} {job.compute.value}"
+    return f"{engine}-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
+
+
+def group_key(place: WorkerGroup) -> str:
+    if place.kind is WorkerBackend.LOCAL:
+        return f"local:{socket.gethostname()}"
+    return f"{place.kind.value}:{place.name}"
+
+
+def find_measured_rates(work: str, *, place: str, device: str) -> Sequence[AnswerRate]:
+    """Of the last runs in the same place; else, of a card, those of its like anywhere."""
+    alike = [rate for rate in read_rates(work) if rate.device == device]
+    here = [rate for rate in alike if rate.place == place]
+    if not here and device != "CPU":
+        here = alike
+    return here[-LAST_RUNS:]
+
+
+def record_farm_rates(estimate: FarmEstimate, told: FarmStatistics) -> None:
+    """Each place with workers of one kind, all of which worked to the end."""
+    kinds: dict[str, list[NodeTypeEstimate]] = {}
+    for kind in estimate.types:
+        kinds.setdefault(kind.place, []).append(kind)
+    for place, (kind, *others) in kinds.items():
+        nodes = [node for node in told.nodes if node.partition == place]
+        is_whole = sum(node.num_workers for node in nodes) == kind.num_workers
+        if not others and is_whole and not any(node.num_lost_workers for node in nodes):
+            _record_group_rate(kind, nodes)
+
+
+def _record_group_rate(kind: NodeTypeEstimate, nodes: Sequence[NodeStatistics]) -> None:
+    num_new = sum(node.num_new_tokens for node in nodes)
+    rate = sum(node.new_tokens_per_second or 0.0 for node in nodes)
+    load = sum(node.load_seconds for node in nodes) / kind.num_workers
+    record_node_rate(kind, num_new=num_new, rate=rate, start_seconds=load + PROCESS_SECONDS)
+
+
+def record_node_rate(
+    kind: NodeTypeEstimate, *, num_new: int, rate: float, start_seconds: float | None = None
+) -> None:
+    """Unless the run was too short to tell anything."""
+    is_long = num_new >= MIN_TOKENS and rate > 0 and num_new / rate >= MIN_SECONDS
+    if not is_long or kind.work is None or not kind.predicted_tokens_per_second:
+        return
+    record_rate(
+        kind.work,
+        AnswerRate(
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            place=kind.remembered_as,
+            device=kind.name,
+            num_workers=kind.num_workers,
+            new_tokens_per_second=rate,
+            predicted_new_tokens_per_second=kind.predicted_tokens_per_second,
+            start_seconds=start_seconds,
+        ),
+    )
+
 
 HOST_TOKEN_SECONDS = 150e-6
 """Choosing, decoding and handing on one token: 0.1 ms greedy and 0.17 ms drawn, in an engine of
@@ -37,7 +231,7 @@ LOAD_BYTES_PER_SECOND = Bounds(0.2e9, 4e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TypeEstimate:
+class NodeTypeEstimate:
     """Workers of one kind in one place."""
 
     place: str
@@ -52,7 +246,7 @@ class TypeEstimate:
     new_tokens_per_second: Bounds | None = None
     """Of all of them together; None: nothing is known of such a device."""
     start_seconds: Bounds | None = None
-    basis: Basis = Basis.UNKNOWN
+    basis: EstimateBasis = EstimateBasis.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +254,13 @@ class FarmEstimate:
     """The whole, with every answer as long as it may be."""
 
     num_answers: int
-    types: tuple[TypeEstimate, ...]
+    types: tuple[NodeTypeEstimate, ...]
     new_tokens_per_second: Bounds | None = None
     start_seconds: Bounds | None = None
     seconds: Bounds | None = None
     """From the start of the workers to the last answer."""
     usd: Bounds | None = None
-    basis: Basis = Basis.UNKNOWN
+    basis: EstimateBasis = EstimateBasis.UNKNOWN
 
     @property
     def usd_per_hour(self) -> float | None:
@@ -75,7 +269,7 @@ class FarmEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
+class FarmWorkload:
     """What is to be answered."""
 
     num_answers: int
@@ -85,7 +279,7 @@ class Amount:
 
 
 def estimate_farm(
-    places: Sequence[Place], prediction: Prediction | None, amount: Amount
+    places: Sequence[WorkerGroup], prediction: InferencePrediction | None, amount: FarmWorkload
 ) -> FarmEstimate:
     """By what earlier runs reached where there are any, else from a prediction for this machine's
     CPU, carried over to the cluster's devices.
@@ -93,7 +287,9 @@ def estimate_farm(
     Leaves out waiting in the queue, and answers that end early.
     """
     types = tuple(
-        _estimate_type(place, kind, prediction, amount) for place in places for kind in _cut(place)
+        _estimate_type(place, kind, prediction, amount)
+        for place in places
+        for kind in _limit_node_types(place)
     )
     known = [kind for kind in types if kind.new_tokens_per_second is not None]
     rate = sum_bounds(kind.new_tokens_per_second for kind in known if kind.new_tokens_per_second)
@@ -109,21 +305,23 @@ def estimate_farm(
         new_tokens_per_second=rate,
         start_seconds=start,
         seconds=seconds,
-        basis=bases.pop() if len(bases) == 1 else Basis.MIXED,
+        basis=bases.pop() if len(bases) == 1 else EstimateBasis.MIXED,
     )
     rent = found.usd_per_hour
     return found if rent is None else replace(found, usd=seconds.scaled(rent / 3600))
 
 
-def remember_alone(prediction: Prediction, amount: Amount, *, rate: float) -> None:
+def record_single_engine(
+    prediction: InferencePrediction, amount: FarmWorkload, *, rate: float
+) -> None:
     """One engine on this machine that answered `amount` at `rate` new tokens a second."""
     gpu = None if prediction.gpu.is_cpu else prediction.gpu
-    place = local_place(num_gpus=0 if gpu is None else 1, num_workers=1, gpu=gpu)
+    place = make_local_group(num_gpus=0 if gpu is None else 1, num_workers=1, gpu=gpu)
     (kind,) = estimate_farm([place], prediction, amount).types
-    record(kind, num_new=amount.num_new_tokens, rate=rate)
+    record_node_rate(kind, num_new=amount.num_new_tokens, rate=rate)
 
 
-def _cut(place: Place) -> list[NodeType]:
+def _limit_node_types(place: WorkerGroup) -> list[NodeType]:
     """The kinds of a place, no more of them than workers are started."""
     left, kinds = place.num_workers, []
     for kind in place.types:
@@ -135,10 +333,10 @@ def _cut(place: Place) -> list[NodeType]:
 
 
 def _estimate_type(
-    place: Place, kind: NodeType, prediction: Prediction | None, amount: Amount
-) -> TypeEstimate:
+    place: WorkerGroup, kind: NodeType, prediction: InferencePrediction | None, amount: FarmWorkload
+) -> NodeTypeEstimate:
     price = None if kind.gpu is None else kind.gpu.cheapest
-    unknown = TypeEstimate(
+    unknown = NodeTypeEstimate(
         place=place.name,
         name=kind.name,
         num_workers=kind.num_workers,
@@ -147,20 +345,20 @@ def _estimate_type(
     if prediction is None or (kind.gpu is None and kind.name != "CPU"):
         return unknown
     gpu = prediction.gpu if kind.gpu is None else kind.gpu
-    job = _fill(job_on(prediction, gpu), amount.num_answers, kind.num_workers)
-    width = count_machines(kind, prediction, amount.threads)
+    job = _fill(adapt_job_to_gpu(prediction, gpu), amount.num_answers, kind.num_workers)
+    width = count_equivalent_workers(kind, prediction, amount.threads)
     rate = width * predict_rate(prediction, job, gpu)
     if not rate:
         return unknown
-    work = name_work(prediction.spec, prediction.choice.engine, job)
-    remembered_as = name_place(place)
-    rows = find_rates(work, place=remembered_as, device=kind.name)
-    expected, basis = PREDICTED_FRACTIONS.scaled(rate), Basis.PREDICTED
+    work = work_key(prediction.spec, prediction.choice.engine, job)
+    remembered_as = group_key(place)
+    rows = find_measured_rates(work, place=remembered_as, device=kind.name)
+    expected, basis = PREDICTED_FRACTIONS.scaled(rate), EstimateBasis.PREDICTED
     if rows:
-        expected, basis = _widen(row.fraction * rate for row in rows), Basis.MEASURED
-    elif (measured := find_calibrated(place, gpu, amount.threads)) is not None:
+        expected, basis = _widen(row.fraction * rate for row in rows), EstimateBasis.MEASURED
+    elif (measured := calibrated_gpu(place, gpu, amount.threads)) is not None:
         rated = width * predict_rate(prediction, job, measured)
-        expected, basis = PREDICTED_FRACTIONS.scaled(rated), Basis.CALIBRATED
+        expected, basis = PREDICTED_FRACTIONS.scaled(rated), EstimateBasis.CALIBRATED
     starts = [row.start_seconds for row in rows if row.start_seconds is not None]
     return replace(
         unknown,
@@ -173,7 +371,7 @@ def _estimate_type(
     )
 
 
-def predict_rate(prediction: Prediction, job: InferenceJob, gpu: Gpu) -> float:
+def predict_rate(prediction: InferencePrediction, job: InferenceJob, gpu: Gpu) -> float:
     """New tokens a second of one worker, the host's own time for them included; 0: no room."""
     estimate = estimate_inference(prediction.spec, job, gpu)
     if estimate.peak_bytes > gpu.memory_bytes and not gpu.is_cpu:
@@ -191,7 +389,7 @@ def _fill(job: InferenceJob, num_answers: int, num_workers: int) -> InferenceJob
 
 
 def _widen(values: Iterable[float]) -> Bounds:
-    found = span(values)
+    found = bounds_of(values)
     return Bounds(found.low * MEASURED_FRACTIONS.low, found.high * MEASURED_FRACTIONS.high)
 
 

@@ -1,11 +1,13 @@
-"""The farm's folder beside the output: what is asked, for every worker to read."""
+"""The farm's folder beside the output: farm.json, the prompts, chunks and their file names."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import shutil
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,151 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import sync, write_atomic
+from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import Sampling
-from tightfit.farm.shape import Shape
-from tightfit.farm.snapshot import write_snapshot
 from tightfit.runtime.artefacts import find_artefact
+from tightfit.serve.generate.journal import to_json_line
 from tightfit.serve.generate.prompts import Prompt
+
+# How prompts are cut into chunks and chunks into buckets, and what their files are called.
+
+CHUNKS_PER_WORKER = 64
+"""So many that the last chunk of the slowest worker is a small part of the whole."""
+MAX_PROMPTS_PER_CHUNK = 64
+"""What a death can cost."""
+CHUNKS_PER_BUCKET = 64
+"""One folder each: what a look for work has to list."""
+
+
+class ChunkLayout(BaseModel):
+    """Prompts 0..n-1 in chunks of equal size, chunks in buckets of equal size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_prompts: PositiveInt
+    prompts_per_chunk: PositiveInt
+    chunks_per_bucket: PositiveInt = CHUNKS_PER_BUCKET
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_prompts // self.prompts_per_chunk)
+
+    @property
+    def num_buckets(self) -> int:
+        return -(-self.num_chunks // self.chunks_per_bucket)
+
+    def prompts_of(self, chunk: int) -> range:
+        start = chunk * self.prompts_per_chunk
+        return range(start, min(start + self.prompts_per_chunk, self.num_prompts))
+
+    def chunks_of(self, bucket: int) -> range:
+        start = bucket * self.chunks_per_bucket
+        return range(start, min(start + self.chunks_per_bucket, self.num_chunks))
+
+    def bucket_of(self, chunk: int) -> int:
+        return chunk // self.chunks_per_bucket
+
+
+def choose_chunk_layout(num_prompts: int, num_workers: int) -> ChunkLayout:
+    """Chunks small enough that the end is short, large enough to be worth a file each."""
+    wanted = num_prompts // (CHUNKS_PER_WORKER * max(1, num_workers))
+    return ChunkLayout(
+        num_prompts=num_prompts, prompts_per_chunk=max(1, min(MAX_PROMPTS_PER_CHUNK, wanted))
+    )
+
+
+def lease_folder(bucket: int) -> str:
+    return f"lease/{bucket:06d}"
+
+
+def done_folder(bucket: int) -> str:
+    return f"done/{bucket:06d}"
+
+
+def lease_path(shape: ChunkLayout, chunk: int, generation: int) -> str:
+    return f"{lease_folder(shape.bucket_of(chunk))}/{chunk:08d}.{generation}"
+
+
+def done_path(shape: ChunkLayout, chunk: int) -> str:
+    return f"{done_folder(shape.bucket_of(chunk))}/{chunk:08d}"
+
+
+def mark_path(kind: str, bucket: int) -> str:
+    """`taken`: every chunk of the bucket was leased; `full`: every one is done."""
+    return f"{kind}/{bucket:06d}"
+
+
+def newest_generations(names: list[str]) -> dict[int, int]:
+    """Chunk to its newest generation, from the names in a lease folder."""
+    newest: dict[int, int] = {}
+    for name in names:
+        chunk, _, generation = name.partition(".")
+        if chunk.isdigit() and generation.isdigit():
+            newest[int(chunk)] = max(newest.get(int(chunk), -1), int(generation))
+    return newest
+
+
+def numbers_in(names: list[str]) -> set[int]:
+    return {int(name) for name in names if name.isdigit()}
+
+
+# The prompts as they were when the farm began: one file, and where each chunk starts in it.
+
+PROMPTS_FILE, INDEX_FILE = "prompts.jsonl", "prompts.index"
+_OFFSET = struct.Struct("<Q")
+
+
+def write_snapshot(folder: Path, shape: ChunkLayout, prompts: Sequence[Prompt]) -> None:
+    with (folder / PROMPTS_FILE).open("wb") as rows, (folder / INDEX_FILE).open("wb") as index:
+        for chunk in range(shape.num_chunks):
+            index.write(_OFFSET.pack(rows.tell()))
+            for number in shape.prompts_of(chunk):
+                rows.write(_prompt_to_line(prompts[number]))
+        index.write(_OFFSET.pack(rows.tell()))
+        for stream in (rows, index):
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+class PromptSnapshot:
+    """Chunks of prompts, each read where it lies."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rows = os.open(folder / PROMPTS_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._index = os.open(folder / INDEX_FILE, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, chunk: int) -> list[Prompt]:
+        found = os.pread(self._index, 2 * _OFFSET.size, chunk * _OFFSET.size)
+        if len(found) < 2 * _OFFSET.size:
+            raise InvalidInputError(
+                f"The farm's copy of the prompts ends before chunk {chunk}.",
+                remedy="--fresh begins again",
+            )
+        start, end = _OFFSET.unpack(found[:8])[0], _OFFSET.unpack(found[8:])[0]
+        pieces = []
+        while start < end and (piece := os.pread(self._rows, end - start, start)):
+            pieces.append(piece)
+            start += len(piece)
+        return [_prompt_from_line(line) for line in b"".join(pieces).split(b"\n") if line]
+
+    def close(self) -> None:
+        for handle in (self._rows, self._index):
+            os.close(handle)
+
+
+def _prompt_to_line(prompt: Prompt) -> bytes:
+    told = {"index": prompt.index, "place": prompt.place, "messages": list(prompt.messages)}
+    return to_json_line(told) + b"\n"
+
+
+def _prompt_from_line(line: bytes) -> Prompt:
+    told = json.loads(line)
+    messages = tuple(Message(*turn) for turn in told["messages"])
+    return Prompt(index=told["index"], place=told["place"], messages=messages)
+
 
 LEASE_SECONDS = 60.0
 """A worker that says nothing for so long is taken for dead."""
@@ -31,7 +170,7 @@ class _OnDisk(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class EngineWords(_OnDisk):
+class EngineSettings(_OnDisk):
     """What a worker loads, by names that mean the same on every node."""
 
     model: str
@@ -49,13 +188,13 @@ class EngineWords(_OnDisk):
         return EngineRequest(artefact=find_artefact(self.model), weights=self.weights, **words)
 
 
-def describe_engine(request: EngineRequest) -> EngineWords:
+def describe_engine(request: EngineRequest) -> EngineSettings:
     """Paths made absolute: a worker starts in another folder."""
     named = Path(request.artefact.name).expanduser()
     template = request.template
     if template is not None and Path(template).is_file():
         template = str(Path(template).absolute())
-    return EngineWords(
+    return EngineSettings(
         model=str(named.absolute()) if named.exists() else request.artefact.name,
         engine=request.engine,
         weights=request.weights,
@@ -68,7 +207,7 @@ def describe_engine(request: EngineRequest) -> EngineWords:
     )
 
 
-class SamplingWords(_OnDisk):
+class SamplingSettings(_OnDisk):
     """`Sampling` on the disk."""
 
     max_new_tokens: PositiveInt
@@ -83,8 +222,8 @@ class SamplingWords(_OnDisk):
         return Sampling(**self.model_dump())
 
 
-def describe_sampling(sampling: Sampling) -> SamplingWords:
-    return SamplingWords(
+def describe_sampling(sampling: Sampling) -> SamplingSettings:
+    return SamplingSettings(
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -103,11 +242,11 @@ class FarmFile(_OnDisk):
     settings: dict[str, Any]
     """What answers depend on, as `generate` keeps it; another job on the same output is refused."""
     seed: NonNegativeInt
-    shape: Shape
+    shape: ChunkLayout
     num_samples: PositiveInt = 1
     is_raw: bool = False
-    sampling: SamplingWords
-    engine: EngineWords
+    sampling: SamplingSettings
+    engine: EngineSettings
     num_workers: PositiveInt
     lease_seconds: PositiveFloat = LEASE_SECONDS
 
@@ -159,7 +298,7 @@ def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> bool:
         shutil.rmtree(made, ignore_errors=True)
         if fault.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"Cannot write {folder}: {fault.strerror or fault}.",
             remedy="choose a folder that is writable and has free space: --out FILE",
         ) from fault

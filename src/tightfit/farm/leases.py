@@ -16,8 +16,8 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
-from tightfit.farm.shape import (
-    Shape,
+from tightfit.farm.folder import (
+    ChunkLayout,
     done_folder,
     done_path,
     lease_folder,
@@ -30,18 +30,18 @@ from tightfit.farm.store import Store
 
 FINISHED = "finished"
 """A mark: every chunk is done."""
-BUCKETS_PER_LOOK = 4
+BUCKETS_PER_SCAN = 4
 """Folders that an idle worker looks through at a time."""
-MOST_MISSES = 2
+MAX_MISSES = 2
 """Things found taken in a row after which a list of them is read again."""
 QUICK_TRIES = 8
 SLOW_FACTOR = 3.0
 """A lease that is older than so many of the asker's own chunks may be done twice."""
-MOST_COPIES = 2
-DEATHS_TO_SUSPECT = 3
+MAX_COPIES = 2
+DEATHS_TO_QUARANTINE = 3
 
 
-class Why(str, Enum):
+class LeaseReason(str, Enum):
     """How a lease came about."""
 
     FRESH = "fresh"
@@ -53,20 +53,20 @@ class Why(str, Enum):
     """Its worker lives, and an idle one does it too."""
 
 
-class Leave(str, Enum):
+class LeaveReason(str, Enum):
     """Why a worker has gone; the content of its beat file."""
 
     STOPPED = "stopped"
     BROKEN = "broken"
 
 
-class LeaseNote(BaseModel):
+class LeaseRecord(BaseModel):
     """What a lease file says."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker: str
-    why: Why = Why.FRESH
+    why: LeaseReason = LeaseReason.FRESH
     deaths: NonNegativeInt = 0
     """Workers that died with this chunk."""
     copies: NonNegativeInt = 0
@@ -79,15 +79,15 @@ class Lease:
 
     chunk: int
     generation: int
-    note: LeaseNote
+    note: LeaseRecord
 
     @property
     def is_suspect(self) -> bool:
         """Too many died of it: to be done one prompt at a time."""
-        return self.note.deaths >= DEATHS_TO_SUSPECT
+        return self.note.deaths >= DEATHS_TO_QUARANTINE
 
 
-def beat_path(worker: str) -> str:
+def heartbeat_path(worker: str) -> str:
     return f"workers/{worker}.beat"
 
 
@@ -95,7 +95,13 @@ class Leases:
     """One worker's view of the folder."""
 
     def __init__(
-        self, store: Store, shape: Shape, worker: str, *, seconds: float, chance: random.Random
+        self,
+        store: Store,
+        shape: ChunkLayout,
+        worker: str,
+        *,
+        seconds: float,
+        chance: random.Random,
     ) -> None:
         self.worker = worker
         self._store = store
@@ -111,19 +117,19 @@ class Leases:
         self._num_misses = 0
 
     def join(self) -> None:
-        self._store.create(beat_path(self.worker))
+        self._store.create(heartbeat_path(self.worker))
 
     def beat(self) -> float:
         """Say that we live; the time on the file server."""
-        return self._store.beat(beat_path(self.worker))
+        return self._store.beat(heartbeat_path(self.worker))
 
-    def leave(self, why: Leave) -> None:
+    def leave(self, why: LeaveReason) -> None:
         """Give back every lease at once."""
-        self._store.replace(beat_path(self.worker), why.value.encode())
+        self._store.replace(heartbeat_path(self.worker), why.value.encode())
 
     def claim_fresh(self) -> Lease | None:
         """A chunk that nobody has had; None where there is none left."""
-        note = LeaseNote(worker=self.worker)
+        note = LeaseRecord(worker=self.worker)
         num_late = 0
         while True:
             while self._fresh:
@@ -131,7 +137,7 @@ class Leases:
                 if lease is not None:
                     return lease
                 num_late += 1
-                if num_late % MOST_MISSES == 0 and self._bucket is not None:
+                if num_late % MAX_MISSES == 0 and self._bucket is not None:
                     leased = newest_generations(self._store.names(lease_folder(self._bucket)))
                     self._fresh = [chunk for chunk in self._fresh if chunk not in leased]
             if self._bucket is not None:
@@ -146,7 +152,7 @@ class Leases:
         `own_seconds`: what a chunk takes us; None: not known, and nobody is slow.
         """
         now_s = self.beat()  # before the others are read: they can only look younger
-        beats: dict[str, _Sign] = {}
+        beats: dict[str, _Liveness] = {}
         for bucket in self._look_through():
             done = numbers_in(self._store.names(done_folder(bucket)))
             chunks = [chunk for chunk in self._shape.chunks_of(bucket) if chunk not in done]
@@ -197,7 +203,7 @@ class Leases:
 
     def _choose_untaken(self) -> int | None:
         """By what we know; all marks are listed only where that led us astray."""
-        if self._num_misses >= MOST_MISSES or len(self._taken) == self._shape.num_buckets:
+        if self._num_misses >= MAX_MISSES or len(self._taken) == self._shape.num_buckets:
             self._taken |= numbers_in(self._store.names("taken"))
             self._num_misses = 0
         return self._pick(self._taken)
@@ -206,7 +212,7 @@ class Leases:
         """A few buckets that are not full as far as we know; where all of them were, all marks."""
         num_before = len(self._full)
         num_seen = 0
-        while num_seen < BUCKETS_PER_LOOK and (bucket := self._pick(self._full)) is not None:
+        while num_seen < BUCKETS_PER_SCAN and (bucket := self._pick(self._full)) is not None:
             num_seen += 1
             yield bucket
         if num_seen and len(self._full) - num_before == num_seen:
@@ -229,44 +235,44 @@ class Leases:
         generation: int,
         now_s: float,
         own_seconds: float | None,
-        beats: dict[str, _Sign],
-    ) -> LeaseNote | None:
+        beats: dict[str, _Liveness],
+    ) -> LeaseRecord | None:
         """What we would take the chunk over as; None where it is in good hands."""
         if generation < 0:
-            return LeaseNote(worker=self.worker)
+            return LeaseRecord(worker=self.worker)
         seen = self._store.look(lease_path(self._shape, chunk, generation))
         if seen is None:
             return None  # a cached listing: it will be told next time
-        held = _read_note(seen.content)
+        held = _read_lease_record(seen.content)
         if held is None:  # died between making the file and writing it, or is about to write
             is_dead = now_s - seen.mtime_s > self._seconds
-            return LeaseNote(worker=self.worker, why=Why.DEAD) if is_dead else None
+            return LeaseRecord(worker=self.worker, why=LeaseReason.DEAD) if is_dead else None
         sign = beats.get(held.worker) or self._sign_of(held.worker, now_s)
         beats[held.worker] = sign
         is_slow = own_seconds is not None and now_s - seen.mtime_s > SLOW_FACTOR * own_seconds
         return self._succeed(held, sign, is_slow=is_slow)
 
-    def _succeed(self, held: LeaseNote, sign: _Sign, *, is_slow: bool) -> LeaseNote | None:
+    def _succeed(self, held: LeaseRecord, sign: _Liveness, *, is_slow: bool) -> LeaseRecord | None:
         note = held.model_copy(update={"worker": self.worker})
-        if sign is _Sign.STOPPED:
-            return note.model_copy(update={"why": Why.RETURNED})
-        if sign is _Sign.DEAD:
-            return note.model_copy(update={"why": Why.DEAD, "deaths": held.deaths + 1})
+        if sign is _Liveness.STOPPED:
+            return note.model_copy(update={"why": LeaseReason.RETURNED})
+        if sign is _Liveness.DEAD:
+            return note.model_copy(update={"why": LeaseReason.DEAD, "deaths": held.deaths + 1})
         is_ours = held.worker == self.worker
-        is_alone = held.deaths >= DEATHS_TO_SUSPECT  # its prompts are tried by one at a time
-        if not is_slow or is_ours or is_alone or held.copies >= MOST_COPIES:
+        is_alone = held.deaths >= DEATHS_TO_QUARANTINE  # its prompts are tried by one at a time
+        if not is_slow or is_ours or is_alone or held.copies >= MAX_COPIES:
             return None
-        return note.model_copy(update={"why": Why.SLOW, "copies": held.copies + 1})
+        return note.model_copy(update={"why": LeaseReason.SLOW, "copies": held.copies + 1})
 
-    def _sign_of(self, worker: str, now_s: float) -> _Sign:
-        seen = self._store.look(beat_path(worker))
-        if seen is None or seen.content == Leave.BROKEN.value.encode():
-            return _Sign.DEAD
-        if seen.content == Leave.STOPPED.value.encode():
-            return _Sign.STOPPED
-        return _Sign.DEAD if now_s - seen.mtime_s > self._seconds else _Sign.ALIVE
+    def _sign_of(self, worker: str, now_s: float) -> _Liveness:
+        seen = self._store.look(heartbeat_path(worker))
+        if seen is None or seen.content == LeaveReason.BROKEN.value.encode():
+            return _Liveness.DEAD
+        if seen.content == LeaveReason.STOPPED.value.encode():
+            return _Liveness.STOPPED
+        return _Liveness.DEAD if now_s - seen.mtime_s > self._seconds else _Liveness.ALIVE
 
-    def _create(self, chunk: int, generation: int, note: LeaseNote) -> Lease | None:
+    def _create(self, chunk: int, generation: int, note: LeaseRecord) -> Lease | None:
         content = note.model_dump_json(exclude_defaults=True).encode()
         if not self._store.create(lease_path(self._shape, chunk, generation), content):
             return None
@@ -277,7 +283,7 @@ class Leases:
         self._store.create(mark_path(kind, bucket))
 
 
-class _Sign(Enum):
+class _Liveness(Enum):
     """Of life."""
 
     ALIVE = "alive"
@@ -285,8 +291,8 @@ class _Sign(Enum):
     DEAD = "dead"
 
 
-def _read_note(content: bytes) -> LeaseNote | None:
+def _read_lease_record(content: bytes) -> LeaseRecord | None:
     try:
-        return LeaseNote.model_validate_json(content)
+        return LeaseRecord.model_validate_json(content)
     except ValidationError:
         return None

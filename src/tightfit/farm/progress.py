@@ -9,17 +9,16 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.farm.bounds import Bounds
-from tightfit.farm.folder import FarmFile
+from tightfit.farm.estimate import Bounds
+from tightfit.farm.folder import FarmFile, done_folder, mark_path, numbers_in
+from tightfit.farm.heartbeat import WorkerStatus, read_statuses
 from tightfit.farm.leases import FINISHED
-from tightfit.farm.shape import done_folder, mark_path, numbers_in
-from tightfit.farm.status import WorkerStatus, read_statuses
 from tightfit.farm.store import FolderStore
 
-BUCKETS_PER_LOOK = 64
+BUCKETS_PER_POLL = 64
 WINDOW_SECONDS = 60.0
 """Rates are of the last minute."""
-MOST_DOUBT = 0.75
+MAX_UNCERTAINTY_FRACTION = 0.75
 """How far the first chunk may be from those that follow, as a fraction."""
 
 
@@ -36,7 +35,7 @@ class NodeProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class FarmProgress:
     """One look."""
 
     num_chunks: int
@@ -54,7 +53,7 @@ class Progress:
         return sum(node.num_workers for node in self.nodes)
 
 
-class Lookout:
+class ProgressReader:
     """Looks again and again; marks what it finds full, so that nobody has to look there."""
 
     def __init__(self, folder: Path, farm: FarmFile) -> None:
@@ -69,7 +68,7 @@ class Lookout:
         self._seen: deque[tuple[float, int]] = deque()
         self._tokens: dict[str, deque[tuple[float, int]]] = defaultdict(deque)
 
-    def look(self) -> Progress:
+    def look(self) -> FarmProgress:
         self._count_done()
         shape = self._farm.shape
         num_done = sum(self._counts.values())
@@ -81,8 +80,8 @@ class Lookout:
         if self._num_before is None:
             self._num_before = num_done
         if num_done > self._num_before:  # until then models load, and the first answers grow
-            _note(self._seen, now, num_done)
-        return Progress(
+            _append_sample(self._seen, now, num_done)
+        return FarmProgress(
             num_chunks=shape.num_chunks,
             num_done=num_done,
             nodes=nodes,
@@ -100,7 +99,7 @@ class Lookout:
             self._full.add(bucket)
         rest = [bucket for bucket in range(shape.num_buckets) if bucket not in self._full]
         start = self._turn % len(rest) if rest else 0
-        chosen = itertools.islice(itertools.chain(rest[start:], rest[:start]), BUCKETS_PER_LOOK)
+        chosen = itertools.islice(itertools.chain(rest[start:], rest[:start]), BUCKETS_PER_POLL)
         for bucket in list(chosen):
             self._turn += 1
             done = numbers_in(self._store.names(done_folder(bucket)))
@@ -115,7 +114,7 @@ class Lookout:
         found: dict[tuple[str, str], list[WorkerStatus]] = defaultdict(list)
         for status in statuses:
             if status.loaded_s is not None:
-                _note(self._tokens[status.worker], now, status.num_new_tokens)
+                _append_sample(self._tokens[status.worker], now, status.num_new_tokens)
             found[(status.partition, status.node)].append(status)
         return tuple(
             NodeProgress(
@@ -136,7 +135,7 @@ class Lookout:
         return is_here and newest_s - status.told_s <= self._farm.lease_seconds
 
 
-def _note(seen: deque[tuple[float, int]], now: float, count: int) -> None:
+def _append_sample(seen: deque[tuple[float, int]], now: float, count: int) -> None:
     seen.append((now, count))
     while len(seen) > 2 and now - seen[0][0] > WINDOW_SECONDS:
         seen.popleft()
@@ -147,7 +146,7 @@ def _estimate_left(seen: deque[tuple[float, int]], num_left: int) -> Bounds | No
     rate = _rate(seen)
     if not rate:
         return None
-    doubt = min(MOST_DOUBT, 1 / math.sqrt(seen[-1][1] - seen[0][1]))
+    doubt = min(MAX_UNCERTAINTY_FRACTION, 1 / math.sqrt(seen[-1][1] - seen[0][1]))
     return Bounds(rate * (1 - doubt), rate * (1 + doubt)).seconds_for(num_left)
 
 

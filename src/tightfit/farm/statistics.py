@@ -8,16 +8,16 @@ from collections.abc import Iterable, Sequence
 from pydantic import BaseModel, ConfigDict
 
 from tightfit.farm.folder import FarmFile
-from tightfit.farm.leases import Why
-from tightfit.farm.results import ChunkHead
-from tightfit.farm.status import WorkerStatus
+from tightfit.farm.heartbeat import WorkerStatus
+from tightfit.farm.leases import LeaseReason
+from tightfit.farm.results import ChunkHeader
 
 
-class _Told(BaseModel):
+class _StatisticsModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class NodeStatistics(_Told):
+class NodeStatistics(_StatisticsModel):
     """The workers of one node in one partition."""
 
     partition: str
@@ -44,7 +44,7 @@ class NodeStatistics(_Told):
     """That fell silent or broke."""
 
 
-class FarmStatistics(_Told):
+class FarmStatistics(_StatisticsModel):
     """All of it."""
 
     model: str
@@ -69,7 +69,7 @@ class FarmStatistics(_Told):
 
 
 def sum_farm(
-    heads: Sequence[ChunkHead],
+    heads: Sequence[ChunkHeader],
     statuses: Sequence[WorkerStatus],
     *,
     farm: FarmFile,
@@ -96,23 +96,23 @@ def sum_farm(
         num_chunks=len(heads),
         prompts_per_chunk=farm.shape.prompts_per_chunk,
         num_workers=len(statuses),
-        released=_count(head.why for head in heads if head.why is not Why.FRESH),
+        released=_count(head.why for head in heads if head.why is not LeaseReason.FRESH),
         num_discarded=sum(status.num_discarded for status in statuses),
         nodes=_by_node(heads, statuses, num_answers, _find_lost(statuses, farm.lease_seconds)),
     )
 
 
-_Place = tuple[str, str]
+_NodeKey = tuple[str, str]
 
 
 def _by_node(
-    heads: Sequence[ChunkHead],
+    heads: Sequence[ChunkHeader],
     statuses: Sequence[WorkerStatus],
     num_answers: int,
     lost: set[str],
 ) -> tuple[NodeStatistics, ...]:
-    done: dict[_Place, list[ChunkHead]] = defaultdict(list)
-    told: dict[_Place, list[WorkerStatus]] = defaultdict(list)
+    done: dict[_NodeKey, list[ChunkHeader]] = defaultdict(list)
+    told: dict[_NodeKey, list[WorkerStatus]] = defaultdict(list)
     for head in heads:
         done[(head.partition, head.node)].append(head)
     for status in statuses:
@@ -124,8 +124,8 @@ def _by_node(
 
 
 def _of_node(
-    place: _Place,
-    heads: Sequence[ChunkHead],
+    place: _NodeKey,
+    heads: Sequence[ChunkHeader],
     statuses: Sequence[WorkerStatus],
     num_all: int,
     lost: set[str],
@@ -171,7 +171,7 @@ def _find_lost(statuses: Sequence[WorkerStatus], lease_seconds: float) -> set[st
 
 
 def _working_seconds(
-    heads: Sequence[ChunkHead], commits_s: Sequence[float], statuses: Sequence[WorkerStatus]
+    heads: Sequence[ChunkHeader], commits_s: Sequence[float], statuses: Sequence[WorkerStatus]
 ) -> float:
     """Both by the file server's clock: what workers told, and the chunks of those who could not."""
     last_s = max(commits_s, default=0.0)
@@ -204,5 +204,5 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _count(whys: Iterable[Why]) -> dict[str, int]:
+def _count(whys: Iterable[LeaseReason]) -> dict[str, int]:
     return {why.value: count for why, count in Counter(whys).items()}

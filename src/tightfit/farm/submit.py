@@ -1,106 +1,181 @@
-"""The submitter: writes the folder, sees that workers run, watches, and collects at the end.
+"""The submitter of a farm: creates the folder, keeps workers running, collects the output.
 
-It may be killed at any moment. The folder holds everything; the same command finds it, the
-workers that still run, and goes on.
+It may be killed at any moment: the folder holds all state, and the same command resumes it. A lock
+in the folder keeps a second submitter out.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import psutil
 from pydantic import ValidationError
 
-from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
+from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.files import write_atomic
 from tightfit.engines.open import EngineRequest
-from tightfit.farm.collect import (
-    Collected,
-    clear,
-    collect,
-    find_missing,
-    is_collected,
-    read_output_note,
-    reopen,
-    write_output_note,
-)
-from tightfit.farm.crew import Crew, Starter
 from tightfit.farm.folder import (
     FarmFile,
+    choose_chunk_layout,
     describe_engine,
     describe_sampling,
+    done_path,
     farm_path,
     make_farm,
+    numbers_in,
     read_farm,
     remove_farm,
 )
-from tightfit.farm.leases import FINISHED, beat_path
-from tightfit.farm.places import Place, PlaceKind
-from tightfit.farm.progress import Lookout, Progress
-from tightfit.farm.results import read_chunk
-from tightfit.farm.shape import choose_shape, done_path
-from tightfit.farm.sole import claim_sole, require_sole
+from tightfit.farm.heartbeat import read_statuses, status_path
+from tightfit.farm.leases import FINISHED, heartbeat_path
+from tightfit.farm.progress import FarmProgress, ProgressReader
+from tightfit.farm.results import (
+    CollectedOutput,
+    collect_output,
+    find_missing_chunks,
+    is_collected,
+    read_chunk,
+    read_output_record,
+    remove_intermediate_files,
+    reopen_chunks,
+    write_output_record,
+)
 from tightfit.farm.statistics import FarmStatistics, sum_farm
-from tightfit.farm.status import read_statuses, status_path
-from tightfit.farm.store import FolderStore
+from tightfit.farm.store import FolderStore, StoredFile
+from tightfit.farm.worker_pool import WorkerBackend, WorkerGroup, WorkerPool, WorkerStarter
 from tightfit.serve.generate.job import GenerateJob
-from tightfit.serve.generate.journal import Settings, differences, require_folder
+from tightfit.serve.generate.journal import AnswerSettings, describe_differences, require_folder
+
+# One submitter at a time over a farm: two would start workers twice and clear away under
+# another.
+
+SUBMITTERS = "submitters"
+SUBMITTER_TIMEOUT_SECONDS = 30.0
+"""After which a submitter on another host is taken for dead."""
+
+
+def acquire_submitter_lock(store: FolderStore, out: str) -> str:
+    """The file whose time we set from now on. Refused where another watches over the farm."""
+    mine = _describe_this_process()
+    while True:
+        newest = max(numbers_in(store.names(SUBMITTERS)), default=-1)
+        if newest >= 0 and _require_not_running(store, newest, out) == mine:
+            return f"{SUBMITTERS}/{newest}"
+        if store.publish(f"{SUBMITTERS}/{newest + 1}", json.dumps(mine).encode()):
+            return f"{SUBMITTERS}/{newest + 1}"
+
+
+def require_no_other_submitter(folder: Path, out: str) -> None:
+    """Refused where another watches over the farm; nothing where there is no farm."""
+    try:
+        store = FolderStore(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    newest = max(numbers_in(store.names(SUBMITTERS)), default=-1)
+    if newest >= 0:
+        _require_not_running(store, newest, out)
+
+
+def _require_not_running(store: FolderStore, number: int, out: str) -> dict[str, Any]:
+    """Who is named there, which is us or dead."""
+    seen = store.look(f"{SUBMITTERS}/{number}")
+    try:
+        held = {} if seen is None else json.loads(seen.content)
+    except ValueError:
+        held = {}
+    if seen is None or not held or held == _describe_this_process():
+        return dict(held)
+    if _is_submitter_alive(store, held, seen):
+        raise UsageError(
+            f"Another `tightfit farm` (process {held['pid']} on {held['host']}) watches over "
+            f"{out}.",
+            remedy=f"wait for it, or end it: kill {held['pid']}    (its workers go on)",
+        )
+    return dict(held)
+
+
+def _describe_this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "began": _process_start_time(os.getpid()),
+    }
+
+
+def _is_submitter_alive(store: FolderStore, held: dict[str, Any], seen: StoredFile) -> bool:
+    if held.get("host") == socket.gethostname():
+        return _process_start_time(int(held["pid"])) == held.get("began")
+    probe = f"tmp/clock-{socket.gethostname()}-{os.getpid()}"
+    store.create(probe)
+    return store.beat(probe) - seen.mtime_s < SUBMITTER_TIMEOUT_SECONDS
+
+
+def _process_start_time(pid: int) -> float | None:
+    try:
+        return round(psutil.Process(pid).create_time(), 2)
+    except psutil.Error:
+        return None
+
 
 POLL_SECONDS = 1.0
-CREW_SECONDS = {PlaceKind.LOCAL: 1.0}
-MOST_CREW_SECONDS = 10.0
+POOL_POLL_SECONDS = {WorkerBackend.LOCAL: 1.0}
+MAX_POOL_POLL_SECONDS = 10.0
 """Between looks at who still runs: a scheduler is not to be asked every second."""
 STATISTICS_FILE = "statistics.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FarmOrder:
+class FarmJob:
     """What is to be farmed, and where its answers go."""
 
     out: Path
     job: GenerateJob
     request: EngineRequest
-    settings: Settings
+    settings: AnswerSettings
     num_workers: int
     lease_seconds: float
     is_fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FarmEnd:
+class FarmOutcome:
     """What came of it."""
 
     statistics: FarmStatistics
-    collected: Collected
+    collected: CollectedOutput
 
 
-Watch = Callable[[Progress], None]
-Tell = Callable[[str], None]
+OnFarmProgress = Callable[[FarmProgress], None]
+OnFarmMessage = Callable[[str], None]
 
 
-def open_farm(order: FarmOrder) -> tuple[Path, FarmFile, bool]:
+def open_farm(order: FarmJob) -> tuple[Path, FarmFile, bool]:
     """The folder to work in, and whether its output is finished already."""
     require_folder(order.out)
     folder = farm_path(order.out.absolute())
     if order.is_fresh:
-        require_sole(folder, str(order.out))
+        require_no_other_submitter(folder, str(order.out))
         remove_farm(folder)
     farm = read_farm(folder)
     if farm is not None:
         _require_same(order, farm)
         if is_collected(folder, order.out):
-            clear(folder)  # where a submitter died before it did
+            remove_intermediate_files(folder)  # where a submitter died before it did
             return folder, farm, True
         if not (folder / "lease").is_dir():  # finished once, and the output changed or taken away
             _refuse_changed(order.out)
             remove_farm(folder)
             farm = None
     if farm is not None:
-        return folder, _follow(order, farm), False
+        return folder, _with_current_settings(order, farm), False
     if os.path.lexists(order.out) and not order.is_fresh:
         raise UsageError(
             f"{order.out} exists already.",
@@ -112,7 +187,7 @@ def open_farm(order: FarmOrder) -> tuple[Path, FarmFile, bool]:
         out=str(order.out.absolute()),
         settings=dict(order.settings),
         seed=secrets.randbelow(2**31) if seed is None else seed,
-        shape=choose_shape(len(order.job.prompts), order.num_workers),
+        shape=choose_chunk_layout(len(order.job.prompts), order.num_workers),
         num_samples=order.job.num_samples,
         is_raw=order.job.is_raw,
         sampling=describe_sampling(order.job.sampling),
@@ -136,7 +211,7 @@ def read_statistics(folder: Path) -> FarmStatistics:
         ) from fault
 
 
-def _follow(order: FarmOrder, farm: FarmFile) -> FarmFile:
+def _with_current_settings(order: FarmJob, farm: FarmFile) -> FarmFile:
     """What answers do not depend on is as this command says: a larger --context, another device."""
     return farm.model_copy(
         update={
@@ -147,8 +222,8 @@ def _follow(order: FarmOrder, farm: FarmFile) -> FarmFile:
     )
 
 
-def _require_same(order: FarmOrder, farm: FarmFile) -> None:
-    differing = differences(farm.settings, order.settings)
+def _require_same(order: FarmJob, farm: FarmFile) -> None:
+    differing = describe_differences(farm.settings, order.settings)
     if differing:
         raise UsageError(
             f"{order.out} was begun with other settings: {differing}.",
@@ -171,20 +246,22 @@ class Submitter:
         self,
         folder: Path,
         farm: FarmFile,
-        places: Sequence[Place],
-        starters: Mapping[PlaceKind, Starter],
+        places: Sequence[WorkerGroup],
+        starters: Mapping[WorkerBackend, WorkerStarter],
     ) -> None:
         self._folder = folder
         self._farm = farm
         self._store = FolderStore(folder)
-        self._crew_s = max(CREW_SECONDS.get(place.kind, MOST_CREW_SECONDS) for place in places)
+        self._crew_s = max(
+            POOL_POLL_SECONDS.get(place.kind, MAX_POOL_POLL_SECONDS) for place in places
+        )
         self._mine = self._claim()
         self._reopen_lost()
         over = ("ended", "stopped", "broken")
         self._former = {s.worker for s in read_statuses(folder) if s.state in over}
-        self._crew = Crew(folder, places, starters)
+        self._crew = WorkerPool(folder, places, starters)
 
-    def run(self, watch: Watch, tell: Tell) -> FarmEnd:
+    def run(self, watch: OnFarmProgress, tell: OnFarmMessage) -> FarmOutcome:
         """Until every chunk is done; then the output."""
         try:
             self._watch(watch, tell)
@@ -192,8 +269,8 @@ class Submitter:
         except OSError as fault:
             raise self._explain(fault) from fault
 
-    def _watch(self, watch: Watch, tell: Tell) -> None:
-        lookout = Lookout(self._folder, self._farm)
+    def _watch(self, watch: OnFarmProgress, tell: OnFarmMessage) -> None:
+        lookout = ProgressReader(self._folder, self._farm)
         crew_due_s, num_done = 0.0, -1
         while True:
             progress = lookout.look()
@@ -214,8 +291,8 @@ class Submitter:
         """End every worker; everything that was answered is kept."""
         self._crew.stop()
 
-    def _finish(self) -> FarmEnd:
-        collected = collect(self._folder, self._farm, Path(self._farm.out))
+    def _finish(self) -> FarmOutcome:
+        collected = collect_output(self._folder, self._farm, Path(self._farm.out))
         self._crew.stop()
         statuses = read_statuses(self._folder)  # with the last words of those who ended
         statistics = sum_farm(
@@ -226,10 +303,10 @@ class Submitter:
             commits_s=collected.commits_s,
         )
         write_atomic(self._folder / STATISTICS_FILE, statistics.model_dump_json(indent=1) + "\n")
-        write_output_note(self._folder, collected.note)
+        write_output_record(self._folder, collected.note)
         if not collected.failures:
-            clear(self._folder)
-        return FarmEnd(statistics=statistics, collected=collected)
+            remove_intermediate_files(self._folder)
+        return FarmOutcome(statistics=statistics, collected=collected)
 
     def _refuse_unloadable(self) -> None:
         """Where no worker of ours could load the model, no other will."""
@@ -239,16 +316,16 @@ class Submitter:
             return
         self._crew.stop()
         for status in statuses:  # none of them had a lease; the next try counts anew
-            for path in (status_path(status.worker), beat_path(status.worker)):
+            for path in (status_path(status.worker), heartbeat_path(status.worker)):
                 (self._folder / path).unlink(missing_ok=True)
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"No worker could load {self._farm.engine.model}: {str(told[-1]).rstrip('.')}.",
             remedy=f"mend that and give the same command again; logs: {self._folder / 'logs'}",
         )
 
     def _claim(self) -> str:
         try:
-            mine = claim_sole(self._store, self._farm.out)
+            mine = acquire_submitter_lock(self._store, self._farm.out)
         except FileNotFoundError:  # cleared by one that has just finished
             self._require_begun()
             raise
@@ -268,14 +345,14 @@ class Submitter:
                 remedy="give the same command again: it says which",
             )
 
-    def _explain(self, fault: OSError) -> EnvironmentFaultError:
+    def _explain(self, fault: OSError) -> SetupError:
         if self._store.is_at(self._folder):
-            return EnvironmentFaultError(
+            return SetupError(
                 f"{self._folder}: {fault.strerror or fault}.",
                 remedy="mend that and give the same command again; the workers go on meanwhile",
             )
         self._crew.stop()
-        return EnvironmentFaultError(
+        return SetupError(
             f"{self._folder} was taken away while workers ran; they were stopped.",
             remedy="the same command begins again",
         )
@@ -284,12 +361,12 @@ class Submitter:
         """A finished farm that comes here has prompts that failed, or lacks a chunk."""
         if not (self._folder / FINISHED).exists():
             return
-        chunks = find_missing(self._folder, self._farm)
-        note = read_output_note(self._folder)
+        chunks = find_missing_chunks(self._folder, self._farm)
+        note = read_output_record(self._folder)
         if note is not None and note.num_failed:
             chunks += self._failed_chunks(set(chunks))
         if chunks:
-            reopen(self._folder, self._farm, chunks)
+            reopen_chunks(self._folder, self._farm, chunks)
 
     def _failed_chunks(self, missing: set[int]) -> list[int]:
         shape = self._farm.shape

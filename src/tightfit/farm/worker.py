@@ -21,18 +21,22 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from tightfit.clusters.exit_codes import EXIT_BUG, EXIT_REQUEUE
 from tightfit.core.errors import NotFoundError, UserError
-from tightfit.engines.answers import answer_all
 from tightfit.engines.open import EngineRequest
-from tightfit.engines.protocol import Done, Engine, FinishReason
-from tightfit.farm.field import Field, Identity, Interruptible, OpenChunk, pack
-from tightfit.farm.folder import FarmFile, read_farm
-from tightfit.farm.heart import Heart, choose_beat
-from tightfit.farm.leases import FINISHED, Lease, Leases, Leave
-from tightfit.farm.snapshot import Snapshot
-from tightfit.farm.store import FolderStore, is_gone
-from tightfit.farm.suspects import answer_suspect
-from tightfit.launch.exits import EXIT_BUG, EXIT_REQUEUE
+from tightfit.engines.protocol import Done, Engine, FinishReason, answer_all
+from tightfit.farm.folder import FarmFile, PromptSnapshot, read_farm
+from tightfit.farm.heartbeat import Heartbeat, choose_heartbeat_seconds
+from tightfit.farm.in_flight import (
+    InFlightChunk,
+    InFlightChunks,
+    InterruptibleEngine,
+    WorkerIdentity,
+    answer_quarantined,
+    pack_in_flight_chunk,
+)
+from tightfit.farm.leases import FINISHED, Lease, Leases, LeaveReason
+from tightfit.farm.store import FolderStore, is_farm_removed
 
 PARTITION_VARIABLE = "TIGHTFIT_FARM_PARTITION"
 POLL_SECONDS = 0.5
@@ -40,7 +44,7 @@ WORKERS_PER_POLL_SECOND = 200
 """An idle worker looks less often where there are many, so that the file server is not swamped."""
 
 OpenEngine = Callable[[EngineRequest], Engine]
-_Told = TypeVar("_Told")
+_Result = TypeVar("_Result")
 
 
 def run_worker(
@@ -72,18 +76,18 @@ def run_worker(
         return worker.run(open_engine or _open_engine)
 
 
-class _StopAskedError(Exception):
+class _StopRequestedError(Exception):
     """Told to stop while loading, which nothing else can end."""
 
 
 class _Worker:
     def __init__(
-        self, folder: Path, store: FolderStore, farm: FarmFile, identity: Identity
+        self, folder: Path, store: FolderStore, farm: FarmFile, identity: WorkerIdentity
     ) -> None:
         self.identity = identity
         self._farm = farm
         self._store = store
-        self._snapshot = Snapshot(folder)
+        self._snapshot = PromptSnapshot(folder)
         self._leases = Leases(
             self._store,
             farm.shape,
@@ -91,9 +95,9 @@ class _Worker:
             seconds=farm.lease_seconds,
             chance=random.Random(identity.worker),
         )
-        every_s = choose_beat(farm.lease_seconds, farm.num_workers)
-        self._heart = Heart(self._store, self._leases, identity, every_s=every_s)
-        self._engine: Interruptible | None = None
+        every_s = choose_heartbeat_seconds(farm.lease_seconds, farm.num_workers)
+        self._heart = Heartbeat(self._store, self._leases, identity, every_s=every_s)
+        self._engine: InterruptibleEngine | None = None
         self._is_draining = False
         self._is_stopping = threading.Event()
         self._suspects: list[Lease] = []
@@ -106,21 +110,21 @@ class _Worker:
 
     def run(self, open_engine: OpenEngine) -> int:
         self._leases.join()
-        reason = Leave.BROKEN
+        reason = LeaveReason.BROKEN
         with self._heart.beating(self.stop):
             try:
                 self._load(open_engine)
                 is_over = self._work()
-                reason = Leave.STOPPED
+                reason = LeaveReason.STOPPED
                 self._heart.tell(state="ended" if is_over else "stopped")
                 return 0 if is_over else EXIT_REQUEUE
-            except _StopAskedError:
-                reason = Leave.STOPPED
+            except _StopRequestedError:
+                reason = LeaveReason.STOPPED
                 self._heart.tell(state="stopped")
                 return EXIT_REQUEUE
             except BaseException as fault:
                 if isinstance(fault, OSError):
-                    reason = Leave.STOPPED  # a disk's fault: no prompt is to be suspected
+                    reason = LeaveReason.STOPPED  # a disk's fault: no prompt is to be suspected
                 said = fault.problem if isinstance(fault, UserError) else repr(fault)
                 self._heart.tell(state="broken", fault=said[:400])
                 raise
@@ -147,7 +151,7 @@ class _Worker:
             was_stopping = self._is_stopping.is_set()
             self.stop()
             if self._engine is None and not was_stopping:
-                raise _StopAskedError
+                raise _StopRequestedError
 
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -163,7 +167,7 @@ class _Worker:
     def _load(self, open_engine: OpenEngine) -> None:
         began = time.monotonic()
         engine = open_engine(self._farm.engine.to_request())
-        self._engine = Interruptible(engine)
+        self._engine = InterruptibleEngine(engine)
         info = engine.info
         self._heart.tell(
             state="working",
@@ -178,7 +182,7 @@ class _Worker:
     def _work(self) -> bool:
         """Whether everything is done, by us or others."""
         assert self._engine is not None
-        work = Field(self._engine, self._farm, self._snapshot.read)
+        work = InFlightChunks(self._engine, self._farm, self._snapshot.read)
         while not (self._is_stopping.is_set() or self._is_draining):
             with self._heart.timed("busy_seconds"):
                 self._answer(work)
@@ -194,7 +198,7 @@ class _Worker:
                 self._heart.tell(state="working")
         return self._leases.is_finished()
 
-    def _answer(self, work: Field) -> None:
+    def _answer(self, work: InFlightChunks) -> None:
         assert self._engine is not None
         requests = work.requests(self._next_lease, self._commit)
         ends = answer_all(self._engine, requests)
@@ -209,10 +213,10 @@ class _Worker:
             work.open.clear()
             self._heart.tell(num_leases=0)
 
-    def _answer_suspect(self, work: Field, lease: Lease) -> None:
+    def _answer_suspect(self, work: InFlightChunks, lease: Lease) -> None:
         assert self._engine is not None
         prompts = self._snapshot.read(lease.chunk)
-        chunk = answer_suspect(self._engine, work, self._store, lease, prompts)
+        chunk = answer_quarantined(self._engine, work, self._store, lease, prompts)
         if chunk is not None:
             work.close(chunk, self._commit)
 
@@ -242,12 +246,12 @@ class _Worker:
         (self._suspects if lease.is_suspect else self._left).append(lease)
         return lease
 
-    def _commit(self, chunk: OpenChunk) -> None:
-        head, content = pack(chunk, self.identity)
+    def _commit(self, chunk: InFlightChunk) -> None:
+        head, content = pack_in_flight_chunk(chunk, self.identity)
         is_first = self._patiently(lambda: self._leases.commit(chunk.lease, content))
         self._heart.count_chunk(head, is_first=is_first)
 
-    def _patiently(self, call: Callable[[], _Told]) -> _Told:
+    def _patiently(self, call: Callable[[], _Result]) -> _Result:
         """A full disk is waited for, as long as others would wait for us."""
         until_s = time.monotonic() + self._farm.lease_seconds
         while True:
@@ -255,7 +259,7 @@ class _Worker:
                 return call()
             except OSError as fault:
                 is_late = time.monotonic() > until_s
-                if is_gone(fault) or is_late or self._is_stopping.wait(self._poll_s):
+                if is_farm_removed(fault) or is_late or self._is_stopping.wait(self._poll_s):
                     raise
 
 
@@ -268,16 +272,16 @@ def _open_store(folder: Path) -> FolderStore | None:
 
 def _open_engine(request: EngineRequest) -> Engine:
     from tightfit.engines.open import open_engine
-    from tightfit.runtime.quiet import silence_libraries
+    from tightfit.runtime.libraries import silence_libraries
 
     silence_libraries()
     return open_engine(request)
 
 
-def _identify(partition: str) -> Identity:
+def _identify(partition: str) -> WorkerIdentity:
     node = socket.gethostname()
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{partition}-{node}-{os.getpid()}")
-    return Identity(
+    return WorkerIdentity(
         worker=f"{name[:80]}-{secrets.token_hex(3)}",
         node=node,
         partition=partition,

@@ -6,15 +6,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from tightfit.hardware.measured_rates import (
+from tightfit.hardware.types import (
     FP8,
     FP8_EXACT,
     AttentionRow,
     BandwidthRow,
+    Gpu,
     MatmulRow,
     MeasuredRates,
 )
-from tightfit.hardware.types import Gpu
 
 FORMAT = 1
 """Of the file. One with another number is measured again, not guessed at."""

@@ -1,45 +1,126 @@
-"""A cluster written down in YAML, for planning away from the machine.
-
-Example (also in `docs/cluster-file.example.yaml`):
-
-    network: 100Gb/s            # between nodes, one direction; b is bits, B is bytes
-    groups:
-      - name: volta             # a partition, a pool, any name
-        gpu: V100-32GB          # any name `tightfit hardware` knows
-        gpus_per_node: 4
-        nodes: 3
-        ram: 384GiB             # per node
-        cores: 40
-        shm: 190GiB             # size of /dev/shm
-        disk: 2TB               # free, where models and checkpoints go
-        nvlink: true            # left out: as the card usually comes
-        time_limit: 7-00:00:00  # as Slurm writes it
-      - gpu: T4
-        gpus_per_node: 6
-      - gpu: {name: "RTX 3050", memory: 8GiB, like: "RTX 3060", tflops_fp16: 18.2}
-
-Only `gpu` is needed in a group. What is left out is assumed by the planner, which says so.
-"""
+"""A cluster described in a YAML file, with cards of its own where the catalogue has none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tightfit.core.errors import InvalidInputError, UserError
-from tightfit.core.faults import printable
 from tightfit.core.suggest import did_you_mean
-from tightfit.core.units import GIB, parse_bytes, render_bytes
+from tightfit.core.units import (
+    GB,
+    GIB,
+    TERA,
+    parse_bytes,
+    parse_link_speed,
+    parse_time_limit,
+    render_bytes,
+)
+from tightfit.core.validation import printable
 from tightfit.core.yaml_text import PlainLoader, read_text
-from tightfit.hardware.card import CARD_KEYS, read_card
-from tightfit.hardware.catalogue import Match, match_gpu
-from tightfit.hardware.link_speed import parse_link_speed
-from tightfit.hardware.time_limit import parse_time_limit
+from tightfit.hardware.catalogue import UNSTATED_MEMORY_FRACTION, GpuMatch, find_gpu, match_gpu
 from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
 from tightfit.hardware.words import MAX_COUNT, ambiguity_warnings
+
+# A card that the catalogue does not have, described by the user and by its likeness to another.
+
+CUSTOM_GPU_KEYS = ("name", "memory", "like", "compute_capability", "tflops_fp16", "bandwidth")
+CUSTOM_GPU_EXAMPLE = 'write it like `gpu: {name: "RTX 3050", memory: 8GiB, like: "RTX 3060"}`'
+_CAPABILITY = re.compile(r"([0-9]{1,2})\.([0-9])")
+_NUMBER = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?")
+_BANDWIDTH = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([GT])B(?:/s|ps)?", re.IGNORECASE)
+_SMALLEST_CARD_BYTES, _LARGEST_CARD_BYTES = GIB, 1024 * GIB
+_BF16_SINCE = (8, 0)
+_FP8_SINCE = (8, 9)
+
+
+def read_custom_gpu(said: Mapping[str, str]) -> Gpu:
+    """The card that the texts under `CUSTOM_GPU_KEYS` describe.
+
+    What is not stated is taken from the card it is `like`. All arithmetic rates
+    are scaled by the one that is stated, for they mostly grow together. Memory
+    is what is sold: torch sees a little less, as on the catalogue's cards.
+    """
+    for key in ("name", "memory", "like"):
+        if key not in said:
+            raise InvalidInputError(f"`{key}` is missing.", remedy=CUSTOM_GPU_EXAMPLE)
+    model = find_gpu(said["like"])
+    sold = parse_bytes(said["memory"])
+    if not _SMALLEST_CARD_BYTES <= sold <= _LARGEST_CARD_BYTES:
+        raise InvalidInputError(
+            f"`{printable(said['memory'], most=40)}` is {render_bytes(sold)}, which no card has.",
+            remedy="write its memory with the unit, like 12GiB",
+        )
+    capability = _capability(said.get("compute_capability")) or model.compute_capability
+    rates = _rates(said.get("tflops_fp16"), model, capability)
+    return model.model_copy(
+        update={
+            "name": printable(said["name"], most=100),
+            "marketing_gb": sold / GIB,
+            "memory_bytes": int(sold * UNSTATED_MEMORY_FRACTION),
+            "compute_capability": capability,
+            "peak_flops": rates,
+            "memory_bytes_per_second": _bandwidth(said.get("bandwidth"))
+            or model.memory_bytes_per_second,
+            "supports_bf16": "bf16" in rates,
+            "achievable_bf16_flops": None,
+            "tdp_watts": None,
+            "prices": (),
+            "source": "cluster file",
+            "notes": f"as described in the cluster file; what it leaves out is {model.name}'s",
+        }
+    )
+
+
+def _rates(stated: str | None, model: Gpu, capability: tuple[int, int] | None) -> dict[str, float]:
+    scale = 1.0
+    if stated is not None:
+        matched = _NUMBER.fullmatch(stated)
+        tflops = float(stated) if matched else 0.0
+        if not 0.5 <= tflops <= 100_000:
+            raise InvalidInputError(
+                f"`tflops_fp16` is `{printable(stated, most=40)}`; it must be a number of TFLOP/s.",
+                remedy="write the dense fp16 rate with fp32 accumulation, like `tflops_fp16: 25.5`",
+            )
+        scale = tflops * TERA / model.peak_flops.get("fp16", model.peak_flops["fp32"])
+    rates = {kind: rate * scale for kind, rate in model.peak_flops.items()}
+    if capability is not None and capability < _BF16_SINCE:
+        rates = {kind: rate for kind, rate in rates.items() if kind in ("fp32", "fp16")}
+    elif capability is not None:
+        rates.setdefault("bf16", rates.get("fp16", rates["fp32"]))
+        if capability < _FP8_SINCE:
+            rates.pop("fp8", None)
+    return rates
+
+
+def _capability(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    parts = _CAPABILITY.fullmatch(text)
+    if parts is None or not 3 <= int(parts[1]) <= 20:
+        raise InvalidInputError(
+            f"`compute_capability` is `{printable(text, most=40)}`; it must be like 8.6.",
+            remedy="see what the driver says: nvidia-smi --query-gpu=compute_cap --format=csv",
+        )
+    return int(parts[1]), int(parts[2])
+
+
+def _bandwidth(text: str | None) -> float | None:
+    if text is None:
+        return None
+    parts = _BANDWIDTH.fullmatch(text)
+    rate = float(parts[1]) * (GB if parts[2].upper() == "G" else 1000 * GB) if parts else 0.0
+    if not 10 * GB <= rate <= 100_000 * GB:
+        raise InvalidInputError(
+            f"`bandwidth` is `{printable(text, most=40)}`; it must be the memory's speed.",
+            remedy="write it like `bandwidth: 360GB/s`",
+        )
+    return rate
+
 
 MAX_FILE_BYTES = 1024**2
 MAX_GROUPS = 32
@@ -159,15 +240,15 @@ def _group(entry: object, name: str, path: str) -> tuple[NodeGroup, list[str]]:
     return group, ambiguity_warnings(word, match)
 
 
-def _card(value: object, name: str, path: str) -> tuple[str, Match]:
+def _card(value: object, name: str, path: str) -> tuple[str, GpuMatch]:
     """A name from the catalogue, or a card described key by key."""
     if not isinstance(value, dict):
         word = _text(value, name, path)
         return word, _within(name, path, lambda: match_gpu(word))
-    keys = _mapping(value, name, CARD_KEYS, path=path)
+    keys = _mapping(value, name, CUSTOM_GPU_KEYS, path=path)
     said = {key: _text(item, name, f"{path}.{key}") for key, item in keys.items()}
-    gpu: Gpu = _within(name, path, lambda: read_card(said))
-    return gpu.name, Match(gpu=gpu)
+    gpu: Gpu = _within(name, path, lambda: read_custom_gpu(said))
+    return gpu.name, GpuMatch(gpu=gpu)
 
 
 def _mapping(value: object, name: str, known: tuple[str, ...], *, path: str) -> dict[str, object]:

@@ -7,10 +7,10 @@ import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 
 
-class CommandMissingError(EnvironmentFaultError):
+class CommandMissingError(SetupError):
     """The command is not installed, so that another way may be tried."""
 
 
@@ -45,17 +45,17 @@ def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
             remedy=f"run this where it is installed; {_WITHOUT}",
         ) from fault
     except subprocess.TimeoutExpired as fault:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"`{command}` gave no answer in {timeout_seconds:.0f} s.",
             remedy=f"see whether the cluster is up; {_WITHOUT}",
         ) from fault
     except OSError as fault:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"`{command}` does not start: {fault.strerror or fault}.",
             remedy=f"run it by hand to see why; {_WITHOUT}",
         ) from fault
     if done.returncode != 0:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"`{command}` failed: {_last_line(done.stderr) or f'exit code {done.returncode}'}",
             remedy=f"run by hand: {shlex.join(arguments)}",
         )

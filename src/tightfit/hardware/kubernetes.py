@@ -1,26 +1,282 @@
-"""What a Kubernetes cluster has and what of it is free: its nodes less the pods' requests."""
+"""What a Kubernetes cluster has and what is free: its nodes less the requests of its pods."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from tightfit.core.errors import EnvironmentFaultError, NotFoundError
+from tightfit.core.errors import NotFoundError, SetupError
 from tightfit.core.suggest import did_you_mean
-from tightfit.hardware.commands import RunCommand, run_command
-from tightfit.hardware.gpu_hints import guess_gpu
-from tightfit.hardware.inventory import ClusterNode, Devices, Inventory, NodeState, Pool
-from tightfit.hardware.kubernetes_labels import LabelWords, read_labels
-from tightfit.hardware.kubernetes_lists import Object, read_lists
-from tightfit.hardware.kubernetes_objects import (
-    GPU_RESOURCE,
-    at,
-    keys_at,
-    list_at,
-    parse_quantity,
-    sum_requests,
+from tightfit.hardware.catalogue import guess_gpu
+from tightfit.hardware.commands import CommandMissingError, RunCommand, run_command
+from tightfit.hardware.inventory import (
+    ClusterNode,
+    Inventory,
+    NodeGpus,
+    NodePool,
+    NodeState,
+    plannable_cluster,
 )
-from tightfit.hardware.plannable import plan_over
 from tightfit.hardware.types import Cluster
+
+# Which GPU and which pool a Kubernetes node's labels speak of, in each cloud's own words.
+
+_PRODUCT_LABELS = (
+    "nvidia.com/gpu.product",  # NVIDIA GPU feature discovery
+    "amd.com/gpu.product-name",
+    "cloud.google.com/gke-accelerator",
+    "k8s.amazonaws.com/accelerator",
+    "karpenter.k8s.aws/instance-gpu-name",
+    "gpu.nvidia.com/model",
+    "accelerator",
+)
+_POOL_LABELS = (
+    "cloud.google.com/gke-nodepool",
+    "eks.amazonaws.com/nodegroup",
+    "karpenter.sh/nodepool",
+    "kubernetes.azure.com/agentpool",
+    "agentpool",
+    "node-pool",
+    "pool",
+)
+_INSTANCE_LABELS = ("node.kubernetes.io/instance-type", "beta.kubernetes.io/instance-type")
+_INSTANCES = (
+    # From the clouds' lists of GPU machine types; general knowledge, 2025.
+    (r"g4dn\..*|Standard_NC\d+as_T4_v3", "T4"),
+    (r"g5\..*", "A10G"),
+    (r"g6\..*|g2-standard-.*", "L4"),
+    (r"g6e\..*", "L40S"),
+    (r"p3dn\..*|Standard_ND40rs_v2", "V100-SXM2-32GB"),
+    (r"p3\..*|Standard_NC\d+r?s_v3", "V100-16GB"),
+    (
+        r"p4de\..*|a2-ultragpu-.*|Standard_ND96amsr_A100_v4",
+        "A100-80GB",
+    ),
+    (r"Standard_NC\d+ads_A100_v4", "A100-PCIE-80GB"),
+    (r"p4d\..*|a2-highgpu-.*|a2-megagpu-.*|Standard_ND96asr_v4", "A100-40GB"),
+    (r"p5\..*|a3-(?:high|mega)gpu-.*|Standard_ND96isr_H100_v5", "H100"),
+    (r"p5en?\..*|a3-ultragpu-.*|Standard_ND96isr_H200_v5", "H200"),
+    (r"p6-b200\..*|a4-highgpu-.*", "B200"),
+)
+_SHARED = re.compile(r"-SHARED$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLabels:
+    """What the labels say, as words for `guess_gpu`."""
+
+    product: str | None
+    hints: tuple[str, ...]
+    pool: str | None
+    replicas: int
+    """How many pods share one GPU in turns; 1 where none do."""
+
+
+def read_labels(labels: Mapping[str, str]) -> GpuLabels:
+    """Collect what is known about the GPU; the plug-in's own label first."""
+    labels = {key: value for key, value in labels.items() if isinstance(value, str)}
+    products = [labels[key] for key in _PRODUCT_LABELS if labels.get(key)]
+    instance = next((labels[key] for key in _INSTANCE_LABELS if labels.get(key)), "")
+    named = [gpu for pattern, gpu in _INSTANCES if re.fullmatch(pattern, instance)]
+    words = [_SHARED.sub("", word) for word in (*products, *named[:1])]
+    replicas = labels.get("nvidia.com/gpu.replicas", "")
+    return GpuLabels(
+        product=words[0] if words else None,
+        hints=(*words[1:], *_memory_hints(labels.get("nvidia.com/gpu.memory", ""))),
+        pool=next((labels[key] for key in _POOL_LABELS if labels.get(key)), None),
+        replicas=max(1, int(replicas)) if re.fullmatch(r"[0-9]{1,4}", replicas) else 1,
+    )
+
+
+def _memory_hints(mebibytes: str) -> tuple[str, ...]:
+    """The label is the driver's total in MiB, some way below the size as sold."""
+    if not re.fullmatch(r"[0-9]{4,7}", mebibytes):
+        return ()
+    whole = -(-int(mebibytes) // 1024)
+    return tuple(f"{size}gb" for size in (whole, whole + 1))
+
+
+# The nodes and pods of a Kubernetes cluster, by kubectl or by the official Python client.
+
+KubernetesObject = Mapping[str, Any]
+"""As the API writes it in JSON."""
+Lists = tuple[list[KubernetesObject], list[KubernetesObject] | None]
+"""Nodes, and pods where they may be listed: often forbidden to plain users."""
+
+TIMEOUT_SECONDS = 15.0
+REQUEST_SECONDS = 10
+NODES_COMMAND = ("kubectl", "get", "nodes", "-o", "json", f"--request-timeout={REQUEST_SECONDS}s")
+RUNNING = "status.phase!=Succeeded,status.phase!=Failed"
+PODS_COMMAND = (
+    *("kubectl", "get", "pods", "-A", "-o", "json", f"--request-timeout={REQUEST_SECONDS}s"),
+    f"--field-selector={RUNNING}",
+)
+PAGE = 500
+"""Objects per answer, as kubectl asks for them."""
+
+
+def read_nodes_and_pods(run: RunCommand) -> Lists:
+    """By kubectl; by the client where there is no kubectl."""
+    try:
+        nodes = _parse(run(NODES_COMMAND, TIMEOUT_SECONDS), "nodes")
+    except CommandMissingError as fault:
+        return read_by_client(fault)
+    try:
+        pods = _parse(run(PODS_COMMAND, TIMEOUT_SECONDS), "pods")
+    except SetupError:
+        return nodes, None
+    return nodes, pods
+
+
+def _parse(text: str, what: str, *, by: str = "kubectl") -> list[KubernetesObject]:
+    try:
+        document = json.loads(text)
+        items = document["items"]
+    except (ValueError, KeyError, TypeError, RecursionError) as fault:
+        raise SetupError(
+            f"{by} printed no list of {what}.", remedy=f"run by hand: kubectl get {what} -o json"
+        ) from fault
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+
+
+def read_by_client(missing: CommandMissingError) -> Lists:
+    """The present context's cluster, or this pod's own."""
+    try:
+        from kubernetes import client, config
+    except ImportError:
+        raise SetupError(
+            f"{missing.problem} Neither is the Python client.",
+            remedy="install kubectl, or: pip install 'tightfit[cluster]'",
+        ) from missing
+    try:
+        if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+            config.load_incluster_config()
+        else:
+            # Named here: the client reads the variable only while it is imported.
+            config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
+    except (config.ConfigException, OSError) as fault:
+        raise SetupError(
+            f"No Kubernetes cluster is configured: {_first_line(fault)}",
+            remedy="set KUBECONFIG, or put the cluster's file at ~/.kube/config",
+        ) from fault
+    core = client.CoreV1Api()
+    nodes = _list_all(core, "list_node", "nodes")
+    try:
+        pods = _list_all(core, "list_pod_for_all_namespaces", "pods", field_selector=RUNNING)
+    except SetupError:
+        return nodes, None
+    return nodes, pods
+
+
+def _list_all(core: Any, name: str, what: str, **options: object) -> list[KubernetesObject]:
+    """Every page as the JSON that the API sent: the client's models refuse what a server of
+    another version, or a light one, leaves out."""
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    ask = partial(getattr(core, name), _preload_content=False, **options)
+    found: list[KubernetesObject] = []
+    start = None
+    while True:
+        try:
+            answer = ask(limit=PAGE, _continue=start, _request_timeout=REQUEST_SECONDS)
+            text = answer.data.decode("utf-8", "replace")
+        except ApiException as fault:
+            raise _refused(f"{fault.status} {fault.reason}") from fault
+        except (HTTPError, OSError, ValueError) as fault:
+            raise _refused(_first_line(fault)) from fault
+        found += _parse(text, what, by="The Kubernetes API")
+        start = json.loads(text).get("metadata", {}).get("continue")
+        if not start:
+            return found
+
+
+def _refused(why: str) -> SetupError:
+    return SetupError(
+        f"The Kubernetes API does not answer: {why}",
+        remedy="see whether the cluster is up and KUBECONFIG names it",
+    )
+
+
+def _first_line(fault: Exception) -> str:
+    return (str(fault).strip().splitlines() or [type(fault).__name__])[0][:300]
+
+
+# Reading a Kubernetes API object without trusting its shape: quantities, requests, conditions.
+
+GPU_RESOURCE = re.compile(r"(?:nvidia|amd)\.com/(?:gpu(?:\.shared)?|mig-(?P<mig>[1-7]g\.[0-9]+gb))")
+
+_QUANTITY = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)(?:[eE]\+?([0-9]{1,2})|([kKMGTPE]i?|m))?")
+_FACTORS = {
+    **{prefix: 1000.0**power for power, prefix in enumerate("kMGTPE", start=1)},
+    **{f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", start=1)},
+    "m": 0.001,
+}
+
+
+def parse_quantity(text: object) -> float:
+    """A Kubernetes quantity (`64Gi`, `31850m`, `1e3`) as a number; 0 where it is none."""
+    parts = _QUANTITY.fullmatch(str(text))
+    if parts is None:
+        return 0.0
+    number, exponent, suffix = parts.groups()
+    return float(number) * (10.0 ** int(exponent) if exponent else _FACTORS.get(suffix, 1.0))
+
+
+def at(thing: object, *keys: str) -> Any:
+    """The value under nested keys, None where any is missing."""
+    for key in keys:
+        thing = thing.get(key) if isinstance(thing, dict) else None
+    return thing
+
+
+def get_mapping(thing: object, *keys: str) -> dict[str, Any]:
+    value = at(thing, *keys)
+    return value if isinstance(value, dict) else {}
+
+
+def get_list(thing: object, *keys: str) -> list[Any]:
+    value = at(thing, *keys)
+    return value if isinstance(value, list) else []
+
+
+def sum_requests(pods: Iterable[KubernetesObject]) -> dict[str, dict[str, float]]:
+    """Node to resource to how much of it running or starting pods ask for."""
+    held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for pod in pods:
+        node = at(pod, "spec", "nodeName")
+        if not node or at(pod, "status", "phase") in ("Succeeded", "Failed"):
+            continue
+        for resource, amount in _pod_request(pod).items():
+            held[str(node)][resource] += amount
+    return held
+
+
+def _pod_request(pod: KubernetesObject) -> dict[str, float]:
+    """What a pod holds: containers and sidecars together, or its largest init container."""
+    total: dict[str, float] = defaultdict(float)
+    first = get_list(pod, "spec", "initContainers")
+    sidecars = [one for one in first if at(one, "restartPolicy") == "Always"]
+    for container in (*get_list(pod, "spec", "containers"), *sidecars):
+        for resource, amount in _container_request(container).items():
+            total[resource] += amount
+    for container in first:
+        for resource, amount in _container_request(container).items():
+            total[resource] = max(total[resource], amount)
+    return dict(total)
+
+
+def _container_request(container: object) -> dict[str, float]:
+    limits = get_mapping(container, "resources", "limits")
+    requests = get_mapping(container, "resources", "requests")
+    return {name: parse_quantity(value) for name, value in {**limits, **requests}.items()}
+
 
 IDLE_FRACTION = 0.9
 """Of a node's cores: the cluster's own pods always ask for some."""
@@ -32,23 +288,26 @@ _CONTROL_TAINTS = ("node-role.kubernetes.io/control-plane", "node-role.kubernete
 
 def probe_kubernetes(pool: str | None = None, *, run: RunCommand = run_command) -> Cluster:
     """What can be planned for; only the node pool `pool` where one is named."""
-    return plan_over(probe_kubernetes_inventory(pool, run=run))
+    return plannable_cluster(probe_kubernetes_inventory(pool, run=run))
 
 
 def probe_kubernetes_inventory(
     pool: str | None = None, *, run: RunCommand = run_command
 ) -> Inventory:
     """Every node of the cluster that the present context points at."""
-    nodes, pods = read_lists(run)
+    nodes, pods = read_nodes_and_pods(run)
     return build_inventory(nodes, pods, pool=pool)
 
 
 def build_inventory(
-    nodes: Sequence[Object], pods: Sequence[Object] | None, *, pool: str | None = None
+    nodes: Sequence[KubernetesObject],
+    pods: Sequence[KubernetesObject] | None,
+    *,
+    pool: str | None = None,
 ) -> Inventory:
     """Nodes by pool, as their labels name it; those without such a label are in the pool ``."""
     if not nodes:
-        raise EnvironmentFaultError(
+        raise SetupError(
             "The Kubernetes cluster shows no nodes to this user.", remedy="kubectl get nodes"
         )
     held = None if pods is None else sum_requests(pods)
@@ -63,7 +322,7 @@ def build_inventory(
         )
     inventory = Inventory(
         source="k8s",
-        pools=tuple(Pool(name=name) for name in names),
+        pools=tuple(NodePool(name=name) for name in names),
         nodes=tuple(found),
         warnings=tuple(dict.fromkeys(warnings)),
     )
@@ -74,10 +333,10 @@ _UNKNOWN_USE = "Pods may not be listed, so it is not known what is free."
 
 
 def _node(
-    node: Object, held: Mapping[str, Mapping[str, float]] | None, warnings: list[str]
+    node: KubernetesObject, held: Mapping[str, Mapping[str, float]] | None, warnings: list[str]
 ) -> ClusterNode:
     name = str(at(node, "metadata", "name") or "?")
-    words = read_labels(keys_at(node, "metadata", "labels"))
+    words = read_labels(get_mapping(node, "metadata", "labels"))
     taken = None if held is None else held.get(name, {})
     fault = _why_unusable(node)
     devices = _devices(node, words, taken, takes_jobs=fault is None)
@@ -106,7 +365,7 @@ def _node(
 
 
 def _amounts(
-    node: Object, resource: str, taken: Mapping[str, float] | None
+    node: KubernetesObject, resource: str, taken: Mapping[str, float] | None
 ) -> tuple[float, float | None]:
     """What jobs may have of it, and what is left."""
     whole = parse_quantity(at(node, "status", "allocatable", resource))
@@ -114,7 +373,7 @@ def _amounts(
 
 
 def _state(
-    fault: str | None, devices: Sequence[Devices], cores: float, free_cores: float | None
+    fault: str | None, devices: Sequence[NodeGpus], cores: float, free_cores: float | None
 ) -> NodeState:
     """Of a GPU node by its GPUs, of another by its cores."""
     if fault is not None:
@@ -134,15 +393,15 @@ _CORDONED = "it is cordoned"
 _CONTROL = "it is kept for the control plane"
 
 
-def _why_unusable(node: Object) -> str | None:
+def _why_unusable(node: KubernetesObject) -> str | None:
     if at(node, "spec", "unschedulable"):
         return _CORDONED
-    conditions = list_at(node, "status", "conditions")
+    conditions = get_list(node, "status", "conditions")
     ready = [one for one in conditions if at(one, "type") == "Ready"]
     if ready and at(ready[0], "status") != "True":
         told = str(at(ready[0], "message") or "").strip()
         return f"it is not ready{f': {told[:160]}' if told else ''}"
-    taints = list_at(node, "spec", "taints")
+    taints = get_list(node, "spec", "taints")
     return _CONTROL if any(_keeps_out(taint, _CONTROL_TAINTS) for taint in taints) else None
 
 
@@ -151,21 +410,21 @@ def _keeps_out(taint: object, keys: tuple[str, ...]) -> bool:
     return effect in ("NoSchedule", "NoExecute") and str(at(taint, "key")).startswith(keys)
 
 
-def _taint_notes(node: Object, name: str) -> list[str]:
+def _taint_notes(node: KubernetesObject, name: str) -> list[str]:
     """Taints that a job must tolerate, beside the customary ones of GPU nodes."""
     return [
         f"Node {name} wants a toleration for the taint {at(taint, 'key')}."
-        for taint in list_at(node, "spec", "taints")
+        for taint in get_list(node, "spec", "taints")
         if _keeps_out(taint, ("",)) and not _keeps_out(taint, _OWN_TAINTS)
     ]
 
 
 def _devices(
-    node: Object, words: LabelWords, taken: Mapping[str, float] | None, *, takes_jobs: bool
-) -> tuple[Devices, ...]:
+    node: KubernetesObject, words: GpuLabels, taken: Mapping[str, float] | None, *, takes_jobs: bool
+) -> tuple[NodeGpus, ...]:
     """One entry per GPU resource; the cards' own name where the catalogue knows it."""
     found = []
-    for resource, value in keys_at(node, "status", "allocatable").items():
+    for resource, value in get_mapping(node, "status", "allocatable").items():
         mig, amount = GPU_RESOURCE.fullmatch(resource), int(parse_quantity(value))
         if mig is None or amount < 1:
             continue
@@ -176,7 +435,7 @@ def _devices(
             free = left // words.replicas if takes_jobs else 0
         gpu = guess_gpu(product, words.hints).gpu
         found.append(
-            Devices(
+            NodeGpus(
                 kind=product,
                 label=gpu.name if gpu is not None else product or "unknown GPU",
                 hints=words.hints,

@@ -1,17 +1,170 @@
-"""This machine as a cluster of one node: GPUs by NVML, the rest by the kernel."""
+"""This machine as a cluster of one node: GPUs read through NVML, or its CPU."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from tightfit.core.units import GIB, render_bytes
-from tightfit.hardware.catalogue import list_gpus
-from tightfit.hardware.cpu import CpuReading, probe_cpu, read_cpu
-from tightfit.hardware.gpu_hints import guess_gpu
+from tightfit.hardware.catalogue import guess_gpu, list_gpus
 from tightfit.hardware.machine import Machine, model_cache, read_free_disk, read_machine
 from tightfit.hardware.nvml import DriverReading, GpuReading, read_driver
 from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
+
+# The CPU as a training device: this machine's cores and RAM, shared by one or more processes.
+
+FLOPS_PER_CYCLE = {"avx512f": 64.0, "fma": 32.0, "asimd": 16.0}
+"""fp32 per core: two fused multiply-add units of 16, 8 or 4 lanes, two operations each.
+Source: Intel 64 optimization manual; Arm Neoverse N1 optimization guide."""
+SCALAR_FLOPS_PER_CYCLE = 8.0
+BF16_TIMES_FP32 = {"amx_bf16": 16.0, "avx512_bf16": 2.0, "bf16": 2.0}
+"""By CPU flag: a tile unit does 1024 operations a cycle, a dot product of pairs twice fp32's.
+Source: Intel 64 optimization manual, chapter on AMX; Arm BFDOT."""
+ASSUMED_HZ = 2.0e9
+"""Where neither the kernel nor psutil tells the clock."""
+ASSUMED_FLAG = "fma"
+"""Of a node that only its scheduler describes: x86 servers have AVX2 with it since 2013."""
+BYTES_PER_SECOND_PER_CORE = 15e9
+MOST_BYTES_PER_SECOND = 150e9
+"""RAM: 11e9 copying and 18e9 adding on one core of a Xeon with AVX-512; two sockets of DDR4."""
+LOOPBACK_BYTES_PER_SECOND = 1.25e9
+"""Between processes, before the losses that `communication.py` counts: an all-reduce of 16 MiB
+over gloo took two of them 34 ms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuReading:
+    """What the kernel says of the CPU."""
+
+    model: str
+    hz: float | None
+    flags: frozenset[str]
+
+
+def read_cpu(info: Path = Path("/proc/cpuinfo")) -> CpuReading:
+    """Model, clock and instruction sets of the first core."""
+    try:
+        text = info.read_text("utf-8", "replace").partition("\n\n")[0]
+    except OSError:
+        text = ""
+    lines = (line.partition(":") for line in text.splitlines())
+    told = {key.strip().casefold(): value.strip() for key, _, value in lines}
+    return CpuReading(
+        model=told.get("model name") or os.uname().machine,
+        hz=_read_clock(told.get("cpu mhz", "")),
+        flags=frozenset((told.get("flags") or told.get("features") or "").split()),
+    )
+
+
+def _read_clock(megahertz: str) -> float | None:
+    try:
+        told = psutil.cpu_freq()
+    except (OSError, RuntimeError, NotImplementedError, AttributeError):
+        told = None
+    if told is not None and max(told.max, told.current) > 0:
+        return float(max(told.max, told.current)) * 1e6
+    try:
+        return float(megahertz) * 1e6 or None
+    except ValueError:
+        return None
+
+
+def probe_cpu(
+    num_processes: int = 1,
+    *,
+    read_host: Callable[[], Machine] = read_machine,
+    read_chip: Callable[[], CpuReading] = read_cpu,
+    warnings: tuple[str, ...] = (),
+) -> Cluster:
+    """This machine without its GPUs: `num_processes` that share its cores and its free RAM."""
+    machine, chip = read_host(), read_chip()
+    if num_processes > machine.num_usable_cores:
+        warnings = (
+            *warnings,
+            f"{num_processes} processes share {_count_cores(machine.num_usable_cores)}: "
+            "each runs slower than alone.",
+        )
+    node = Node(
+        gpu=describe_cpu(machine, chip, num_processes=num_processes),
+        num_gpus=num_processes,
+        host_memory_bytes=machine.usable_memory_bytes,
+        num_cores=machine.num_usable_cores,
+        shm_bytes=machine.shm_bytes or None,
+        disk_bytes=read_free_disk(model_cache(os.environ)) or None,
+    )
+    name = "cpu" if num_processes == 1 else f"{num_processes}xcpu"
+    group = NodeGroup(name=name, node=node, num_nodes=1, num_free_nodes=1)
+    return Cluster(groups=(group,), source="here", warnings=warnings)
+
+
+def describe_cpu(machine: Machine, chip: CpuReading, *, num_processes: int = 1) -> Gpu:
+    """One process's share of the machine, in the terms of a card.
+
+    Memory is what is free now, within the container's limit. fp32 is cores x clock x
+    what the widest vector units do in a cycle; bf16 is there where the CPU has units
+    for it.
+    """
+    cores = machine.num_usable_cores / num_processes
+    per_cycle = next(
+        (rate for flag, rate in FLOPS_PER_CYCLE.items() if flag in chip.flags),
+        SCALAR_FLOPS_PER_CYCLE,
+    )
+    fp32 = cores * (chip.hz or ASSUMED_HZ) * per_cycle
+    bf16 = next((times for flag, times in BF16_TIMES_FP32.items() if flag in chip.flags), None)
+    free = min(machine.available_memory_bytes, machine.usable_memory_bytes)
+    bandwidth = min(cores * BYTES_PER_SECOND_PER_CORE, MOST_BYTES_PER_SECOND / num_processes)
+    clock = "an assumed clock" if chip.hz is None else f"{chip.hz / 1e9:.2g} GHz"
+    return Gpu(
+        name=f"CPU, {_count_cores(max(1, round(cores)))}",
+        marketing_gb=max(1.0, float(round(machine.usable_memory_bytes / GIB / num_processes))),
+        memory_bytes=max(1, free // num_processes),
+        compute_capability=None,
+        peak_flops={"fp32": fp32} | ({} if bf16 is None else {"bf16": bf16 * fp32}),
+        memory_bytes_per_second=bandwidth,
+        pcie_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
+        supports_bf16=bf16 is not None,
+        is_cpu=True,
+        source="/proc/cpuinfo, psutil",
+        notes=f"{chip.model}: cores x {clock} x {per_cycle:.0f} fp32 operations a cycle",
+    )
+
+
+def describe_cpu_node(
+    *, num_cores: int, memory_bytes: int, features: Sequence[str] = (), threads_per_core: int = 1
+) -> Gpu:
+    """A node's CPU, of which its scheduler tells cores and memory alone, as one process's device.
+
+    Hardware threads share a core's units: `num_cores` / `threads_per_core` count. The clock
+    is assumed, and AVX2, unless the node's features speak of more.
+    """
+    words = " ".join(features).casefold()
+    flag = "avx512f" if "avx512" in words or "amx" in words else ASSUMED_FLAG
+    cores = max(1, num_cores // max(1, threads_per_core))
+    per_cycle = FLOPS_PER_CYCLE[flag]
+    units = "AVX-512" if flag == "avx512f" else "AVX2"
+    return Gpu(
+        name=f"CPU, {_count_cores(cores)}",
+        marketing_gb=max(1.0, float(round(memory_bytes / GIB))),
+        memory_bytes=memory_bytes,
+        compute_capability=None,
+        peak_flops={"fp32": cores * ASSUMED_HZ * per_cycle},
+        memory_bytes_per_second=min(cores * BYTES_PER_SECOND_PER_CORE, MOST_BYTES_PER_SECOND),
+        pcie_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
+        supports_bf16=False,
+        is_cpu=True,
+        source="cores and memory as the cluster's scheduler tells them",
+        notes=f"assumed: {ASSUMED_HZ / 1e9:.2g} GHz, {units} "
+        f"({per_cycle:.0f} fp32 operations a cycle and core), no bf16 units",
+    )
+
+
+def _count_cores(number: int) -> str:
+    return "1 core" if number == 1 else f"{number} cores"
+
 
 TORCH_SHARE_OF_TOTAL = 0.98
 """Of NVML's total, what torch sees: 0.984 (RTX 4090) to 0.996 (H200) over the catalogue's cards."""

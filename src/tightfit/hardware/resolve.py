@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tightfit.core.errors import UsageError
 from tightfit.hardware.types import Cluster
-from tightfit.hardware.words import EXAMPLES, parse_words, read_cpu_words
+from tightfit.hardware.words import HARDWARE_EXAMPLES, parse_hardware, read_cpu_words
 
 if TYPE_CHECKING:
     from tightfit.hardware.inventory import Inventory
@@ -24,14 +24,14 @@ def resolve_hardware(text: str) -> Cluster:
         return probe_here()
     num_processes = read_cpu_words(said)
     if num_processes is not None:
-        from tightfit.hardware.cpu import probe_cpu
+        from tightfit.hardware.local import probe_cpu
 
         return probe_cpu(num_processes)
     inventory = probe_inventory(said)
     if inventory is not None:
-        from tightfit.hardware.plannable import plan_over
+        from tightfit.hardware.inventory import plannable_cluster
 
-        return plan_over(inventory)
+        return plannable_cluster(inventory)
     if said.casefold().endswith((".yaml", ".yml")):
         from tightfit.hardware.cluster_file import read_cluster_file
 
@@ -39,9 +39,9 @@ def resolve_hardware(text: str) -> Cluster:
     if not said:
         raise UsageError(
             "No hardware was named.",
-            remedy=f"--on here, --on cpu, --on slurm, --on k8s, or {EXAMPLES}",
+            remedy=f"--on here, --on cpu, --on slurm, --on k8s, or {HARDWARE_EXAMPLES}",
         )
-    return parse_words(said)
+    return parse_hardware(said)
 
 
 def probe_inventory(text: str) -> Inventory | None:

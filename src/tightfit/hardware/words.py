@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
-from tightfit.hardware.catalogue import Match, match_gpu
+from tightfit.hardware.catalogue import GpuMatch, match_gpu
 from tightfit.hardware.types import Cluster, Node, NodeGroup
 
 MAX_COUNT = 65_536
@@ -15,7 +15,7 @@ MAX_USUAL_GPUS_PER_NODE = 16
 MAX_PROCESSES = 1024
 """Of one CPU."""
 MAX_TEXT = 1_000
-EXAMPLES = "write it like V100-32GB, 4xV100-32GB, 2n x 4xA100-40GB or 6xT4 + 2xRTX6000"
+HARDWARE_EXAMPLES = "write it like V100-32GB, 4xV100-32GB, 2n x 4xA100-40GB or 6xT4 + 2xRTX6000"
 
 _GROUP = re.compile(
     r"(?:(?P<nodes>[+-]?[0-9]+)\s*(?:nodes?|n)\b\s*[x×*]?\s*|(?P<tight>[+-]?[0-9]+)nx\s*)?"
@@ -43,17 +43,17 @@ def read_cpu_words(text: str) -> int | None:
     return count
 
 
-def parse_words(text: str) -> Cluster:
+def parse_hardware(text: str) -> Cluster:
     """The cluster the words describe. `+` or `,` joins groups; `n` says how many nodes one has."""
     if len(text) > MAX_TEXT:
         raise InvalidInputError(
-            f"Hardware words of {len(text)} characters are too long.", remedy=EXAMPLES
+            f"Hardware words of {len(text)} characters are too long.", remedy=HARDWARE_EXAMPLES
         )
     phrases = [phrase.strip() for phrase in re.split(r"[+,]", text)]
     if not any(phrases):
-        raise InvalidInputError("No hardware was named.", remedy=EXAMPLES)
+        raise InvalidInputError("No hardware was named.", remedy=HARDWARE_EXAMPLES)
     if not all(phrases):
-        raise InvalidInputError(f"`{text}` has an empty group.", remedy=EXAMPLES)
+        raise InvalidInputError(f"`{text}` has an empty group.", remedy=HARDWARE_EXAMPLES)
     groups: list[NodeGroup] = []
     warnings: list[str] = []
     for phrase in phrases:
@@ -66,7 +66,7 @@ def parse_words(text: str) -> Cluster:
 def _parse_group(phrase: str) -> tuple[NodeGroup, list[str]]:
     parts = _GROUP.fullmatch(phrase)
     if parts is None:
-        raise InvalidInputError(f"`{phrase}` is not hardware.", remedy=EXAMPLES)
+        raise InvalidInputError(f"`{phrase}` is not hardware.", remedy=HARDWARE_EXAMPLES)
     num_nodes = _count(parts["nodes"] or parts["tight"], "nodes", phrase)
     num_gpus = _count(parts["gpus"], "GPUs", phrase)
     name = parts["gpu"].strip()
@@ -84,7 +84,7 @@ def _parse_group(phrase: str) -> tuple[NodeGroup, list[str]]:
     return NodeGroup(name=phrase, node=node, num_nodes=num_nodes), warnings
 
 
-def ambiguity_warnings(name: str, match: Match) -> list[str]:
+def ambiguity_warnings(name: str, match: GpuMatch) -> list[str]:
     """Say which variant a word was taken for, where it could mean several."""
     if not match.others:
         return []
@@ -99,7 +99,8 @@ def _count(digits: str | None, what: str, phrase: str) -> int:
     if digits.startswith("-") or number < 1 or number > MAX_COUNT:
         shown = digits if len(digits) <= 20 else digits[:17] + "..."
         raise InvalidInputError(
-            f"`{shown}` {what} in `{phrase[:60]}`: must be 1 to {MAX_COUNT}.", remedy=EXAMPLES
+            f"`{shown}` {what} in `{phrase[:60]}`: must be 1 to {MAX_COUNT}.",
+            remedy=HARDWARE_EXAMPLES,
         )
     return number
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
-from tightfit.core.faults import printable
+from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import describe_kind
+from tightfit.core.validation import printable
+from tightfit.models.families.parts import ConfigFields, shown
 from tightfit.models.families.registry import reader_for
-from tightfit.models.fields import Fields, shown
 from tightfit.models.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 64 * 1024**2
@@ -30,7 +30,7 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
             f"{source} holds {shown(config)}, not a model's config.",
             remedy="name a config.json that starts with { and has a `model_type`",
         )
-    outer = Fields(config, name=_clean(name), source=_clean(source))
+    outer = ConfigFields(config, name=_clean(name), source=_clean(source))
     inner = _text_part(outer)
     model_type = inner.text("model_type", default="") or outer.text("model_type", default="")
     dtype = _stored_dtype(inner) or _stored_dtype(outer)
@@ -80,7 +80,7 @@ def _read_bytes(path: Path) -> bytes:
         with path.open("rb") as stream:
             data = stream.read(MAX_CONFIG_BYTES + 1)
     except PermissionError as fault:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"Cannot read {shown_path}: permission denied.",
             remedy="ask its owner for permission to read the folder and its files",
         ) from fault
@@ -103,7 +103,7 @@ def _not_json(source: str, why: str) -> InvalidInputError:
     )
 
 
-def _text_part(outer: Fields) -> Fields:
+def _text_part(outer: ConfigFields) -> ConfigFields:
     """A multimodal config keeps the language model's numbers one level down."""
     for key in ("text_config", "language_config", "llm_config"):
         inner = outer.part(key)
@@ -113,14 +113,14 @@ def _text_part(outer: Fields) -> Fields:
     return outer
 
 
-def _stored_dtype(f: Fields) -> Dtype | None:
+def _stored_dtype(f: ConfigFields) -> Dtype | None:
     for key in ("dtype", "torch_dtype"):
         if f.has(key):
             return _DTYPES.get(f.text(key, default="").removeprefix("torch."))
     return None
 
 
-def _quantized_dtype(f: Fields) -> tuple[bool, Dtype | None]:
+def _quantized_dtype(f: ConfigFields) -> tuple[bool, Dtype | None]:
     """Whether the checkpoint is packed, and in which of the formats that a plan can train on."""
     part = f.part("quantization_config")
     if part is None:

@@ -1,30 +1,138 @@
-"""From what a user calls a model to its ModelSpec: a path, a catalogue name, a cached hub id."""
+"""A model's name to its ModelSpec: a path, a catalogue name, a cached hub id, or a size."""
 
 from __future__ import annotations
 
+import os
+import re
 import stat
 from pathlib import Path
 
-from tightfit.core.errors import (
-    EnvironmentFaultError,
-    InvalidInputError,
-    NotFoundError,
-    UserError,
-)
-from tightfit.core.faults import printable
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
 from tightfit.core.files import describe_kind
 from tightfit.core.suggest import did_you_mean
-from tightfit.models.aliases import find_alias, find_base, find_exact
+from tightfit.core.validation import printable
 from tightfit.models.catalogue import (
     CatalogueRow,
+    find_alias,
+    find_base,
+    find_exact,
     list_models,
     load_row,
     search_models,
 )
-from tightfit.models.config import read_config_file
-from tightfit.models.hub_cache import find_in_hub_cache, locate_hub_cache
+from tightfit.models.config import read_config, read_config_file
 from tightfit.models.spec import ModelSpec
-from tightfit.models.synthetic import read_synthetic, suggest_size
+
+# Models that Hugging Face's own tools have already put on this disk. Never asks the network.
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def locate_hub_cache() -> Path | None:
+    """Where hub downloads land, by the hub library's own rules."""
+    for variable, below in (
+        ("HF_HUB_CACHE", ""),
+        ("HUGGINGFACE_HUB_CACHE", ""),
+        ("HF_HOME", "hub"),
+        ("XDG_CACHE_HOME", "huggingface/hub"),
+    ):
+        value = os.environ.get(variable)
+        if value:
+            return Path(value).expanduser() / below
+    try:
+        return Path.home() / ".cache/huggingface/hub"
+    except RuntimeError:  # a user id without a home
+        return None
+
+
+def find_in_hub_cache(name: str, cache: Path | None) -> Path | None:
+    """The snapshot folder of a hub id: that of `main`, else the newest that has a config."""
+    if cache is None or len(name) > 200 or ".." in name or not _HUB_ID.fullmatch(name):
+        return None
+    home = cache / f"models--{name.replace('/', '--')}"
+    try:
+        named = home / "snapshots" / (home / "refs" / "main").read_text(encoding="utf-8").strip()
+        if (named / "config.json").is_file():
+            return named
+    except (OSError, ValueError):
+        pass  # no such ref; another revision may be there
+    try:
+        snapshots = [path.parent for path in home.glob("snapshots/*/config.json")]
+        return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)
+    except OSError:
+        return None
+
+
+# A model known only by its size: `7e9-params`, `1B-params`. Shapes are assumed, and said to be.
+
+_NUMBER = r"([0-9]{1,40}(?:\.[0-9]{1,40})?(?:e\+?[0-9]{1,3})?)\s*([kmbt]?)"
+_SIZE = re.compile(_NUMBER + r"[\s_-]*params?", re.IGNORECASE)
+_BARE_SIZE = re.compile(_NUMBER, re.IGNORECASE)
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+ASPECT = 128
+"""Hidden width per layer of the GPT-3 and Llama families. Source: arXiv:2005.14165 table 2.1."""
+HEAD_DIM = 128
+VOCABULARY = 32_000
+MIN_PARAMS = 10**7
+MAX_PARAMS = 10**13
+
+
+def read_synthetic(name: str) -> ModelSpec | None:
+    """A Llama-shaped model of the size that `name` states; None where it states none.
+
+    The count is exact: what whole layers leave over is put outside them.
+    """
+    match = _SIZE.fullmatch(name.strip())
+    if match is None:
+        return None
+    stated = float(match[1]) * _FACTORS[match[2].lower()]
+    if not MIN_PARAMS <= stated <= MAX_PARAMS:
+        raise InvalidInputError(
+            f"`{printable(name)}`: a model has 10 million to 10 trillion parameters.",
+            remedy="state a size between, like 350M-params, 7B-params or 1.2T-params",
+        )
+    num_params = round(stated)
+    spec = _largest_below(num_params, printable(name.strip()))
+    left_over = num_params - spec.num_params
+    return spec.model_copy(update={"outer_params": spec.outer_params + left_over})
+
+
+def suggest_size(name: str) -> str | None:
+    """`7B-params` for `7B`: how to plan for a size alone; None for any other name."""
+    match = _BARE_SIZE.fullmatch(name.strip())
+    if (
+        match is None
+        or not MIN_PARAMS <= float(match[1]) * _FACTORS[match[2].lower()] <= MAX_PARAMS
+    ):
+        return None
+    return f"{match[1]}{match[2].upper()}-params"
+
+
+def _largest_below(num_params: int, name: str) -> ModelSpec:
+    hidden = max(HEAD_DIM, round((num_params * ASPECT / 12) ** (1 / 3) / HEAD_DIM) * HEAD_DIM)
+    while True:
+        layers = max(1, (num_params - 2 * VOCABULARY * hidden) // (12 * hidden * hidden))
+        spec = read_config(
+            {
+                "model_type": "llama",
+                "hidden_size": hidden,
+                "intermediate_size": 8 * hidden // 3,
+                "num_hidden_layers": layers,
+                "num_attention_heads": hidden // HEAD_DIM,
+                "num_key_value_heads": hidden // HEAD_DIM,
+                "vocab_size": VOCABULARY,
+                "tie_word_embeddings": False,
+            },
+            name=name,
+            source=f"assumed from a size of {num_params:,} parameters",
+        )
+        if spec.num_params <= num_params or hidden == HEAD_DIM:
+            warning = (
+                f"only the size is known: {layers} Llama-like layers of width {hidden} are assumed"
+            )
+            return spec.model_copy(update={"warnings": (*spec.warnings, warning)})
+        hidden -= HEAD_DIM
+
 
 __all__ = ["CatalogueRow", "list_models", "resolve_model", "search_models"]
 
@@ -96,8 +204,8 @@ def _read_path(name: str) -> ModelSpec | None:
     )
 
 
-def _forbidden(name: str, fault: OSError) -> EnvironmentFaultError:
-    return EnvironmentFaultError(
+def _forbidden(name: str, fault: OSError) -> SetupError:
+    return SetupError(
         f"Cannot read {printable(name, most=400)}: {(fault.strerror or str(fault)).lower()}.",
         remedy="ask its owner for permission to read the folder and its files",
     )
@@ -160,7 +268,7 @@ def measure_weights(folder: Path) -> int | None:
 
 
 def _read_gguf(path: Path) -> ModelSpec:
-    from tightfit.models.gguf_spec import read_gguf_model
+    from tightfit.models.gguf import read_gguf_model
 
     return read_gguf_model(path)
 

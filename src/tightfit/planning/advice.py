@@ -11,19 +11,17 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
-from tightfit.estimate.trace.peak import Peak, PeakTensor
-from tightfit.estimate.trace.result import TracedMemory
-from tightfit.planning.case import Case
+from tightfit.estimate.result import Peak, PeakTensor
 from tightfit.planning.request import describe_recomputing
-from tightfit.planning.rules import find_first_violation
-from tightfit.planning.rules_unpacked import without_unpacking
+from tightfit.planning.rules import Case, find_first_violation, without_dequantized_base
+from tightfit.trace.result import TracedMemory
 
 MOST_ALTERNATIVES = 5
 LEAST_SAVING_FRACTION = 0.02
 """Of the peak; less is no advice."""
 
 _Fields = dict[str, Any]
-_Wish = tuple[str, _Fields, float]
+_Change = tuple[str, _Fields, float]
 """Words, fields of the strategy, and bytes of the peak that they may be expected to take away."""
 
 
@@ -112,7 +110,7 @@ def judge_alternatives(
     return tuple(sorted(judged, key=lambda advice: -advice.saving_bytes))
 
 
-def _list_optimizers(case: Case, peak: Peak) -> Iterator[_Wish]:
+def _list_optimizers(case: Case, peak: Peak) -> Iterator[_Change]:
     used = case.strategy.optimizer
     if used is Optimizer.ADAMW_FOREACH and "update" in peak.stage:
         made = _sum(peak, "temporary")
@@ -124,7 +122,7 @@ def _list_optimizers(case: Case, peak: Peak) -> Iterator[_Wish]:
         yield "8-bit optimizer state", {"optimizer": Optimizer.ADAMW_8BIT}, saved
 
 
-def _list_losses(case: Case, peak: Peak) -> Iterator[_Wish]:
+def _list_losses(case: Case, peak: Peak) -> Iterator[_Change]:
     logits, used = _sum(peak, "logits"), case.strategy.loss
     if used in (Loss.PLAIN, Loss.KERNEL):
         # The 16-bit logits and their gradient stay; the fp32 copies go.
@@ -136,7 +134,7 @@ def _list_losses(case: Case, peak: Peak) -> Iterator[_Wish]:
         yield "narrow loss slices", {"loss_slice_factor": 1}, gone * logits
 
 
-def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Wish]:
+def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Change]:
     num_layers, strategy = case.spec.num_layers, case.strategy
     done = strategy.count_recomputed(num_layers)
     left = num_layers - done
@@ -156,7 +154,7 @@ def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Wish]:
         yield words, fields, 0.9 * kept * (count - done) / left
 
 
-def _list_attention(case: Case, peak: Peak) -> Iterator[_Wish]:
+def _list_attention(case: Case, peak: Peak) -> Iterator[_Change]:
     if case.strategy.attention is not Attention.EAGER:
         return
     scores = sum(tensor.num_bytes for tensor in peak.tensors if _holds_scores(tensor))
@@ -166,7 +164,7 @@ def _list_attention(case: Case, peak: Peak) -> Iterator[_Wish]:
     yield "sdpa attention", fields, scores
 
 
-def _list_batches(case: Case, peak: Peak) -> Iterator[_Wish]:
+def _list_batches(case: Case, peak: Peak) -> Iterator[_Change]:
     """Halved, or as near to it as divides the sequences evenly."""
     size, sequences = (
         case.strategy.micro_batch,
@@ -183,12 +181,12 @@ def _list_batches(case: Case, peak: Peak) -> Iterator[_Wish]:
     yield f"micro-batch {less} x {sequences // less}", fields, following * (1 - less / size)
 
 
-def _list_weights(case: Case, peak: Peak) -> Iterator[_Wish]:
+def _list_weights(case: Case, peak: Peak) -> Iterator[_Change]:
     strategy = case.strategy
     if strategy.unpacked_base:
         bits = 8 if strategy.stores_fp8 else 8 * strategy.compute.value_bytes
         saved = _sum(peak, "weights") * (1 - 4.5 / bits) * 0.9
-        yield "packed base", without_unpacking(strategy), saved
+        yield "packed base", without_dequantized_base(strategy), saved
     stored = {Dtype.FP32: 32, Dtype.BF16: 16, Dtype.FP16: 16, Dtype.INT8: 8}
     wide = stored.get(strategy.weights)
     if strategy.method is Method.LORA and wide is not None:
@@ -197,7 +195,7 @@ def _list_weights(case: Case, peak: Peak) -> Iterator[_Wish]:
         yield "nf4 weights", {"weights": Dtype.NF4}, saved
 
 
-def _list_shardings(case: Case, peak: Peak) -> Iterator[_Wish]:
+def _list_shardings(case: Case, peak: Peak) -> Iterator[_Change]:
     strategy = case.strategy
     if strategy.world_size == 1 or strategy.sharding.shards_weights:
         return
@@ -209,7 +207,7 @@ def _list_shardings(case: Case, peak: Peak) -> Iterator[_Wish]:
         yield "fsdp", {"sharding": Sharding.FSDP}, state * gone
 
 
-_KINDS: tuple[Callable[[Case, Peak], Iterator[_Wish]], ...] = (
+_KINDS: tuple[Callable[[Case, Peak], Iterator[_Change]], ...] = (
     _list_optimizers,
     _list_losses,
     _list_attention,

@@ -8,17 +8,19 @@ from typing import Any
 from tightfit import __version__
 from tightfit.core.strategy import Loss, Offload, Sharding, Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.disk import DEFAULT_CHECKPOINTS
-from tightfit.estimate.job import estimate_job, lacks_host
+from tightfit.estimate.host_and_disk import DEFAULT_CHECKPOINTS
+from tightfit.estimate.job import estimate_job, exceeds_host_memory
 from tightfit.estimate.result import Estimate
-from tightfit.planning.assume import assume_host
-from tightfit.planning.case import Case
-from tightfit.planning.cost import estimate_cost
-from tightfit.planning.plan import Plan
+from tightfit.planning.filter import name_memory_share
+from tightfit.planning.judge import assume_host
+from tightfit.planning.plan import Plan, estimate_cost
 from tightfit.planning.request import describe_recomputing
-from tightfit.planning.rules import find_first_violation, find_warnings
-from tightfit.planning.rules_unpacked import without_unpacking
-from tightfit.planning.sift import name_share
+from tightfit.planning.rules import (
+    Case,
+    find_first_violation,
+    find_warnings,
+    without_dequantized_base,
+)
 
 _CHEAPER_LOSSES = {
     Loss.PLAIN: (Loss.CHUNKED, Loss.FUSED),
@@ -51,10 +53,10 @@ def list_fallbacks(plan: Plan) -> list[Plan]:
                 continue
             less = _estimate(plan, smaller)
             saved = estimate.gpu.peak_reserved_bytes - less.gpu.peak_reserved_bytes
-            if saved <= 0 or lacks_host(less.host):
+            if saved <= 0 or exceeds_host_memory(less.host):
                 continue
             change = f"{_describe(smaller, fields)}: -{render_bytes(saved)}"
-            share = name_share(plan.hardware.node)
+            share = name_memory_share(plan.hardware.node)
             found.append(_replan(plan, smaller, less, f"after out of memory, {change} {share}"))
             strategy, estimate = smaller, less
     return found
@@ -67,7 +69,7 @@ def _list_slices(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
 
 def _list_packed(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
     if strategy.unpacked_base:
-        yield without_unpacking(strategy)
+        yield without_dequantized_base(strategy)
 
 
 def _list_smaller_batches(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:

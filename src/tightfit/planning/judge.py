@@ -1,19 +1,43 @@
-"""One strategy judged: the rules first, then the numbers."""
+"""Judge one strategy: assume the host memory that was not stated, check the rules, estimate."""
 
 from __future__ import annotations
 
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.strategy import Strategy
-from tightfit.core.workload import DataProfile
+from tightfit.core.units import render_bytes
 from tightfit.estimate.job import estimate_job
 from tightfit.estimate.result import Estimate, Verdict
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.assume import assume_host, describe_assumption
-from tightfit.planning.case import Case
-from tightfit.planning.rules import find_violations, find_warnings
+from tightfit.planning.rules import Case, find_violations, find_warnings
+
+# What the planner takes for granted where the hardware was given as mere words.
+
+HOST_BYTES_PER_GPU_BYTE = 2
+"""Host memory of an unstated node, by the memory of its GPUs together.
+
+Rented nodes have 0.7x (g5.xlarge) to 4x (g5.48xlarge, p3.8xlarge); 2x is a2-highgpu-1g.
+Without an assumption, offload would seem to fit any model on any card.
+"""
 
 
-def judge(
+def assume_host(node: Node) -> Node:
+    """The node with its host memory filled in, where it was not stated."""
+    if node.host_memory_bytes is not None:
+        return node
+    assumed = HOST_BYTES_PER_GPU_BYTE * node.num_gpus * node.gpu.memory_bytes
+    return node.model_copy(update={"host_memory_bytes": assumed})
+
+
+def describe_assumption(stated: Node, assumed: Node) -> tuple[str, ...]:
+    """The sentence that says so, where something was assumed."""
+    if stated.host_memory_bytes is not None or assumed.host_memory_bytes is None:
+        return ()
+    size = render_bytes(assumed.host_memory_bytes)
+    return (f"host memory was not stated: {size} per node is assumed (twice the GPUs' memory)",)
+
+
+def judge_strategy(
     *,
     spec: ModelSpec,
     strategy: Strategy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tightfit.core.strategy import Attention, Method, Offload, Optimizer, Strategy
-from tightfit.estimate.result import Estimate, Outline, Verdict
+from tightfit.estimate.result import Estimate, EstimateSummary, Verdict
 from tightfit.planning.request import name_method
 from tightfit.planning.space import Layout
 
@@ -24,7 +24,7 @@ class Candidate:
 
     layout: Layout
     strategy: Strategy
-    outline: Outline
+    outline: EstimateSummary
     wanted_batch: int = 1
 
     @property
@@ -57,7 +57,7 @@ def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
     return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
 
 
-def measure_seconds(estimate: Estimate | Outline) -> float:
+def measure_seconds(estimate: Estimate | EstimateSummary) -> float:
     """Seconds per epoch where the data is known, else per million real tokens."""
     if estimate.time.seconds_per_epoch is not None:
         return estimate.time.seconds_per_epoch
@@ -118,7 +118,7 @@ def rank(candidate: Candidate) -> tuple[float, ...]:
 
 
 def rank_estimate(
-    strategy: Strategy, estimate: Estimate | Outline, *, overshoot: float
+    strategy: Strategy, estimate: Estimate | EstimateSummary, *, overshoot: float
 ) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 

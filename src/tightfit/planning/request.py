@@ -8,13 +8,13 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.training import Training
-from tightfit.core.workload import DataProfile
-from tightfit.estimate.disk import DEFAULT_CHECKPOINTS
+from tightfit.estimate.host_and_disk import DEFAULT_CHECKPOINTS
 from tightfit.estimate.result import Estimate
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.rules import check_lora_targets

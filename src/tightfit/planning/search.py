@@ -1,27 +1,129 @@
-"""From a request and a cluster to the best few plans, and the reasons the rest lost."""
+"""Search: from a request and a cluster to the best few plans, and why the others lost."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from tightfit import __version__
-from tightfit.estimate.result import Verdict
-from tightfit.hardware.types import Cluster
-from tightfit.planning.assume import assume_host, describe_assumption
-from tightfit.planning.by_group import GroupBest, warn_of_limit
-from tightfit.planning.case import Case
-from tightfit.planning.cost import estimate_cost
-from tightfit.planning.kernel_update import update_in_kernel
-from tightfit.planning.known import KnownOutcome, find_limit
-from tightfit.planning.plan import Exclusion, Plan, PlanHardware
-from tightfit.planning.ranking import Candidate, rank
+from tightfit.core.strategy import Loss, Method, Optimizer
+from tightfit.core.units import render_seconds
+from tightfit.estimate.loss import can_fuse_head_and_loss
+from tightfit.estimate.result import Estimate, Phase, Verdict
+from tightfit.estimate.traffic import measured_update_seconds
+from tightfit.hardware.types import Cluster, NodeGroup
+from tightfit.planning.filter import Shortfall, StrategyFilter, resize
+from tightfit.planning.judge import assume_host, describe_assumption
+from tightfit.planning.known_outcomes import KnownOutcome, find_known_limit
+from tightfit.planning.levers import explain_choice, measure_levers, warn_of_slow_settings
+from tightfit.planning.plan import Exclusion, Plan, PlanHardware, estimate_cost
+from tightfit.planning.ranking import Candidate, count_levers, handicap_total, measure_seconds, rank
 from tightfit.planning.request import JobRequest, name_method
-from tightfit.planning.rules import find_warnings
-from tightfit.planning.sift import Shortfall, Sieve, resize
+from tightfit.planning.rules import Case, find_warnings
 from tightfit.planning.space import Layout, list_layouts, list_micro_batches
-from tightfit.planning.why import explain_choice, measure_levers, warn_of_asked
-from tightfit.planning.wide_slices import widen_slices
+
+# A cluster's groups beside each other: the best plan of each, and whether it can start now.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBest:
+    """A group and the best that was found for it; None where nothing fits."""
+
+    group: NodeGroup
+    plan: Plan | None
+
+    @property
+    def can_start_now(self) -> bool | None:
+        """Whether as much is free as the plan takes. None: not told, or no plan."""
+        group, plan = self.group, self.plan
+        if plan is None or group.num_free_nodes is None:
+            return None
+        wanted = plan.strategy
+        if wanted.num_nodes == 1 and wanted.gpus_per_node < group.node.num_gpus:
+            return (group.num_free_gpus or 0) >= wanted.gpus_per_node
+        return group.num_free_nodes >= wanted.num_nodes
+
+    @property
+    def exceeds_limit(self) -> bool:
+        """The run takes longer than the partition lets a job run."""
+        limit, plan = self.group.max_seconds, self.plan
+        seconds = None if plan is None else find_run_seconds(plan.estimate, plan.num_epochs)
+        return bool(limit and seconds and seconds > limit)
+
+
+def find_run_seconds(estimate: Estimate, num_epochs: float) -> float | None:
+    """None where the run's length is not known (no dataset given)."""
+    epoch = estimate.time.seconds_per_epoch
+    return None if epoch is None else epoch * num_epochs
+
+
+def warn_of_limit(group: NodeGroup, estimate: Estimate, num_epochs: float) -> tuple[str, ...]:
+    """A run that its partition would cut off."""
+    seconds, limit = find_run_seconds(estimate, num_epochs), group.max_seconds
+    if seconds is None or not limit or seconds <= limit:
+        return ()
+    takes, allowed = render_seconds(seconds), render_seconds(limit)
+    return (
+        f"takes about {takes}, and {group.name} stops jobs after {allowed}: it has to be queued "
+        "again and resume",
+    )
+
+
+# The last choice of a plan: wide slices for the fused loss, where memory is left for them.
+
+LARGE_CHUNK_FACTOR = 4
+"""As fast as wider ones, or nearly. Head and loss of 8192 tokens on one H200, 4096 wide, 128,256
+words, bf16, at factors 1, 2, 4 and 8: 27.0, 25.8, 24.4 and 24.6 ms with a frozen head, 52.7, 42.1,
+38.3 and 37.1 ms with a trained one (benchmarks/results/h200_fused_kernels.json)."""
+
+
+def enlarge_loss_chunks(sieve: StrategyFilter, candidate: Candidate) -> Candidate:
+    """The candidate with wide slices where they fit and gain time, else as it was.
+
+    They are worth less than any layer that need not be recomputed: a plan that recomputes has no
+    memory to give away.
+    """
+    strategy = candidate.strategy
+    is_sliced = strategy.loss is Loss.FUSED and can_fuse_head_and_loss(sieve.request.spec)
+    is_open = "loss_slice_factor" not in sieve.request.fixed
+    if not is_sliced or not is_open or strategy.checkpointing:
+        return candidate
+    wide = strategy.model_copy(update={"loss_slice_factor": LARGE_CHUNK_FACTOR})
+    if sieve.is_known_to_fail(candidate.layout, wide):
+        return candidate
+    outline = sieve.outline(candidate.layout, wide)
+    is_faster = measure_seconds(outline) < measure_seconds(candidate.outline)
+    if not is_faster or outline.verdict is not Verdict.FITS:
+        return candidate
+    return replace(candidate, strategy=wide, outline=outline)
+
+
+# The last choice of a full tuning: AdamW in our kernel, where `calibrate` found it faster here.
+
+
+def use_adamw_kernel(sieve: StrategyFilter, candidate: Candidate) -> Candidate:
+    """The candidate with that kernel where it is legal and gains time, else as it was.
+
+    Only on a device where it was measured in this dtype: `calibrate` also holds its update
+    against torch's there.
+    Adapters are too few for a kernel to matter.
+    """
+    strategy, layout = candidate.strategy, candidate.layout
+    measured = layout.group.node.gpu.measured
+    is_open = "optimizer" not in sieve.request.fixed and strategy.optimizer is Optimizer.ADAMW
+    if strategy.method is not Method.FULL or not is_open:
+        return candidate
+    value_bytes = strategy.weights.value_bytes
+    if measured_update_seconds(measured, Optimizer.ADAMW_KERNEL, value_bytes=value_bytes) is None:
+        return candidate
+    ours = strategy.model_copy(update={"optimizer": Optimizer.ADAMW_KERNEL})
+    if sieve.find_violation(layout, ours) is not None:
+        return candidate
+    outline = sieve.outline(layout, ours)
+    is_faster = measure_seconds(outline) < measure_seconds(candidate.outline)
+    return replace(candidate, strategy=ours, outline=outline) if is_faster else candidate
+
 
 NUM_PLANS = 5
 _NUM_REFINED = 12
@@ -79,14 +181,14 @@ def search(
     surely better than. What is `known` to have run out of memory here is left out, and all
     that needs as much.
     """
-    sieve = Sieve(
+    sieve = StrategyFilter(
         request=request,
         network_bytes_per_second=cluster.network_bytes_per_second,
         keeps_beaten=is_exhaustive,
         limits={
             group.name: limit
             for group in cluster.groups
-            if (limit := find_limit(known, request.spec, group.node)) is not None
+            if (limit := find_known_limit(known, request.spec, group.node)) is not None
         },
     )
     for order, layout in enumerate(_list_all_layouts(request, cluster, is_coarse=is_coarse)):
@@ -111,7 +213,7 @@ def search(
 
 
 def _best_by_group(
-    sieve: Sieve, ordered: Sequence[Candidate], cluster: Cluster
+    sieve: StrategyFilter, ordered: Sequence[Candidate], cluster: Cluster
 ) -> tuple[GroupBest, ...]:
     """Partitions differ in more than speed (what is free, how long a job may run): one of each."""
     if len(cluster.groups) < 2:
@@ -144,14 +246,14 @@ def _best_of_families(candidates: list[Candidate]) -> list[Candidate]:
     return sorted(found.values(), key=rank)
 
 
-def _refine_first(sieve: Sieve, count: int) -> list[Candidate]:
+def _refine_first(sieve: StrategyFilter, count: int) -> list[Candidate]:
     """The best of each family in order, the first few of them refined."""
     best = _best_of_families(sieve.candidates)
     refined = [_refine(sieve, candidate) for candidate in best[:count]]
     return sorted([*refined, *best[count:]], key=rank)
 
 
-def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
+def _refine(sieve: StrategyFilter, candidate: Candidate) -> Candidate:
     """The same strategy at the micro-batch that is fastest, which need not be the largest; then
     what is better wherever it can be had: a loss in wide slices, the update in our kernel."""
     best = candidate
@@ -163,10 +265,10 @@ def _refine(sieve: Sieve, candidate: Candidate) -> Candidate:
         other = replace(candidate, strategy=strategy, outline=outline)
         if outline.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
             best = other
-    return update_in_kernel(sieve, widen_slices(sieve, best))
+    return use_adamw_kernel(sieve, enlarge_loss_chunks(sieve, best))
 
 
-def _choose_all(sieve: Sieve, num_plans: int) -> list[Candidate]:
+def _choose_all(sieve: StrategyFilter, num_plans: int) -> list[Candidate]:
     """The best candidates, each at its own fastest micro-batch, however alike they are."""
     best = sorted(sieve.candidates, key=rank)[:num_plans]
     return sorted((_refine(sieve, candidate) for candidate in best), key=rank)
@@ -188,7 +290,9 @@ def _choose_different(ordered: list[Candidate], num_plans: int) -> list[Candidat
     return sorted(chosen.values(), key=rank)
 
 
-def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, *, is_told: bool) -> Plan:
+def _make_plan(
+    sieve: StrategyFilter, candidate: Candidate, cluster: Cluster, *, is_told: bool
+) -> Plan:
     """`is_told`: with what its levers bring, each estimated again without it."""
     request, strategy, group = sieve.request, candidate.strategy, candidate.layout.group
     stated = next(one.node for one in cluster.groups if assume_host(one.node) == group.node)
@@ -199,7 +303,7 @@ def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, *, is_told:
     num_epochs = request.count_epochs(estimate)
     limit = warn_of_limit(group, estimate, num_epochs)
     effects = tuple(measure_levers(sieve, candidate)) if is_told else ()
-    asked = warn_of_asked(request.fixed, effects)
+    asked = warn_of_slow_settings(request.fixed, effects)
     return Plan(
         tightfit_version=__version__,
         model=request.spec,
@@ -225,3 +329,139 @@ def _make_plan(sieve: Sieve, candidate: Candidate, cluster: Cluster, *, is_told:
         why=explain_choice(sieve, candidate, effects) if is_told else (),
         warnings=(*asked, *(warning.reason for warning in find_warnings(case)), *limit),
     )
+
+
+# The whole story of a search as data, for `--explain`: what was tried, and why it lost.
+
+STAGES = {
+    "load": "load",
+    "forward": "forward",
+    "loss": "forward",
+    "backward": "backward",
+    "recompute": "backward",
+    "backward_end": "backward",
+    "optimizer": "optimizer",
+    "eval": "eval",
+    "save": "save",
+    "merge": "merge",
+}
+"""Moments of the estimate by the stage people know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One plan against the best one."""
+
+    place: int
+    summary: str
+    group: str
+    slowdown: float
+    """Its time over the best plan's; below 1 a faster plan stands behind for other reasons."""
+    handicap: float
+    """What its method and levers were held back by; see `ranking.py`."""
+    num_levers: int
+    headroom_bytes: int
+    why: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What `--explain` shows."""
+
+    num_considered: int
+    num_illegal: int
+    num_too_big: int
+    standings: tuple[Standing, ...]
+    by_rule: tuple[Exclusion, ...]
+    by_memory: tuple[Exclusion, ...]
+    failure: str | None
+
+
+def explain(result: SearchResult) -> Explanation:
+    """Turn a search's result inside out. Touches nothing and estimates nothing again."""
+    by_memory = tuple(found for found in result.excluded if is_memory(found))
+    by_rule = tuple(found for found in result.excluded if not is_memory(found))
+    best = measure_seconds(result.plans[0].estimate) if result.plans else 0.0
+    return Explanation(
+        num_considered=result.num_considered,
+        num_illegal=sum(found.num_strategies for found in by_rule),
+        num_too_big=sum(found.num_strategies for found in by_memory),
+        standings=tuple(
+            _stand(place, plan, best) for place, plan in enumerate(result.plans, start=1)
+        ),
+        by_rule=by_rule,
+        by_memory=by_memory,
+        failure=result.failure,
+    )
+
+
+def is_memory(exclusion: Exclusion) -> bool:
+    """Left out for want of memory, not because it could never work."""
+    return exclusion.rule in ("memory", "host-memory", "ran-out-before")
+
+
+def list_stages(estimate: Estimate) -> dict[str, int]:
+    """Peak bytes per GPU by stage of the job, in the order they happen."""
+    return {
+        stage: phase.peak_reserved_bytes
+        for stage, phase in fullest_phases(estimate).items()
+        if stage in STAGES.values()
+    }
+
+
+def fullest_phases(estimate: Estimate) -> dict[str, Phase]:
+    """The fullest moment of each stage; a moment that belongs to none is a stage of its own."""
+    fullest: dict[str, Phase] = {}
+    for phase in estimate.phases:
+        stage = STAGES.get(phase.name, phase.name)
+        held = fullest.get(stage)
+        if held is None or phase.peak_reserved_bytes > held.peak_reserved_bytes:
+            fullest[stage] = phase
+    return fullest
+
+
+def _stand(place: int, plan: Plan, best_seconds: float) -> Standing:
+    gpu = plan.estimate.gpu
+    return Standing(
+        place=place,
+        summary=plan.summary,
+        group=plan.hardware.group,
+        slowdown=measure_seconds(plan.estimate) / best_seconds if best_seconds else 1.0,
+        handicap=handicap_total(plan.strategy),
+        num_levers=count_levers(plan.strategy),
+        headroom_bytes=gpu.capacity_bytes - gpu.peak_reserved_bytes,
+        why=plan.why,
+    )
+
+
+# Where nothing works: which of the user's own settings stands in the way.
+
+
+def find_conflicting_settings(
+    request: JobRequest,
+    cluster: Cluster,
+    names: Sequence[str],
+    *,
+    instead: Mapping[str, object] = MappingProxyType({}),
+    known: Sequence[KnownOutcome] = (),
+) -> tuple[str, ...]:
+    """Those of `names`, fixed by the request, without which it has a plan.
+
+    A field that is left out takes its value from `instead`, if it has one there, else any.
+    No more than it takes: with any one of them put back there is none. Of several that would do,
+    what is named first. Nothing where they are not to blame.
+    """
+
+    def has_plan(left_out: Collection[str]) -> bool:
+        rest = {name: value for name, value in request.fixed.items() if name not in left_out}
+        rest |= {name: instead[name] for name in left_out if name in instead}
+        return bool(search(replace(request, fixed=rest), cluster, num_plans=1, known=known).plans)
+
+    blamed = [name for name in names if name in request.fixed]
+    if not blamed or not has_plan(blamed):
+        return ()
+    for name in reversed(blamed.copy()):
+        others = [other for other in blamed if other != name]
+        if others and has_plan(others):
+            blamed = others
+    return tuple(blamed)

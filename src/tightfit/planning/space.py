@@ -19,11 +19,8 @@ from tightfit.core.strategy import (
 )
 from tightfit.hardware.types import Gpu, Node, NodeGroup
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.case import Case, Rule
 from tightfit.planning.request import JobRequest
-from tightfit.planning.rules import find_violations
-from tightfit.planning.rules_adapters import FOLDED_RULES
-from tightfit.planning.rules_unpacked import UNPACKED_RULES
+from tightfit.planning.rules import DEQUANTIZED_RULES, FUSED_LORA_RULES, Case, Rule, find_violations
 
 _Fields = dict[str, Any]
 
@@ -125,14 +122,14 @@ def enumerate_strategies(
         for optimizer in _list_optimizers(merged, is_coarse=is_coarse or is_cpu):
             strategy = Strategy(**(merged | {"optimizer": optimizer} | dict(request.fixed)))
             if "folded_adapters" not in request.fixed:
-                strategy = fold_where_legal(request.spec, strategy, layout.group.node)
+                strategy = fuse_lora_where_legal(request.spec, strategy, layout.group.node)
             for one in _list_bases(request, strategy, layout.group.node):
                 if one not in seen:
                     seen.add(one)
                     yield one
 
 
-def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strategy:
+def fuse_lora_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strategy:
     """With folded adapters where nothing stands against them: they cost nothing.
 
     Compiled layers do without: the compiler joins those passes with their neighbours itself. Not
@@ -141,7 +138,7 @@ def fold_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strateg
     if strategy.method is not Method.LORA or (strategy.compile and not strategy.fp8):
         return strategy
     folded = strategy.model_copy(update={"folded_adapters": True})
-    return strategy if _is_refused(FOLDED_RULES, spec, folded, node) else folded
+    return strategy if _is_refused(FUSED_LORA_RULES, spec, folded, node) else folded
 
 
 def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Strategy]:
@@ -155,7 +152,7 @@ def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Str
     if not is_asked or "unpacked_base" in request.fixed:
         return [strategy]
     unpacked = strategy.model_copy(update={"unpacked_base": True})
-    is_refused = _is_refused(UNPACKED_RULES, request.spec, unpacked, node)
+    is_refused = _is_refused(DEQUANTIZED_RULES, request.spec, unpacked, node)
     if is_refused:
         return [strategy]
     return [unpacked] if strategy.fp8 else [unpacked, strategy]
@@ -195,7 +192,7 @@ def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -
     bf16 stays in the space of cards without it, so that the reason of its
     absence can be shown.
     """
-    half = choose_half(request.spec, gpu)
+    half = choose_compute_dtype(request.spec, gpu)
     is_alone = is_coarse or half is Dtype.BF16 or gpu.is_cpu
     halves = [half] if is_alone else [half, Dtype.BF16]
     stated = request.fixed.get("compute")
@@ -230,7 +227,7 @@ def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -
     return found
 
 
-def choose_half(spec: ModelSpec, gpu: Gpu) -> Dtype:
+def choose_compute_dtype(spec: ModelSpec, gpu: Gpu) -> Dtype:
     """The arithmetic a card is made for: bf16, else fp16, else (or where fp16 overflows) fp32.
 
     A CPU without units for bf16 computes in fp32.
@@ -293,7 +290,7 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     batch is as long as the longest row, and packed ones are as long as allowed.
     """
     asked = request.fixed.get("compute")
-    compute = asked if isinstance(asked, Dtype) else choose_half(request.spec, node.gpu)
+    compute = asked if isinstance(asked, Dtype) else choose_compute_dtype(request.spec, node.gpu)
     best = choose_attention(request.spec, node, compute=compute)
     repeated = must_repeat_keys(request.spec, node, attention=best, compute=compute)
     found: list[_Fields] = [

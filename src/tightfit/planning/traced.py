@@ -1,41 +1,76 @@
-"""What a trace changes in an estimate and in the order of plans."""
+"""Apply a trace to a plan: its memory, its time, and the order of plans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.job import estimate_job, lacks_host
+from tightfit.estimate.job import estimate_job, exceeds_host_memory
 from tightfit.estimate.result import Estimate, GpuMemory, Phase, StepTime, Verdict
-from tightfit.estimate.trace.operations import OperationLog
-from tightfit.estimate.trace.result import TracedMemory
-from tightfit.estimate.trace.summary import judge_traced
+from tightfit.estimate.step_time import estimate_step_time
 from tightfit.hardware.types import Node
-from tightfit.planning.assume import assume_host
-from tightfit.planning.cost import estimate_cost
-from tightfit.planning.plan import Plan
+from tightfit.planning.judge import assume_host
+from tightfit.planning.plan import Plan, estimate_cost
 from tightfit.planning.ranking import find_overshoot, rank_estimate
 from tightfit.planning.search import SearchResult
-from tightfit.planning.traced_time import time_plan
+from tightfit.trace.operations import OperationLog
+from tightfit.trace.recording import judge_traced
+from tightfit.trace.result import TracedMemory
+from tightfit.trace.traced_time import with_traced_time
+
+# What the operations of a trace say of a plan's time.
+
+
+def find_document_len(profile: DataProfile | None, strategy: Strategy) -> int | None:
+    """Tokens of each document in a packed row that is traced; None: a row is one document."""
+    if profile is None or not profile.num_rows or not strategy.packing:
+        return None
+    return max(1, profile.num_tokens // profile.num_rows)
+
+
+def time_plan(plan: Plan, operations: OperationLog) -> StepTime:
+    """The plan's time by its traced operations; what travels between ranks stays by formula.
+
+    Known data has shorter rows than the trace, which runs the longest: how much less a step of
+    them takes is the closed form's to say.
+    """
+    gpu, strategy = plan.hardware.node.gpu, plan.strategy
+    of_trace = None if plan.data is None else _estimate_traced_batch(plan, plan.data)
+    return with_traced_time(plan.estimate.time, operations, gpu, strategy, of_traced_batch=of_trace)
+
+
+def _estimate_traced_batch(plan: Plan, data: DataProfile) -> StepTime:
+    length = find_document_len(data, plan.strategy)
+    alike = None if length is None else data.model_copy(update={"histogram": ((length, 1),)})
+    return estimate_step_time(
+        spec=plan.model,
+        strategy=plan.strategy,
+        node=assume_host(plan.hardware.node),
+        network_bytes_per_second=plan.hardware.network_bytes_per_second,
+        profile=alike,
+        num_trainable=plan.estimate.parameters.trainable,
+    )
+
 
 TRACED = "traced"
 NUM_HALVINGS = 2
 """Of the micro-batch, before a plan is given up."""
-_NARROWED, _HALVED = ("loss_slice_factor",), ("micro_batch", "grad_accum")
+_CHUNK_FIELDS, _BATCH_FIELDS = ("loss_slice_factor",), ("micro_batch", "grad_accum")
 """What changes in a plan that does not fit after all."""
 _STAGE_PHASES = {"load": "load", "eval": "eval", "save": "save", "generate": "inference"}
 """A trace's stages that the closed form knows as phases."""
 RECOMPUTE_LEVERS = ("recomputing activations", "no recomputation")
 """As `why.py` names them."""
-_SLICES_LEVER = "wide loss slices"
+_CHUNKS_LEVER = "wide loss slices"
 UNTRACED_PHASES = ("merge", "quantize")
 """What a trace does not run: other programs do it, later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class TraceRequest:
     """One job to trace: a strategy of a model on a node."""
 
     strategy: Strategy
@@ -47,7 +82,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class TraceOutcome:
     """What came of a wish."""
 
     traced: TracedMemory | None
@@ -61,15 +96,15 @@ class Found:
     remedy: str = ""
 
 
-Trace = Callable[[Sequence[Wish]], list[Found]]
+Trace = Callable[[Sequence[TraceRequest]], list[TraceOutcome]]
 """The tracer, handed in by whoever may start processes. One answer per wish."""
 
 
-def make_wish(plan: Plan, fixed: Set[str] = frozenset()) -> Wish:
+def make_trace_request(plan: Plan, fixed: Set[str] = frozenset()) -> TraceRequest:
     """`fixed`: fields of the strategy that were asked for."""
     gpu = plan.estimate.gpu
     is_open = fixed.isdisjoint({"checkpointing", "recomputed_layers"})
-    return Wish(
+    return TraceRequest(
         strategy=plan.strategy,
         node=plan.hardware.node,
         room_bytes=max(0, gpu.capacity_bytes - gpu.context_bytes),
@@ -98,7 +133,7 @@ def apply_trace(
         components={name: size for name, size in components.items() if size > 0},
     )
     verdict, reason = estimate.verdict, estimate.reason
-    if verdict is not Verdict.ILLEGAL and not lacks_host(estimate.host):
+    if verdict is not Verdict.ILLEGAL and not exceeds_host_memory(estimate.host):
         verdict = judge_traced(
             traced, context_bytes=gpu.context_bytes, capacity_bytes=gpu.capacity_bytes
         )
@@ -147,7 +182,10 @@ def trace_plans(result: SearchResult, trace: Trace, *, num_traced: int) -> Trace
     """
     chosen, rest = result.plans[:num_traced], result.plans[num_traced:]
     settled = _trace_all(chosen, trace, result.fixed)
-    for shrink, fields in ((_narrow, _NARROWED), *[(_halve, _HALVED)] * NUM_HALVINGS):
+    for shrink, fields in (
+        (_shrink_loss_chunks, _CHUNK_FIELDS),
+        *[(_halve_micro_batch, _BATCH_FIELDS)] * NUM_HALVINGS,
+    ):
         if not result.fixed.isdisjoint(fields):
             continue
         smaller = {place: shrink(one.plan) for place, one in enumerate(settled) if one.is_lost}
@@ -173,7 +211,7 @@ class _Settled:
     """A plan after its trace."""
 
     plan: Plan
-    found: Found
+    found: TraceOutcome
     closed: StepTime
     """What the formulas say of its time."""
 
@@ -183,7 +221,7 @@ class _Settled:
 
 
 def _trace_all(plans: Sequence[Plan], trace: Trace, fixed: Set[str]) -> list[_Settled]:
-    answers = trace([make_wish(plan, fixed) for plan in plans])
+    answers = trace([make_trace_request(plan, fixed) for plan in plans])
     return [_settle(plan, found) for plan, found in zip(plans, answers, strict=True)]
 
 
@@ -203,16 +241,16 @@ def _sort(settled: Sequence[_Settled], wanted_batch: int | None) -> list[_Settle
     return sorted(settled, key=rank)
 
 
-def _narrow(plan: Plan) -> Plan | None:
+def _shrink_loss_chunks(plan: Plan) -> Plan | None:
     """With the slices that the loss has by default; None where it has them."""
     if plan.strategy.loss_slice_factor == 1:
         return None
     narrow = _change(plan, plan.strategy.model_copy(update={"loss_slice_factor": 1}))
     why = "narrow loss slices: traced, and wide ones do not fit"
-    return narrow.model_copy(update={"why": (*_drop_reasons(plan.why, _SLICES_LEVER), why)})
+    return narrow.model_copy(update={"why": (*_drop_reasons(plan.why, _CHUNKS_LEVER), why)})
 
 
-def _halve(plan: Plan) -> Plan | None:
+def _halve_micro_batch(plan: Plan) -> Plan | None:
     """Half as many sequences at once, twice as often; None where one is left."""
     strategy = plan.strategy
     if strategy.micro_batch < 2:
@@ -227,7 +265,7 @@ def _halve(plan: Plan) -> Plan | None:
     return smaller.model_copy(update={"why": (*kept, why)})
 
 
-def _settle(plan: Plan, found: Found) -> _Settled:
+def _settle(plan: Plan, found: TraceOutcome) -> _Settled:
     """The plan with what its trace says; as it was where there is none."""
     if found.traced is None:
         return _Settled(plan=plan, found=found, closed=plan.estimate.time)

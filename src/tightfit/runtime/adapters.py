@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError, UsageError
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
 from tightfit.core.strategy import ALL_LINEAR, Strategy
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.training import Training
 from tightfit.runtime.devices import torch_dtype
-from tightfit.runtime.quiet import silence_libraries
+from tightfit.runtime.libraries import silence_libraries
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -145,7 +145,7 @@ def _tie_copies(model: PreTrainedModel) -> dict[str, Any]:
     if not _is_tied(model):
         return {}
     if "ensure_weight_tying" not in LoraConfig.__dataclass_fields__:
-        raise EnvironmentFaultError(
+        raise SetupError(
             "The model has one matrix for embeddings and head, and this peft would train two.",
             remedy="pip install -U peft",
         )
@@ -176,7 +176,7 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 
 def _check_adapter_files(folder: Path) -> None:
-    from tightfit.runtime.weight_files import find_safetensors_fault
+    from tightfit.runtime.model_files import find_safetensors_error
 
     settings = folder / "adapter_config.json"
     if not settings.is_file():
@@ -191,6 +191,6 @@ def _check_adapter_files(folder: Path) -> None:
             f"{settings} is not JSON: {fault}.", remedy="copy the adapter again"
         ) from fault
     weights = folder / "adapter_model.safetensors"
-    problem = find_safetensors_fault(weights)
+    problem = find_safetensors_error(weights)
     if problem is not None:
         raise InvalidInputError(f"{weights} {problem}.", remedy="copy the adapter again")

@@ -10,9 +10,8 @@ from typing import Any
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.strategy import Method, Strategy
-from tightfit.ledger.run_folder import RunFolder
-from tightfit.runtime.import_models import import_gguf_tokenizer
-from tightfit.runtime.model_files import locate_model
+from tightfit.runs.run_folder import RunFolder
+from tightfit.runtime.model_files import import_gguf_tokenizer, locate_model
 
 
 class ArtefactKind(str, Enum):

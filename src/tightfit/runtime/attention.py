@@ -1,42 +1,221 @@
-"""Attention by name: which one a plan means, and the two that transformers does not have.
+"""Attention implementations by name: which one a plan or an inference engine uses, and those that
+transformers does not have.
 
-`tightfit_repeat`: SDPA with repeated keys, for cards without a fused grouped kernel.
+`tightfit_repeat`: SDPA with repeated keys, for GPUs without a fused grouped-query kernel.
 `tightfit_varlen`: packed rows without a mask, document by document.
-Elsewhere packed rows get transformers' block mask, found from restarted positions.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.strategy import Attention, Strategy
-from tightfit.runtime.varlen import (
-    Bounds,
-    VarlenCall,
-    VarlenKernel,
-    attend,
-    find_kernel,
-    recall_bounds,
-    require_kernel,
-)
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PretrainedConfig
 
+
+# Attention over documents of varying length, laid end to end: bounds, and the kernel called.
+
+_BOUNDS_ATTRIBUTE = "_tightfit_bounds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Where documents begin and end in a batch laid out as one row."""
+
+    offsets: torch.Tensor
+    """int32, one more than there are documents: 0, end of the first, ..., number of tokens."""
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenCall:
+    """One attention over documents. Tensors are [tokens, heads, head_dim]."""
+
+    bounds: Bounds
+    scale: float | None
+    window: int | None
+    """Tokens a query sees, itself included. None: all before it."""
+    softcap: float | None
+    dropout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenKernel:
+    """A kernel and what it can do."""
+
+    run: Callable[..., Any]
+    is_flash_attn: bool
+    """The flash-attn package's calling convention instead of torch's."""
+    has_scale: bool
+    has_window: bool
+    has_grouped_heads: bool
+    has_softcap: bool
+    has_dropout: bool
+
+
+def find_bounds(position_ids: torch.Tensor) -> Bounds:
+    """Document bounds of `[rows, tokens]` positions, which restart where a document begins.
+
+    A document never spans two rows. Positions need not start at zero: a document
+    ends where the next position is not one more.
+    """
+    import torch
+
+    num_rows, num_columns = position_ids.shape
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    offsets = starts.reshape(-1).nonzero().reshape(-1).to(torch.int32)
+    end = offsets.new_tensor([num_rows * num_columns])
+    offsets = torch.cat([offsets, end])
+    return Bounds(offsets=offsets, longest=int(offsets.diff().max()))
+
+
+def varlen_inputs(position_ids: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments for the model's forward, so that no layer has to find the bounds.
+
+    Made where the batch still lies in host memory, they cost the GPU no wait. The
+    names are those of transformers' FlashAttentionKwargs, which the models hand down.
+    """
+    bounds = find_bounds(position_ids)
+    return {
+        "cu_seq_lens_q": bounds.offsets,
+        "cu_seq_lens_k": bounds.offsets,
+        "max_length_q": bounds.longest,
+        "max_length_k": bounds.longest,
+    }
+
+
+def cached_bounds(position_ids: torch.Tensor, num_rows: int) -> Bounds:
+    """`find_bounds`, once per batch: every layer is handed the same tensor of positions."""
+    known: Bounds | None = getattr(position_ids, _BOUNDS_ATTRIBUTE, None)
+    if known is None or known.offsets.device != position_ids.device:
+        # transformers passes one row of positions where all rows have the same.
+        known = find_bounds(position_ids.expand(num_rows, -1))
+        setattr(position_ids, _BOUNDS_ATTRIBUTE, known)
+    return known
+
+
+@lru_cache(maxsize=1)
+def find_varlen_kernel() -> VarlenKernel | None:
+    """torch's own kernel where this torch has one, else the flash-attn package's, else None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return _find_flash_attn()
+    known = inspect.signature(varlen_attn).parameters
+    return VarlenKernel(
+        run=varlen_attn,
+        is_flash_attn=False,
+        # torch 2.10 has `is_causal` alone; 2.11 a scale and a window; 2.12 grouped heads.
+        has_scale="scale" in known,
+        has_window="window_size" in known,
+        has_grouped_heads="enable_gqa" in known,
+        has_softcap=False,
+        has_dropout=False,
+    )
+
+
+def _find_flash_attn() -> VarlenKernel | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return VarlenKernel(
+        run=flash_attn_varlen_func,
+        is_flash_attn=True,
+        has_scale=True,
+        has_window=True,
+        has_grouped_heads=True,
+        has_softcap="softcap" in inspect.signature(flash_attn_varlen_func).parameters,
+        has_dropout=True,
+    )
+
+
+def require_varlen_kernel() -> VarlenKernel:
+    kernel = find_varlen_kernel()
+    if kernel is None:
+        raise SetupError(
+            "Attention over packed documents needs torch 2.10 or the flash-attn package.",
+            remedy="pip install -U torch, or --set attention=sdpa",
+        )
+    return kernel
+
+
+def run_varlen_kernel(
+    kernel: VarlenKernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: VarlenCall,
+) -> torch.Tensor:
+    """Causal attention inside each document; grouped keys are repeated where a kernel must."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not kernel.has_grouped_heads:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    bounds = (call.bounds.offsets, call.bounds.offsets, call.bounds.longest, call.bounds.longest)
+    run = _run_flash_attn if kernel.is_flash_attn else _run_torch
+    return run(kernel, (query, key, value, *bounds), call)
+
+
+def _run_torch(kernel: VarlenKernel, inputs: tuple[Any, ...], call: VarlenCall) -> torch.Tensor:
+    options: dict[str, Any] = {}
+    if kernel.has_scale:
+        options["scale"] = call.scale
+    elif call.scale is not None:
+        # The kernel divides by the root of the width; what is asked for beyond goes in before.
+        query = inputs[0] * (call.scale * inputs[0].shape[-1] ** 0.5)
+        inputs = (query, *inputs[1:])
+    if kernel.has_window:
+        options["window_size"] = _kernel_window(call)
+    else:
+        options["is_causal"] = True
+    if kernel.has_grouped_heads:
+        options["enable_gqa"] = inputs[0].shape[1] != inputs[1].shape[1]
+    output: torch.Tensor = kernel.run(*inputs, **options)
+    return output
+
+
+def _run_flash_attn(
+    kernel: VarlenKernel, inputs: tuple[Any, ...], call: VarlenCall
+) -> torch.Tensor:
+    options: dict[str, Any] = {
+        "softmax_scale": call.scale,
+        "causal": True,
+        "window_size": _kernel_window(call),
+        "dropout_p": call.dropout,
+    }
+    if call.softcap is not None:
+        options["softcap"] = call.softcap
+    output: torch.Tensor = kernel.run(*inputs, **options)
+    return output
+
+
+def _kernel_window(call: VarlenCall) -> tuple[int, int]:
+    """(tokens back, tokens ahead), -1 for no limit; the query itself is not counted."""
+    return (-1 if call.window is None else call.window - 1, 0)
+
+
 REPEAT = "tightfit_repeat"
 VARLEN = "tightfit_varlen"
 PACKED = "tightfit_packed"
 """Not an implementation: `tightfit_varlen` where the family allows it, SDPA's block mask if not."""
 
-_BLIND_MASKS = frozenset({"falcon", "opt"})
+_POSITION_BLIND = frozenset({"falcon", "opt"})
 """Families that take positions and make their masks without them, so that documents which share a
 row see each other (transformers 5.22, `create_causal_mask` in their modeling files)."""
 
-_LOOKS_AHEAD = frozenset(
+_NOT_CAUSAL = frozenset(
     {
         *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
         *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
@@ -56,7 +235,7 @@ _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 def choose_attention_name(
     strategy: Strategy, *, is_packed: bool, has_varlen: bool | None = None
 ) -> str:
-    """What the plan's attention is called; `fit_attention` has the last word.
+    """What the plan's attention is called; `resolve_attention` has the last word.
 
     `has_varlen`: whether the card has a kernel for documents. None: as this machine's has.
     """
@@ -72,7 +251,7 @@ def choose_attention_name(
     return REPEAT if strategy.repeat_keys else "sdpa"
 
 
-def fit_attention(config: PretrainedConfig, name: str) -> str:
+def resolve_attention(config: PretrainedConfig, name: str) -> str:
     """The implementation to use for this family.
 
     Raises UsageError where varlen attention was asked for and cannot do what the
@@ -83,11 +262,11 @@ def fit_attention(config: PretrainedConfig, name: str) -> str:
             f"transformers has no sdpa attention for {config.model_type}.",
             remedy="--set attention=eager",
         )
-    if name == REPEAT and not _takes_any(config):
+    if name == REPEAT and not _accepts_custom_attention(config):
         return "sdpa"
     if name not in (PACKED, VARLEN):
         return name
-    reason = find_varlen_fault(config, find_kernel())
+    reason = find_varlen_obstacle(config, find_varlen_kernel())
     if reason is None:
         return VARLEN
     if name == PACKED:
@@ -98,7 +277,7 @@ def fit_attention(config: PretrainedConfig, name: str) -> str:
     )
 
 
-def find_varlen_fault(config: PretrainedConfig, kernel: VarlenKernel | None) -> str | None:
+def find_varlen_obstacle(config: PretrainedConfig, kernel: VarlenKernel | None) -> str | None:
     """Why this family cannot have varlen attention on this machine, or None."""
     if kernel is None:
         return "this torch has no kernel for it (2.10 has), and flash-attn is not installed"
@@ -110,7 +289,7 @@ def find_varlen_fault(config: PretrainedConfig, kernel: VarlenKernel | None) -> 
             not _supports(config, "_supports_flash_attn"),
             "its family does not hand down what the kernel needs",
         ),
-        (not _takes_any(config), "its family knows its own attention alone"),
+        (not _accepts_custom_attention(config), "its family knows its own attention alone"),
         (head_dim > 256 or head_dim % 8 != 0, f"its heads are {head_dim} wide"),
         (_softcap(text) and not kernel.has_softcap, "it caps attention logits"),
         (_window(text) and not kernel.has_window, "it attends in a window"),
@@ -131,7 +310,7 @@ def check_packable(model: nn.Module) -> None:
 
     config: Any = model.config
     names = inspect.signature(model.forward).parameters
-    is_blind = config.model_type in _BLIND_MASKS and config._attn_implementation != VARLEN
+    is_blind = config.model_type in _POSITION_BLIND and config._attn_implementation != VARLEN
     if config.is_encoder_decoder or "position_ids" not in names or is_blind:
         raise UsageError(
             f"{config.model_type} models cannot keep packed documents apart.",
@@ -149,7 +328,7 @@ def needs_padding_mask(config: PretrainedConfig) -> bool:
     text = config.get_text_config()
     return bool(
         config.is_encoder_decoder
-        or config.model_type in _LOOKS_AHEAD
+        or config.model_type in _NOT_CAUSAL
         or not getattr(text, "is_causal", True)
         or getattr(text, "use_bidirectional_attention", False)
     )
@@ -163,7 +342,7 @@ def register_attention() -> None:
     AttentionInterface.register(REPEAT, repeat_attention)
     AttentionMaskInterface.register(REPEAT, sdpa_mask)
     AttentionInterface.register(VARLEN, varlen_attention)
-    AttentionMaskInterface.register(VARLEN, _mask_nothing)
+    AttentionMaskInterface.register(VARLEN, _no_mask)
 
 
 class _Ungrouped:
@@ -222,7 +401,7 @@ def varlen_attention(
     _check_call(module, query, key, attention_mask, kwargs)
     num_rows, _, num_tokens, head_dim = query.shape
     target = _kernel_dtype(query, value)
-    flat = [_lay_end_to_end(x, target) for x in (query, key, value)]
+    flat = [_flatten_rows(x, target) for x in (query, key, value)]
     if value.shape[-1] != head_dim:  # the kernel wants values as wide as keys
         flat[2] = torch.nn.functional.pad(flat[2], [0, head_dim - value.shape[-1]])
     call = VarlenCall(
@@ -232,7 +411,7 @@ def varlen_attention(
         softcap=kwargs.get("softcap"),
         dropout=kwargs.get("dropout", 0.0),
     )
-    output = attend(require_kernel(), flat[0], flat[1], flat[2], call)
+    output = run_varlen_kernel(require_varlen_kernel(), flat[0], flat[1], flat[2], call)
     output = output[..., : value.shape[-1]]
     return output.reshape(num_rows, num_tokens, *output.shape[1:]), None
 
@@ -245,7 +424,7 @@ def _check_call(
     kwargs: dict[str, Any],
 ) -> None:
     """What the kernel would get silently wrong is refused here."""
-    kernel = require_kernel()
+    kernel = require_varlen_kernel()
     is_causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     limits = (
@@ -266,7 +445,7 @@ def _check_call(
         )
 
 
-def _lay_end_to_end(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _flatten_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[rows, heads, tokens, width] to [rows * tokens, heads, width]."""
     return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]).to(dtype)
 
@@ -292,10 +471,10 @@ def _bounds(kwargs: dict[str, Any], num_rows: int) -> Bounds:
             "This model family does not hand positions to its attention.",
             remedy="--set attention=sdpa",
         )
-    return recall_bounds(position_ids, num_rows)
+    return cached_bounds(position_ids, num_rows)
 
 
-def _mask_nothing(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
+def _no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
     """No mask, unless padding stands before a row's tokens, where a kernel would attend to it."""
     if attention_mask is not None and not bool(attention_mask[:, 0].all()):
         raise InvalidInputError(
@@ -310,7 +489,7 @@ def _supports(config: PretrainedConfig, flag: str) -> bool:
     return family is None or bool(getattr(family, flag, False))
 
 
-def _takes_any(config: PretrainedConfig) -> bool:
+def _accepts_custom_attention(config: PretrainedConfig) -> bool:
     """Whether the family asks transformers for its attention by name, ours included."""
     family = _find_family(config)
     return family is None or bool(family._can_set_attn_implementation())
@@ -350,6 +529,75 @@ def _has_varlen_device() -> bool:
     """Ampere or later, with a kernel for it."""
     import torch
 
-    if not torch.cuda.is_available() or find_kernel() is None:
+    if not torch.cuda.is_available() or find_varlen_kernel() is None:
         return False
     return bool(torch.cuda.get_device_capability() >= (8, 0))
+
+
+# Which attention answers: torch's own, unless the family needs what that has not.
+
+GROUPED_DECODE = "tightfit_folded"
+
+
+def choose_inference_attention(folder: Path) -> str:
+    """`sdpa`, or `eager` for a family without it or with capped scores, which it would not cap.
+
+    The attention of packed training keeps no key-value cache, so it never answers.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+        raise InvalidInputError(
+            f"transformers cannot read {folder / 'config.json'}: {lines[0].rstrip('.')}.",
+            remedy="name a model of a family that transformers knows: tightfit models",
+        ) from fault
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return "eager"
+    try:
+        return resolve_attention(config, "sdpa")
+    except UsageError:
+        return "eager"
+
+
+def register_grouped_decode() -> None:
+    """Make the name known to transformers. Safe to call again."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(GROUPED_DECODE, grouped_decode_attention)
+    AttentionMaskInterface.register(GROUPED_DECODE, sdpa_mask)
+
+
+def grouped_decode_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' own `sdpa`, which it is for more than one token a row."""
+    from torch.nn.functional import scaled_dot_product_attention
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    rows, heads, num_new, width = query.shape
+    num_shared = heads // key.shape[1]
+    if num_new != 1 or num_shared == 1 or attention_mask is None:
+        attend: Any = sdpa_attention_forward
+        found: tuple[torch.Tensor, None] = attend(
+            module, query, key, value, attention_mask, **options
+        )
+        return found
+    output = scaled_dot_product_attention(
+        query.view(rows, key.shape[1], num_shared, width),
+        key,
+        value,
+        attn_mask=attention_mask.expand(-1, -1, num_shared, -1),
+        scale=options.get("scaling"),
+    )
+    return output.reshape(rows, 1, heads, value.shape[-1]), None

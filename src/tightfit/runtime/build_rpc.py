@@ -14,10 +14,9 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
-from tightfit.core.errors import EnvironmentFaultError, UserError
+from tightfit.core.errors import SetupError, UserError
 from tightfit.core.files import sync
-from tightfit.runtime.ggml import REMEDY, has_llama
-from tightfit.runtime.rpc_library import RpcFolder, installed_release, rpc_folder
+from tightfit.runtime.llama_cpp import REMEDY, RpcFolder, has_llama, installed_release, rpc_folder
 
 _LIBRARY_FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread"),
@@ -40,12 +39,12 @@ def main() -> int:
 def build_rpc() -> RpcFolder:
     """The library for the installed release; whole or not there."""
     if not has_llama():
-        raise EnvironmentFaultError("llama.cpp is not installed.", remedy=REMEDY)
+        raise SetupError("llama.cpp is not installed.", remedy=REMEDY)
     folder = rpc_folder()
     if folder.path.is_dir():
         return folder
     if shutil.which("c++") is None:
-        raise EnvironmentFaultError(
+        raise SetupError(
             "Building needs a C++ compiler, and there is no `c++` on PATH.",
             remedy="apt install g++, or your system's package of that name",
         )
@@ -57,7 +56,7 @@ def build_rpc() -> RpcFolder:
             _compile(_fetch_source(Path(home)), made)
             _put(made, folder)
     except OSError as fault:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"{folder.path} cannot be made: {fault.strerror or fault}.",
             remedy="export TIGHTFIT_CACHE=/a/folder/with/space",
         ) from fault
@@ -121,7 +120,7 @@ def _run(command: list[str], *, remedy: str) -> None:
         lines = done.stdout.strip().splitlines() or [""]
         said = next((line for line in lines if "error" in line.lower()), lines[-1])
         name = "pip" if "pip" in command else command[0]
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"`{name}` failed with code {done.returncode}: {said.strip()[:300]}", remedy=remedy
         )
 

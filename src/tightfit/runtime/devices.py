@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ def local_device(rank: int, *, is_cpu: bool = False) -> torch.device:
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
     if rank >= num_gpus:
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"Process {rank} of this machine needs a GPU of its own, and {num_gpus} can be seen.",
             remedy="check CUDA_VISIBLE_DEVICES, or plan for fewer GPUs: tightfit hardware",
         )

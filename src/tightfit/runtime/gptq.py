@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.runtime.answer_attention import choose_answer_attention
-from tightfit.runtime.quiet import silence_libraries
+from tightfit.runtime.attention import choose_inference_attention
+from tightfit.runtime.libraries import silence_libraries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -259,7 +259,7 @@ def _load_dense(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dt
 
 def _load_packed(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
     """The family's module tree with packed layers in the places of its linear ones."""
-    from tightfit.runtime.random_weights import fill_buffers
+    from tightfit.runtime.load import fill_buffers
 
     with torch.device("meta"):
         model = _auto_class(config).from_config(
@@ -304,7 +304,7 @@ def _read_plain_config(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config._attn_implementation = choose_answer_attention(folder)
+    config._attn_implementation = choose_inference_attention(folder)
     return config
 
 

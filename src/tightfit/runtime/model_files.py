@@ -1,19 +1,458 @@
-"""From a model's name to the folder its weights, config and tokenizer lie in. No network, ever."""
+"""From a model's name to the folder with its weights, config and tokenizer: checks of weight files,
+tokenizer files, and GGUF files or old tokenizers converted once into the cache. No network.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
+import shutil
+import struct
+import tempfile
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tightfit.core.errors import InvalidInputError, NotFoundError
-from tightfit.core.faults import printable
-from tightfit.models.aliases import find_alias, find_base, find_exact
-from tightfit.models.catalogue import list_models
-from tightfit.models.hub_cache import find_in_hub_cache, locate_hub_cache
-from tightfit.models.resolve import resolve_model
-from tightfit.models.synthetic import read_synthetic
-from tightfit.runtime.import_models import has_old_tokenizer, import_gguf, import_tokenizer
-from tightfit.runtime.weight_files import check_weights, has_weights
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
+from tightfit.core.files import cache_folder, sync
+from tightfit.core.units import render_bytes
+from tightfit.core.validation import printable
+from tightfit.models.catalogue import find_alias, find_base, find_exact, list_models
+from tightfit.models.gguf import read_gguf_model
+from tightfit.models.resolve import (
+    find_in_hub_cache,
+    locate_hub_cache,
+    read_synthetic,
+    resolve_model,
+)
+from tightfit.runtime.libraries import silence_libraries
+
+if TYPE_CHECKING:
+    import torch
+
+
+# Weight files checked before anything loads: all there, none cut short, every tensor in place.
+
+_LFS_START = b"version https://git-lfs"
+_MAX_HEADER_BYTES = 100_000_000
+"""safetensors' own limit."""
+_MAX_LISTED = 5
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether any file that transformers would load is named in the folder, whole or not."""
+    return bool(_list_candidates(folder))
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would load, an index first and then its shards."""
+    candidates = _list_candidates(folder)
+    if not candidates or candidates[0].suffix != ".json":
+        return candidates[:1]
+    try:
+        weight_map = json.loads(candidates[0].read_bytes())["weight_map"]
+        names = sorted({str(name) for name in weight_map.values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = []
+    return [candidates[0], *(folder / name for name in names)]
+
+
+def check_weights(folder: Path) -> None:
+    """Raise where weights are missing, cut short, or lack a tensor; all faults at once."""
+    candidates = _list_candidates(folder)
+    if not candidates:
+        raise NotFoundError(
+            f"{folder} has a config.json and no weights.",
+            remedy="put model.safetensors there, or name a folder that has it",
+        )
+    main = candidates[0]
+    faults = _check_index(main) if main.suffix == ".json" else _check_files([main])
+    if faults:
+        shown = "; ".join(faults[:_MAX_LISTED])
+        more = len(faults) - _MAX_LISTED
+        raise InvalidInputError(
+            f"The weights in {folder} are not whole: {shown}"
+            f"{f'; and {more} more faults' if more > 0 else ''}.",
+            remedy="fetch the model again; `hf download` goes on where it stopped",
+        )
+
+
+def _list_candidates(folder: Path) -> list[Path]:
+    """In the order of transformers: one safetensors file, their index, then pickles."""
+    names = (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    )
+    return [folder / name for name in names if _is_named(folder / name)]
+
+
+def _is_named(path: Path) -> bool:
+    return path.is_file() or path.is_symlink()  # a dangling link is a broken download
+
+
+def _check_index(index: Path) -> list[str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        homes = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        return [f"{index.name} cannot be read as an index of shards ({fault!r})"]
+    files = [index.parent / name for name in sorted(set(homes.values()))]
+    faults = _check_files(files)
+    if faults or files[0].suffix != ".safetensors":
+        return faults
+    stored = {path.name: set(_read_header(path)) for path in files}
+    lost = [name for name, file in sorted(homes.items()) if name not in stored[file]]
+    return [f"{homes[name]} lacks the tensor {name}" for name in lost]
+
+
+def _check_files(files: list[Path]) -> list[str]:
+    faults = []
+    for path in files:
+        problem = (
+            find_safetensors_error(path)
+            if path.suffix == ".safetensors"
+            else _find_pickle_error(path)
+        )
+        if problem is not None:
+            faults.append(f"{path.name} {problem}")
+    return faults
+
+
+def find_safetensors_error(path: Path) -> str | None:
+    """What is wrong with a safetensors file, as the end of a sentence; None where it is whole."""
+    problem = _find_common_error(path)
+    if problem is not None:
+        return problem
+    try:
+        ends = [entry["data_offsets"][1] for entry in _read_header(path).values()]
+        with path.open("rb") as stream:
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+    except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error):
+        return "is no safetensors file, or is cut short in its header"
+    expected = 8 + header_bytes + max(ends, default=0)
+    found = path.stat().st_size
+    if found < expected:
+        return f"is cut short: {render_bytes(found)} of {render_bytes(expected)}"
+    return None
+
+
+def _find_pickle_error(path: Path) -> str | None:
+    problem = _find_common_error(path)
+    if problem is not None:
+        return problem
+    with path.open("rb") as stream:
+        is_zip = stream.read(2) == b"PK"
+    # A zip's table stands at its end, so what is cut short has none. Older pickles have no table.
+    return "is cut short" if is_zip and not zipfile.is_zipfile(path) else None
+
+
+def _find_common_error(path: Path) -> str | None:
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(len(_LFS_START))
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as fault:
+        return f"cannot be read ({(fault.strerror or str(fault)).lower()})"
+    if start == _LFS_START:
+        return "is a Git LFS pointer, not the file itself (git lfs pull)"
+    return None if start else "is empty"
+
+
+def _read_header(path: Path) -> dict[str, dict[str, list[int]]]:
+    """Tensors by name, from the JSON header; reads no values."""
+    with path.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError("header too long")
+        header = json.loads(stream.read(size))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+# The files a model speaks with: tokenizer, chat template, where it stops.
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files of a model that what is made from it needs."""
+CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
+"""A folder of named templates. Source: transformers `tokenization_utils_base.py`."""
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> list[Path]:
+    """Copy what is there of them; returns the copies."""
+    copies = []
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            copies.append(_copy(source / name, target / name))
+    for path in sorted((source / CHAT_TEMPLATES_FOLDER).glob("*.jinja")):
+        (target / CHAT_TEMPLATES_FOLDER).mkdir(exist_ok=True)
+        copies.append(_copy(path, target / CHAT_TEMPLATES_FOLDER / path.name))
+    return copies
+
+
+def copy_tuned_tokenizer_files(tuned: Path, base: Path, target: Path) -> list[Path]:
+    """The tuned model's own files, and of the base's only what cannot contradict them."""
+    copies = copy_tokenizer_files(tuned, target)
+    if tuned == base:
+        return copies
+    lacking = ["generation_config.json"]
+    if _same_content(tuned / "tokenizer.json", base / "tokenizer.json"):
+        lacking += _SENTENCEPIECE
+    for name in lacking:
+        if not (target / name).exists() and (base / name).is_file():
+            copies.append(_copy(base / name, target / name))
+    return copies
+
+
+def _copy(source: Path, target: Path) -> Path:
+    shutil.copyfile(source, target)
+    return target
+
+
+def _same_content(one: Path, other: Path) -> bool:
+    try:
+        return one.read_bytes() == other.read_bytes()
+    except OSError:
+        return False
+
+
+# Models in other formats, turned once into a Hugging Face folder in the cache.
+
+LARGE_MODEL_PARAMS = 2_000_000_000
+"""Beyond this, dequantized values are written in bf16 instead of fp32 to spare the disk."""
+_SAMPLE_BYTES = 4 << 20
+_SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+
+def import_gguf(path: Path) -> Path:
+    """The folder of a GGUF file's model with its matrices unpacked; made on the first call."""
+    home = _gguf_cache_folder(path)
+    if (home / "config.json").is_file():
+        return home
+    num_params = read_gguf_model(path).num_params  # also refuses a file that is cut short
+    is_large = num_params > LARGE_MODEL_PARAMS
+    _check_room(home, num_params * (2 if is_large else 4))
+    _make_once(home, lambda folder: _write_gguf(path, folder, is_large=is_large))
+    return home
+
+
+def import_gguf_tokenizer(path: Path) -> Path:
+    """A folder with the tokenizer and template of a GGUF file; its weights stay unread."""
+    unpacked = _gguf_cache_folder(path)
+    if (unpacked / "tokenizer.json").is_file():
+        return unpacked
+    home = unpacked.with_name(f"{unpacked.name}-tokenizer")
+    if not (home / "tokenizer.json").is_file():
+        read_gguf_model(path)  # refuses a file that is cut short
+        _make_once(home, lambda folder: _write_gguf_tokenizer(path, folder))
+    return home
+
+
+def _gguf_cache_folder(path: Path) -> Path:
+    """Where the file's model lies once unpacked. Another number: it is unpacked otherwise."""
+    return cache_folder() / "models" / f"gguf-2-{_digest(path)}"
+
+
+def import_tokenizer(folder: Path) -> Path:
+    """A folder with links to this one's files and a tokenizer.json made from its old tokenizer."""
+    stamp = [str(folder.resolve())]
+    for name in _SLOW_TOKENIZERS:
+        if (folder / name).is_file():
+            stat = (folder / name).stat()
+            stamp.append(f"{name} {stat.st_size} {stat.st_mtime_ns}")
+    key = hashlib.sha256("\n".join(stamp).encode()).hexdigest()[:16]
+    home = cache_folder() / "models" / f"tokenizer-{key}"
+    if not (home / "tokenizer.json").is_file():
+        _make_once(home, lambda new: _write_tokenizer(folder, new))
+    _link_files(folder, home)
+    return home
+
+
+def has_slow_tokenizer(folder: Path) -> bool:
+    """Whether the folder has a tokenizer that can be turned into a tokenizer.json."""
+    return any((folder / name).is_file() for name in _SLOW_TOKENIZERS)
+
+
+def _digest(path: Path) -> str:
+    """Of the size, the start (all metadata and shapes) and the end: no need to read it whole."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as stream:
+        digest.update(stream.read(_SAMPLE_BYTES))
+        stream.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(stream.read())
+    return digest.hexdigest()[:16]
+
+
+def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder under another name, then rename it; whoever comes second finds it done."""
+    try:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=home.parent, prefix=f"{home.name}.", suffix=".partial"))
+    except OSError as fault:
+        raise _cannot_write(home, fault) from fault
+    try:
+        fill(work)
+        for path in work.iterdir():
+            path.chmod(0o644)  # safetensors and mkdtemp keep others out; a cache may be shared
+            sync(path)
+        work.chmod(0o755)
+        work.rename(home)
+        sync(home.parent)
+    except OSError as fault:
+        if not home.is_dir():
+            raise _cannot_write(home, fault) from fault
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _cannot_write(home: Path, fault: OSError) -> SetupError:
+    return SetupError(
+        f"Cannot write the converted model to {home}: {fault.strerror or fault}.",
+        remedy="set TIGHTFIT_CACHE to a folder that is writable and has free space",
+    )
+
+
+def _check_room(home: Path, needed_bytes: int) -> None:
+    existing = next(parent for parent in home.parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes * 1.05:
+        raise SetupError(
+            f"The model takes {render_bytes(needed_bytes)} once unpacked; {existing} has "
+            f"{render_bytes(free)} free.",
+            remedy="set TIGHTFIT_CACHE to a folder with more space",
+        )
+
+
+def _write_gguf(path: Path, folder: Path, *, is_large: bool) -> None:
+    import torch
+
+    _require_gguf(path)
+    from tightfit.runtime.gguf.config import is_known
+    from tightfit.runtime.gguf.file import GgufFile
+    from tightfit.runtime.gguf.unpack import fill_unpacked, plan_unpack
+
+    dtype = torch.bfloat16 if is_large else torch.float32
+    if is_known(GgufFile(path)):
+        fill_unpacked(plan_unpack(path, dtype), folder)
+    else:
+        _write_by_transformers(path, folder, dtype)
+
+
+def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Families that our own reader does not know."""
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    silence_libraries()
+    options = {"gguf_file": path.name, "local_files_only": True}
+    # Where transformers has GgufConfig it keeps matrices packed unless told; before, it unpacked.
+    packing = getattr(transformers, "GgufConfig", None)
+    extra = {} if packing is None else {"quantization_config": packing(dequantize=True)}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting stops
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(path.parent), dtype=dtype, **options, **extra
+            )
+            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
+    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as fault:
+        raise _unconvertible(path, fault) from fault
+    model.hf_quantizer = None  # or saving would write what is no longer there
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+
+
+def _write_gguf_tokenizer(path: Path, folder: Path) -> None:
+    _require_gguf(path)
+    from tightfit.runtime.gguf.config import is_known
+    from tightfit.runtime.gguf.file import GgufFile
+    from tightfit.runtime.gguf.tokenizer import read_special_tokens
+    from tightfit.runtime.gguf.unpack import write_tokenizer_folder
+
+    file = GgufFile(path)
+    if is_known(file):
+        write_tokenizer_folder(file, read_special_tokens(file), folder)
+        return
+    from transformers import AutoTokenizer
+
+    silence_libraries()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path.parent), gguf_file=path.name, local_files_only=True
+            )
+    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as fault:
+        raise _unconvertible(path, fault) from fault
+    tokenizer.save_pretrained(str(folder))
+
+
+def _require_gguf(path: Path) -> None:
+    try:
+        import gguf  # noqa: F401
+    except ImportError as fault:
+        raise _unconvertible(path, fault) from fault
+
+
+def _unconvertible(path: Path, fault: Exception) -> UserError:
+    lines = str(fault).strip().splitlines() or [type(fault).__name__]
+    if isinstance(fault, ImportError):
+        return SetupError(
+            f"Unpacking {path.name} needs a package that is missing: {lines[0].rstrip('.')}.",
+            remedy="pip install gguf",
+        )
+    return InvalidInputError(
+        f"transformers cannot unpack {path}: {lines[0].rstrip('.')}.",
+        remedy="name the model's own folder (config.json and safetensors) instead",
+    )
+
+
+def _write_tokenizer(folder: Path, new: Path) -> None:
+    from transformers import AutoTokenizer
+
+    silence_libraries()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        tokenizer.save_pretrained(str(new))
+    except Exception as fault:  # a converter per family, each with faults of its own
+        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+        raise InvalidInputError(
+            f"The tokenizer of {folder} cannot be converted: {lines[0].rstrip('.')}.",
+            remedy="pip install sentencepiece tiktoken protobuf, or put a tokenizer.json there",
+        ) from fault
+    if not (new / "tokenizer.json").is_file():
+        raise InvalidInputError(
+            f"The tokenizer of {folder} has no fast form, which training needs.",
+            remedy="put a tokenizer.json there",
+        )
+
+
+def _link_files(folder: Path, home: Path) -> None:
+    """Everything but the tokenizer stays where it is."""
+    for path in folder.iterdir():
+        link = home / path.name
+        if path.is_file() and not link.exists():
+            link.unlink(missing_ok=True)  # a link whose target has moved
+            link.symlink_to(path.resolve())
 
 
 def locate_model(name: str, *, needs_weights: bool = True) -> Path:
@@ -78,7 +517,7 @@ def with_tokenizer(folder: Path) -> Path:
     """The folder that the tokenizer is read from: this one, or what was imported from it."""
     if (folder / "tokenizer.json").is_file():
         return folder
-    if has_old_tokenizer(folder):
+    if has_slow_tokenizer(folder):
         return import_tokenizer(folder)
     raise NotFoundError(
         f"{folder} has no tokenizer.",

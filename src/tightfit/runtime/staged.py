@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
-from tightfit.core.cache import cache_folder
-from tightfit.core.errors import EnvironmentFaultError
-from tightfit.core.files import write_atomic
-from tightfit.runtime.companion_files import MORE_TEMPLATES
-from tightfit.runtime.weight_files import list_weight_files
+from tightfit.core.errors import SetupError
+from tightfit.core.files import cache_folder, write_atomic
+from tightfit.runtime.model_files import CHAT_TEMPLATES_FOLDER, list_weight_files
 
 if TYPE_CHECKING:
     from tightfit.runtime.artefacts import Artefact
@@ -104,8 +102,8 @@ def list_model_files(source: Path) -> list[str]:
         and path.name not in _NOT_COMPANIONS
         and path.is_file()
     ]
-    templates = (source / MORE_TEMPLATES).glob("*.jinja")
-    others += [f"{MORE_TEMPLATES}/{path.name}" for path in templates if path.is_file()]
+    templates = (source / CHAT_TEMPLATES_FOLDER).glob("*.jinja")
+    others += [f"{CHAT_TEMPLATES_FOLDER}/{path.name}" for path in templates if path.is_file()]
     return sorted({*weights, *others})
 
 
@@ -156,7 +154,7 @@ def remember_place(place: Path) -> None:
         path = _places_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, "".join(f"{line}\n" for line in (*known, place)))
-    except (OSError, EnvironmentFaultError):
+    except (OSError, SetupError):
         return
 
 
@@ -167,7 +165,7 @@ def _places_path() -> Path:
 def _read_places() -> list[Path]:
     try:
         lines = _places_path().read_text("utf-8").splitlines()
-    except (OSError, ValueError, EnvironmentFaultError):
+    except (OSError, ValueError, SetupError):
         return []
     return [Path(line) for line in lines if Path(line).is_absolute()]
 

@@ -1,4 +1,6 @@
-"""The result of a run: an adapter in peft's format, or a model in transformers'."""
+"""The result of a run: an adapter in peft's format or a model in transformers', with the
+tokenizer, chat template and stop tokens it was trained with.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +10,80 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError, UserError
 from tightfit.core.files import sync, write_atomic
 from tightfit.core.strategy import Method
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.data.encode import REPORT_FILE
+from tightfit.data.report import DataReport
+from tightfit.data.token_store import TokenStore
 from tightfit.planning.plan import Plan
+from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.adapters import save_adapter
 from tightfit.runtime.devices import torch_dtype
+from tightfit.runtime.model_files import copy_tokenizer_files
 from tightfit.train.checkpoint import PARTIAL
-from tightfit.train.companions import write_companions
-from tightfit.train.place import Place
+from tightfit.train.distributed import DistContext
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def write_artefact(run: RunFolder, engine: Any, plan: Plan, place: Place) -> Path:
+# What a tuned model speaks with: tokenizer, the template it was trained on, where it stops.
+
+
+def write_tokenizer_files(run: RunFolder, base: Path, folder: Path) -> None:
+    """The base's files, changed only where training changed what they say.
+
+    A template that was named instead of the tokenizer's own goes along; a pad token
+    that was also the trained stop token is replaced; every stop token ends generation.
+    """
+    copy_tokenizer_files(base, folder)
+    try:
+        store = TokenStore(Path(run.read_tokens().train))
+        report = DataReport.model_validate_json((store.folder.parent / REPORT_FILE).read_bytes())
+    except (UserError, OSError, ValueError):
+        return  # the encoding is gone: the base's own words are the best there are
+    if report.template not in ("tokenizer", "none") and report.template_text:
+        write_atomic(folder / "chat_template.jinja", report.template_text)
+    stops = store.description.stop_token_ids
+    _fix_pad_token(folder / "tokenizer_config.json", report)
+    _fix_stop_tokens(folder / "generation_config.json", stops, report.pad_token_id)
+
+
+def _fix_pad_token(path: Path, report: DataReport) -> None:
+    settings = _read_json(path)
+    pad = settings.get("pad_token")
+    named = pad.get("content") if isinstance(pad, dict) else pad
+    if not settings or (named is not None and named not in report.stop_tokens):
+        return
+    _write_json(path, settings | {"pad_token": report.pad_token})
+
+
+def _fix_stop_tokens(path: Path, stops: tuple[int, ...], pad: int) -> None:
+    settings = _read_json(path)
+    held = settings.get("eos_token_id", [])
+    known = held if isinstance(held, list) else [held]
+    merged = list(dict.fromkeys([*known, *stops]))
+    is_told = set(stops) <= set(known) and settings.get("pad_token_id") not in (None, *stops)
+    if is_told or not merged:
+        return
+    eos: Any = merged if len(merged) > 1 else merged[0]
+    _write_json(path, settings | {"eos_token_id": eos, "pad_token_id": pad})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_json(path: Path, settings: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_artefact(run: RunFolder, engine: Any, plan: Plan, place: DistContext) -> Path:
     """Write `adapter/` or `model/`, whole or not at all; all ranks together, rank 0 writes."""
     is_adapter = plan.strategy.method is Method.LORA
     folder = run.adapter_path if is_adapter else run.model_path
@@ -32,7 +92,7 @@ def write_artefact(run: RunFolder, engine: Any, plan: Plan, place: Place) -> Pat
         try:
             _write_whole(run, folder, engine.model, state, plan)
         except OSError as fault:
-            raise EnvironmentFaultError(
+            raise SetupError(
                 f"Cannot write {str(folder)!r}: {fault.strerror or fault}.",
                 remedy="make room, then start the same command again: the last checkpoint holds "
                 "what was learnt",
@@ -62,8 +122,8 @@ def _write_whole(
         _write_adapter(partial, model, state, base)
     else:
         _write_model(partial, model, state, choose_saved_dtype(plan))
-        _settle_config(partial, base, choose_saved_dtype(plan))
-    write_companions(run, base, partial)
+        _fix_config(partial, base, choose_saved_dtype(plan))
+    write_tokenizer_files(run, base, partial)
     for path in (*partial.iterdir(), partial):
         sync(path)
     if folder.exists():
@@ -108,7 +168,7 @@ def _buffer_names(model: Any) -> set[str]:
     return {name for name, _ in model.named_buffers()}
 
 
-def _settle_config(folder: Path, base: Path, dtype: Dtype) -> None:
+def _fix_config(folder: Path, base: Path, dtype: Dtype) -> None:
     """Undo what training changed: the cache was off, and the live model may be fp32."""
     path = folder / "config.json"
     config = json.loads(path.read_text())

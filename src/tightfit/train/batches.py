@@ -1,12 +1,145 @@
-"""From rows to tensors: padded batches, packed batches, and encoder-decoder batches."""
+"""From encoded rows to tensors: which rows each step trains on, how they are collated, and a
+thread that prepares batches ahead of their use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from tightfit.data.token_store import EncodedRow
+from tightfit.data.packing import pack_best_fit
+from tightfit.data.token_store import EncodedRow, StoreDescription, TokenStore, epoch_rows
+from tightfit.train.distributed import DistContext
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+# Which rows each step trains on: decided by the seed alone, whatever the number of ranks.
+
+Item = tuple[int, ...]
+"""Rows that share one sequence: a single row, or a pack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepItems:
+    """One rank's share of a step, and what the whole step holds."""
+
+    step: int
+    micro_batches: tuple[tuple[Item, ...], ...]
+    """Empty ones keep their place: every rank makes as many passes as the others."""
+    num_tokens: int
+    """Real tokens of the step over all ranks."""
+    num_trained_tokens: int
+    """Tokens with loss over all ranks: what the loss is divided by."""
+
+
+class BatchSampler:
+    """The training rows in the order of their use.
+
+    Step `s` takes the next `effective_batch` sequences of the epoch's order. They
+    are sorted by length, so that rows of one micro-batch need little padding, and
+    dealt to micro-batches and ranks. Another number of ranks or another micro-batch
+    deals the same sequences of the same step differently, and nothing else changes.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        effective_batch: int,
+        seq_len: int,
+        is_packed: bool,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.store = store
+        self.effective_batch = effective_batch
+        self._seq_len = seq_len
+        self._is_packed = is_packed
+        self._seed = seed
+        self._shuffle = shuffle
+        self.num_items = len(self._items(0))
+        self.steps_per_epoch = -(-self.num_items // effective_batch)
+
+    def count_steps(self, num_epochs: float) -> int:
+        """Optimizer steps of that many passes, the last one begun counted whole."""
+        return max(1, -int(-num_epochs * self.steps_per_epoch // 1))
+
+    def deal(self, step: int, *, rank: int, world_size: int, micro_batch: int) -> StepItems:
+        """What `rank` does in `step` (from 0)."""
+        items = self._items_of(step)
+        by_length = sorted(items, key=self._count_tokens, reverse=True)
+        num_passes = -(-self.effective_batch // (micro_batch * world_size))
+        chunks = [
+            tuple(by_length[at : at + micro_batch])
+            for at in range(0, num_passes * world_size * micro_batch, micro_batch)
+        ]
+        return StepItems(
+            step=step,
+            micro_batches=tuple(chunks[rank::world_size]),
+            num_tokens=sum(map(self._count_tokens, items)),
+            num_trained_tokens=sum(map(self.count_trained, items)),
+        )
+
+    def longest(self, micro_batch: int) -> tuple[Item, ...]:
+        """The micro-batch that needs the most memory: the longest sequences, all at once."""
+        items = sorted(self._items(0), key=self._count_tokens, reverse=True)
+        return tuple(items[:micro_batch])
+
+    def shortest(self) -> Item:
+        """What a rank computes on, without learning, where the rows do not go round."""
+        return min(self._items(0), key=self._count_tokens)
+
+    def rows(self, item: Item) -> list[EncodedRow]:
+        return [self.store.row(index) for index in item]
+
+    def places(self, step: int) -> list[str]:
+        """Where the rows of a step came from, those of all ranks, for messages."""
+        return [self.store.place(row) for item in self._items_of(step) for row in item]
+
+    def count_trained(self, item: Item) -> int:
+        return int(self.store.num_trained[list(item)].sum())
+
+    def _count_tokens(self, item: Item) -> int:
+        return int(self.store.lengths[list(item)].sum())
+
+    def _items_of(self, step: int) -> list[Item]:
+        epoch, place = divmod(step, self.steps_per_epoch)
+        start = place * self.effective_batch
+        return self._items(epoch)[start : start + self.effective_batch]
+
+    def _items(self, epoch: int) -> list[Item]:
+        return _epoch_items(self, epoch)
+
+    def list_items(self, epoch: int) -> list[Item]:
+        """The epoch's sequences in order; `_items` remembers the last two."""
+        rows = epoch_rows(self.store, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        if not self._is_packed:
+            return [(int(row),) for row in rows]
+        packs = pack_best_fit(self.store.lengths[rows].tolist(), self._seq_len)
+        packed = [tuple(int(rows[index]) for index in pack) for pack in packs]
+        # Best fit leaves the packs sorted by their longest row.
+        return [packed[index] for index in self._order(len(packed), epoch)]
+
+    def _order(self, size: int, epoch: int) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(size)
+        return np.random.default_rng((self._seed, epoch, 1)).permutation(size)
+
+
+@lru_cache(maxsize=4)
+def _epoch_items(feed: BatchSampler, epoch: int) -> list[Item]:
+    return feed.list_items(epoch)
+
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100
@@ -26,11 +159,11 @@ def collate_padded(sequences: Sequences, *, pad_token_id: int, has_mask: bool = 
     """
     rows = [sequence[0] for sequence in sequences]
     shape = (len(rows), max(len(row.tokens) for row in rows))
-    batch = _empty(shape, pad_token_id)
+    batch = _empty_batch(shape, pad_token_id)
     for index, row in enumerate(rows):
-        _write(batch, index, 0, row)
+        _write_row(batch, index, 0, row)
     if has_mask:
-        batch["attention_mask"] = _mark([len(row.tokens) for row in rows])
+        batch["attention_mask"] = _make_mask([len(row.tokens) for row in rows])
     return batch
 
 
@@ -40,13 +173,13 @@ def collate_packed(sequences: Sequences, *, pad_token_id: int) -> Batch:
     There is no attention mask: attention reads the boundaries off the positions.
     What is left at the end counts as one more row, without loss.
     """
-    shape = (len(sequences), max(_count(sequence) for sequence in sequences))
-    batch = _empty(shape, pad_token_id)
+    shape = (len(sequences), max(_count_tokens(sequence) for sequence in sequences))
+    batch = _empty_batch(shape, pad_token_id)
     batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
     for index, sequence in enumerate(sequences):
         start = 0
         for row in sequence:
-            _write(batch, index, start, row)
+            _write_row(batch, index, start, row)
             end = start + len(row.tokens)
             batch["position_ids"][index, start:end] = torch.arange(len(row.tokens))
             start = end
@@ -54,7 +187,7 @@ def collate_packed(sequences: Sequences, *, pad_token_id: int) -> Batch:
     return batch
 
 
-def collate_pairs(sequences: Sequences, *, pad_token_id: int) -> Batch:
+def collate_encoder_decoder(sequences: Sequences, *, pad_token_id: int) -> Batch:
     """Encoder-decoder: what is read goes to the encoder, what is learnt to the decoder."""
     rows = [sequence[0] for sequence in sequences]
     read = [torch.from_numpy(row.tokens[~row.trained].astype("int64")) for row in rows]
@@ -62,7 +195,7 @@ def collate_pairs(sequences: Sequences, *, pad_token_id: int) -> Batch:
     pad = torch.nn.utils.rnn.pad_sequence
     return {
         "input_ids": pad(read, batch_first=True, padding_value=pad_token_id),
-        "attention_mask": _mark([len(tokens) for tokens in read]),
+        "attention_mask": _make_mask([len(tokens) for tokens in read]),
         "labels": pad(learnt, batch_first=True, padding_value=IGNORED),
     }
 
@@ -78,23 +211,23 @@ def count_trained(batch: Batch, *, is_encoder_decoder: bool) -> int:
     return int((labels != IGNORED).sum())
 
 
-def _empty(shape: tuple[int, int], pad_token_id: int) -> Batch:
+def _empty_batch(shape: tuple[int, int], pad_token_id: int) -> Batch:
     return {
         "input_ids": torch.full(shape, pad_token_id, dtype=torch.long),
         "labels": torch.full(shape, IGNORED, dtype=torch.long),
     }
 
 
-def _mark(lengths: list[int]) -> torch.Tensor:
+def _make_mask(lengths: list[int]) -> torch.Tensor:
     """1 for a token, 0 for padding."""
     return (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
 
 
-def _count(sequence: Sequence[EncodedRow]) -> int:
+def _count_tokens(sequence: Sequence[EncodedRow]) -> int:
     return sum(len(row.tokens) for row in sequence)
 
 
-def _write(batch: Batch, index: int, start: int, row: EncodedRow) -> None:
+def _write_row(batch: Batch, index: int, start: int, row: EncodedRow) -> None:
     end = start + len(row.tokens)
     tokens = torch.from_numpy(row.tokens.astype("int64"))
     trained = torch.from_numpy(row.trained.copy())
@@ -103,3 +236,116 @@ def _write(batch: Batch, index: int, start: int, row: EncodedRow) -> None:
     trained[0] = False
     batch["input_ids"][index, start:end] = tokens
     batch["labels"][index, start:end] = torch.where(trained, tokens, IGNORED)
+
+
+# Batches made ahead of their use by a thread, so that the device waits for none.
+
+_NUM_PREFETCHED = 2
+"""Steps kept ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatches:
+    """One rank's tensors of one step, still in host memory."""
+
+    items: StepItems
+    batches: list[Batch]
+    wait_seconds: float
+    """How long the trainer had to wait for them."""
+
+
+def choose_collate(
+    description: StoreDescription, *, is_packed: bool, has_mask: bool = False
+) -> Collate:
+    """How sequences of this store become tensors. `has_mask`: padded rows come with theirs."""
+    pad_token_id = description.pad_token_id
+    if description.is_encoder_decoder:
+        return partial(collate_encoder_decoder, pad_token_id=pad_token_id)
+    if is_packed:
+        return partial(collate_packed, pad_token_id=pad_token_id)
+    return partial(collate_padded, pad_token_id=pad_token_id, has_mask=has_mask)
+
+
+class BatchLoader:
+    """Yields the batches of steps `start` to `end` for one rank."""
+
+    def __init__(
+        self, feed: BatchSampler, collate: Collate, *, micro_batch: int, place: DistContext
+    ) -> None:
+        self._feed = feed
+        self._collate = collate
+        self._micro_batch = micro_batch
+        self._place = place
+
+    def longest(self) -> Batch:
+        """The batch that needs the most memory."""
+        return self._make(self._feed.longest(self._micro_batch))
+
+    def steps(self, start: int, end: int) -> Iterator[StepBatches]:
+        ready: queue.Queue[StepBatches | BaseException] = queue.Queue(maxsize=_NUM_PREFETCHED)
+        has_stopped = threading.Event()
+        work = partial(self._fill, ready, has_stopped, range(start, end))
+        thread = threading.Thread(target=work, name="batches", daemon=True)
+        thread.start()
+        try:
+            for _ in range(start, end):
+                asked = time.perf_counter()
+                made = ready.get()
+                if isinstance(made, BaseException):
+                    raise made
+                waited = time.perf_counter() - asked
+                yield StepBatches(items=made.items, batches=made.batches, wait_seconds=waited)
+        finally:
+            has_stopped.set()
+
+    def _fill(
+        self,
+        ready: queue.Queue[StepBatches | BaseException],
+        has_stopped: threading.Event,
+        steps: range,
+    ) -> None:
+        try:
+            for step in steps:
+                _put(ready, self._make_step(step), has_stopped.is_set)
+                if has_stopped.is_set():
+                    return
+        except BaseException as fault:
+            _put(ready, fault, has_stopped.is_set)
+
+    def _make_step(self, step: int) -> StepBatches:
+        items = self._feed.deal(
+            step,
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            micro_batch=self._micro_batch,
+        )
+        batches = [self._make(chunk) for chunk in items.micro_batches]
+        return StepBatches(items=items, batches=batches, wait_seconds=0.0)
+
+    def _make(self, items: tuple[Item, ...]) -> Batch:
+        is_spare = not items
+        rows = [self._feed.rows(item) for item in items or (self._feed.shortest(),)]
+        batch = self._collate(rows)
+        if is_spare:
+            batch = without_loss(batch)
+        if self._place.device.type == "cuda":
+            return {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return batch
+
+
+def _put(
+    ready: queue.Queue[StepBatches | BaseException],
+    made: StepBatches | BaseException,
+    is_over: Callable[[], bool],
+) -> None:
+    """Wait for room, but not for a reader that has gone."""
+    while not is_over():
+        try:
+            ready.put(made, timeout=0.2)
+        except queue.Full:
+            continue
+        return
+
+
+def to_device(batch: Batch, place: DistContext) -> Batch:
+    return {name: tensor.to(place.device, non_blocking=True) for name, tensor in batch.items()}

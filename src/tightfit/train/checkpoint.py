@@ -13,18 +13,18 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import sync, write_atomic
 from tightfit.core.strategy import Sharding
-from tightfit.ledger.run_folder import RunFolder
-from tightfit.train.place import Place
+from tightfit.runs.run_folder import RunFolder
+from tightfit.train.distributed import DistContext
 
 PARTIAL = ".partial"
 _WHOLE_NAME = re.compile(r"step-(\d{6,})")
 _PROGRESS = "progress.json"
-_STREAM_FAULT = "inline_container"
+_STREAM_ERROR = "inline_container"
 """torch's zip writer, which tells of a short write without saying why."""
-_DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
+_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
 
 
 class Progress(BaseModel):
@@ -45,7 +45,7 @@ def write_checkpoint(
     run: RunFolder,
     engine: Any,
     progress: Progress,
-    place: Place,
+    place: DistContext,
     keep: int,
     *,
     alone: bool = False,
@@ -60,7 +60,7 @@ def write_checkpoint(
     writes = alone or place.is_first
     is_needed = writes and _open_partial(folder, partial)
     if not alone:
-        is_needed = _told_by_first(is_needed)
+        is_needed = _broadcast_flag(is_needed)
     if not is_needed:
         return folder
     try:
@@ -150,7 +150,7 @@ def _open_partial(folder: Path, partial: Path) -> bool:
     return True
 
 
-def _told_by_first(is_needed: bool) -> bool:
+def _broadcast_flag(is_needed: bool) -> bool:
     """Rank 0's word: file systems do not show every node the same thing at the same time."""
     if not dist.is_initialized():
         return is_needed
@@ -194,29 +194,29 @@ def _give_up(partial: Path, fault: BaseException, *, writes: bool) -> None:
     """Free the space that a failed checkpoint holds, and name the disk where it is to blame."""
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
-    cause = find_disk_fault(fault)
+    cause = find_disk_error(fault)
     if cause is not None:
         raise _cannot_save(partial, cause) from fault
 
 
-def find_disk_fault(fault: BaseException) -> OSError | None:
+def find_disk_error(fault: BaseException) -> OSError | None:
     """The system's complaint inside what torch raises; it packs one fault per rank."""
     if isinstance(fault, CheckpointException):
         inner = [failure[0] for failure in fault.failures.values()]
-        return next((found for each in inner if (found := find_disk_fault(each))), None)
+        return next((found for each in inner if (found := find_disk_error(each))), None)
     if isinstance(fault, OSError):
-        return fault if fault.errno in _DISK_FAULTS else None
+        return fault if fault.errno in _DISK_ERRNOS else None
     before = fault.__cause__ or fault.__context__
-    found = None if before is None else find_disk_fault(before)
-    if found is None and isinstance(fault, RuntimeError) and _STREAM_FAULT in str(fault):
+    found = None if before is None else find_disk_error(before)
+    if found is None and isinstance(fault, RuntimeError) and _STREAM_ERROR in str(fault):
         return OSError(errno.ENOSPC, "torch could not write all of it, as on a full disk")
     if found is None and os.strerror(errno.ENOSPC) in str(fault):  # safetensors tells it in words
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return found
 
 
-def _cannot_save(folder: Path, fault: OSError) -> EnvironmentFaultError:
-    return EnvironmentFaultError(
+def _cannot_save(folder: Path, fault: OSError) -> SetupError:
+    return SetupError(
         f"Cannot write the checkpoint {str(folder)!r}: {fault.strerror or fault}. "
         f"{_describe_before(folder)}",
         remedy=f"make room (df -h {folder.parent.parent}), then start the same command again",

@@ -1,25 +1,208 @@
-"""TorchEngine: one model with its optimizer, alone or wrapped by DDP or FSDP2."""
+"""TorchEngine: a model with its optimizer, gradient scaler and saved state, alone or wrapped by
+DDP or FSDP2.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import InvalidInputError
 from tightfit.core.strategy import Strategy
-from tightfit.runtime.adamw import KernelAdamW
-from tightfit.runtime.devices import torch_dtype
-from tightfit.train.scaler import AgreedScaler
-from tightfit.train.state import gather_trained, load_state, save_state
+from tightfit.runtime.devices import is_out_of_memory, torch_dtype
+from tightfit.runtime.kernels.adamw import TritonAdamW
 from tightfit.train.step import Update
+
+# The gradient scaler of fp16, for gradients that may lie in shards.
+
+
+class SyncedGradScaler(torch.amp.GradScaler):
+    """torch's scaler, with one verdict on overflow for all ranks.
+
+    A rank sees its own shards only: left alone, the rank that holds the overflow
+    would skip the update and lower its scale, and the others would not. torch has
+    such a scaler for FSDP1 (`ShardedGradScaler`) and none for `fully_shard`.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        local = [
+            _local_tensor(parameter.grad.detach())
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if not allow_fp16 and any(gradient.dtype is torch.float16 for gradient in local):
+            raise ValueError("fp16 gradients cannot be unscaled without losing the small ones")
+        verdict = found_inf
+        for gradients in _by_device(local):
+            there = gradients[0].device
+            found = torch.zeros_like(found_inf, device=there)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale.to(there))
+            verdict = torch.maximum(verdict, found.to(verdict.device))
+        if dist.is_initialized():
+            dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
+        return {verdict.device: verdict}
+
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients just unscaled hold an infinity, on any rank."""
+        if not self.is_enabled():
+            return False
+        found: dict[Any, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return any(bool(verdict) for verdict in found.values())
+
+
+def _local_tensor(gradient: Any) -> Tensor:
+    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local
+
+
+def _by_device(gradients: list[Tensor]) -> list[list[Tensor]]:
+    """Apart by device and dtype, as the kernel wants them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(groups.values())
+
+
+# Training state to and from disk, by torch's distributed checkpoint, whatever holds it.
+
+
+def save_state(
+    folder: Path,
+    module: nn.Module,
+    optimizer: Optimizer,
+    scaler: torch.amp.GradScaler,
+    *,
+    alone: bool = False,
+) -> None:
+    """Write every rank's share into `folder`; files are synced when this returns."""
+    state = _state(module, optimizer, scaler)
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    with _without_dist_warning():
+        save(state, storage_writer=writer, no_dist=alone or not dist.is_initialized())
+
+
+def load_state(
+    folder: Path, module: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler
+) -> None:
+    """Read this rank's share, in place."""
+    reader = FileSystemReader(folder)
+    has_optimizer = any(
+        key.startswith("optimizer.") for key in reader.read_metadata().state_dict_metadata
+    )
+    if has_optimizer and not optimizer.state:
+        init_optimizer_state(optimizer)
+    state = _state(module, optimizer, scaler)
+    try:
+        with _without_dist_warning():
+            load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (CheckpointException, RuntimeError, ValueError) as fault:
+        if is_out_of_memory(fault):
+            raise
+        raise InvalidInputError(
+            f"The checkpoint {folder} does not fit this plan: {_first_line(fault)}.",
+            remedy="start the run in a new folder, or with the plan it was started with",
+        ) from fault
+    for parameter, name in _optimizer_names(module, optimizer).items():
+        # Tensors were filled in place; what is no tensor (bitsandbytes' step) was replaced.
+        optimizer.state[parameter].update(state["optimizer"][name])
+    if scaler.is_enabled():
+        scaler.load_state_dict(state["scaler"])
+
+
+def gather_trained(model: nn.Module) -> dict[str, Tensor]:
+    """Whole trained tensors on rank 0's CPU, one gathered at a time; a tied one once."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    gathered = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        value: Any = parameter.detach()
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if is_first:
+            # A copy of its own: the caller may keep it while training goes on.
+            gathered[name] = whole.to("cpu", copy=True)
+        del whole
+    return gathered
+
+
+def _state(module: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """Views of the live tensors by parameter name, which fit any sharding and any order.
+
+    By hand rather than by `get_optimizer_state_dict`, which makes copies, counts a step
+    where none was taken, and cannot load what bitsandbytes saves.
+    """
+    state: dict[str, Any] = {
+        "model": {
+            name: parameter.detach()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+    }
+    if optimizer.state:
+        state["optimizer"] = {
+            name: dict(optimizer.state[parameter])
+            for parameter, name in _optimizer_names(module, optimizer).items()
+        }
+    if scaler.is_enabled():
+        state["scaler"] = scaler.state_dict()
+    return state
+
+
+def _optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+    """Parameters that the optimizer holds state of."""
+    named = module.named_parameters()
+    return {parameter: name for name, parameter in named if parameter in optimizer.state}
+
+
+def init_optimizer_state(optimizer: Optimizer) -> None:
+    """Have the optimizer make its state, by a step that moves nothing."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _first_line(fault: BaseException) -> str:
+    if isinstance(fault, CheckpointException) and fault.failures:
+        fault = next(iter(fault.failures.values()))[0]
+    lines = str(fault).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(fault).__name__
+
+
+@contextmanager
+def _without_dist_warning() -> Iterator[None]:
+    """torch warns that there is no process group where none is wanted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to")
+        yield
+
 
 CLIP_EPSILON = 1e-6
 """As in torch's `clip_grad_norm_`."""
@@ -45,7 +228,7 @@ class TorchEngine:
         self.world_size = world_size
         self._max_grad_norm = max_grad_norm
         is_scaled = strategy.compute is Dtype.FP16
-        self.scaler = AgreedScaler(device.type, enabled=is_scaled)
+        self.scaler = SyncedGradScaler(device.type, enabled=is_scaled)
         self.is_updating = False
         """Whether parameters may be half changed: out of memory then loses the step."""
         self._trained = [p for p in module.parameters() if p.requires_grad]
@@ -104,8 +287,8 @@ class TorchEngine:
 
     def _clip(self, most: float) -> Tensor:
         """The norm of all gradients; they are shortened here, or by the update that reads them."""
-        if not isinstance(self.optimizer, KernelAdamW):
-            return _whole(nn.utils.clip_grad_norm_(self._trained, most))
+        if not isinstance(self.optimizer, TritonAdamW):
+            return _full_norm(nn.utils.clip_grad_norm_(self._trained, most))
         norm = nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         self.optimizer.scale_next((most / (norm.float() + CLIP_EPSILON)).clamp(max=1.0))
         return norm
@@ -145,7 +328,7 @@ def _is_fused(optimizer: Optimizer) -> bool:
     return is_fused and not any(isinstance(weight, DTensor) for weight in weights)
 
 
-def _whole(norm: Any) -> Tensor:
+def _full_norm(norm: Any) -> Tensor:
     """The norm over all shards."""
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole

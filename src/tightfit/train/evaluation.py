@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from tightfit.data.token_store import TokenStore
-from tightfit.ledger.metrics import EvalRecord
-from tightfit.train.agreement import sum_over_ranks
-from tightfit.train.batches import Batch, Collate, count_trained, without_loss
-from tightfit.train.loader import to_device
-from tightfit.train.place import Place
+from tightfit.runs.metrics import EvalRecord
+from tightfit.train.batches import Batch, Collate, count_trained, to_device, without_loss
+from tightfit.train.distributed import DistContext
+from tightfit.train.step import sum_over_ranks
 
 _MAX_LOSS = 80.0
 """Its exponential still fits into a JSON number that people can read."""
@@ -36,7 +35,7 @@ class Evaluation:
     """One pass over a store, its rows dealt to all ranks in batches of like length."""
 
     def __init__(
-        self, store: TokenStore, collate: Collate, *, micro_batch: int, place: Place
+        self, store: TokenStore, collate: Collate, *, micro_batch: int, place: DistContext
     ) -> None:
         self._store = store
         self._collate = collate

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.core.strategy import Optimizer as Kind
 from tightfit.core.training import Training
-from tightfit.runtime.adamw import KernelAdamW
+from tightfit.runtime.kernels.adamw import TritonAdamW
 
 MOMENTUM = 0.9
 
@@ -30,7 +30,7 @@ def build_optimizer(
     if kind is Kind.ADAMW:
         return AdamW(groups, lr=rate, fused=True)
     if kind is Kind.ADAMW_KERNEL:
-        return KernelAdamW(groups, lr=rate)
+        return TritonAdamW(groups, lr=rate)
     if kind is Kind.ADAMW_FOREACH:
         return AdamW(groups, lr=rate, foreach=True)
     if kind is Kind.SGD_MOMENTUM:
@@ -49,7 +49,7 @@ def _build_8bit(groups: list[dict[str, Any]], rate: float, *, is_paged: bool) ->
     try:
         from bitsandbytes import optim
     except ImportError as fault:
-        raise EnvironmentFaultError(
+        raise SetupError(
             "The plan's 8-bit optimizer needs bitsandbytes, which is not installed.",
             remedy="pip install bitsandbytes, or --set optimizer=adamw",
         ) from fault

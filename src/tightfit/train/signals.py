@@ -6,7 +6,7 @@ import os
 import signal
 from types import FrameType
 
-ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
@@ -22,7 +22,7 @@ class StopRequest:
         a neighbour: that is no wish to stop. A real wish comes from the launcher as SIGUSR1,
         also when a batch system sends SIGTERM to every process at once.
         """
-        for number in ASKING:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._note)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

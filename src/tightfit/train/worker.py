@@ -13,24 +13,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tightfit.core.errors import EnvironmentFaultError, UserError
+from tightfit.core.errors import SetupError, UserError
 from tightfit.core.strategy import Method
 from tightfit.core.training import Training
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 from tightfit.planning.plan import Plan
-from tightfit.runtime.imports import quick_imports
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runtime.libraries import fast_imports
 
 EXIT_REQUEUE = 75
 """Saved and stopped on request; start it again (BSD's EX_TEMPFAIL)."""
 EXIT_OUT_OF_MEMORY = 76
 EXIT_BUG = 70
-_FIRST_FAULT_SECONDS = 3.0
+_FIRST_ERROR_SECONDS = 3.0
 """A rank that loses a neighbour waits so long for the neighbour to say why."""
 
 
 def main(argv: list[str]) -> int:
     """Run or resume the job of a run folder; the exit code is in docs/exit-codes.md."""
-    from tightfit.runtime.quiet import silence_libraries
+    from tightfit.runtime.libraries import silence_libraries
     from tightfit.train.signals import StopRequest
 
     silence_libraries()
@@ -64,20 +64,20 @@ class _Attempt:
 
     def go(self) -> int:
         plan, training = _read_plan(self._run)
-        with quick_imports([plan.strategy]):
+        with fast_imports([plan.strategy]):
             from transformers import AutoModelForCausalLM  # noqa: F401
 
             from tightfit.train.artefact import write_artefact
-            from tightfit.train.assemble import assemble, cap_memory
-            from tightfit.train.place import leave, take_place
+            from tightfit.train.build import apply_memory_limit, build_loop
+            from tightfit.train.distributed import destroy_dist_context, init_dist_context
 
             if plan.strategy.method is Method.LORA:
                 import peft  # noqa: F401
-        place = take_place(on_cpu=plan.hardware.node.gpu.is_cpu)
-        cap_memory(place.device)
+        place = init_dist_context(on_cpu=plan.hardware.node.gpu.is_cpu)
+        apply_memory_limit(place.device)
         if place.is_first:
-            _tell_staged(training)
-        loop = self._loop = assemble(self._run, plan, training, place, self._asked)
+            _log_staged_copy(training)
+        loop = self._loop = build_loop(self._run, plan, training, place, self._asked)
         is_finished = loop.go()
         if is_finished and training.keep_result:
             write_artefact(self._run, loop.engine, plan, place)
@@ -85,7 +85,7 @@ class _Attempt:
         status = RunStatus.FINISHED if is_finished else RunStatus.STOPPED
         loop.diary.set_state(status, loop.step, exit_code=code)
         loop.diary.close()
-        leave()
+        destroy_dist_context()
         return code
 
     def run_out_of_memory(self) -> int:
@@ -116,16 +116,16 @@ class _Attempt:
                 traceback.print_exc()
 
     def fail_unforeseen(self, fault: BaseException) -> int:
-        from tightfit.train.checkpoint import find_disk_fault
+        from tightfit.train.checkpoint import find_disk_error
 
-        cause = find_disk_fault(fault)
+        cause = find_disk_error(fault)
         if cause is not None:
             return self._fail_on_disk(cause)
         traceback.print_exception(fault)
         text = str(fault).strip().splitlines()
         where = f"{type(fault).__name__}: {text[0] if text else 'no message'}"
-        if _is_lost_neighbour(fault):
-            time.sleep(_FIRST_FAULT_SECONDS)
+        if _is_lost_rank(fault):
+            time.sleep(_FIRST_ERROR_SECONDS)
             return self.fail(
                 f"Another process of the job was lost ({where[:200]}).",
                 "start the same command again: it resumes from the last checkpoint",
@@ -143,14 +143,14 @@ class _Attempt:
         return self.fail(
             f"Cannot write in {self._run.path}: {cause.strerror}. {kept}.",
             f"make room (df -h {self._run.path}), then start the same command again",
-            EnvironmentFaultError.exit_code,
+            SetupError.exit_code,
         )
 
     def fail(
         self, problem: str, remedy: str, code: int, *, status: RunStatus = RunStatus.FAILED
     ) -> int:
         """Write the reason, unless another rank has written the first one."""
-        from tightfit.train.diary import now
+        from tightfit.train.run_logger import now
 
         print(f"error: {problem}\n  try: {remedy}", file=sys.stderr, flush=True)
         if self._is_told():
@@ -211,7 +211,7 @@ def _read_plan(run: RunFolder) -> tuple[Plan, Training]:
     return plan, plan.training
 
 
-def _tell_staged(training: Training) -> None:
+def _log_staged_copy(training: Training) -> None:
     """For the log: where the weights come from, where that is not the plan's folder."""
     from tightfit.runtime.staged import describe_use, find_staged
 
@@ -220,7 +220,7 @@ def _tell_staged(training: Training) -> None:
         print(describe_use(copy), flush=True)
 
 
-def _is_lost_neighbour(fault: BaseException) -> bool:
+def _is_lost_rank(fault: BaseException) -> bool:
     words = ("connection closed", "connection reset", "nccl", "gloo", "broken pipe", "timed out")
     text = str(fault).lower()
     return isinstance(fault, RuntimeError) and any(word in text for word in words)

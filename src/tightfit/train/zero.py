@@ -1,7 +1,13 @@
-"""ZeroEngine: the model under DeepSpeed's ZeRO, behind the same protocol as plain torch."""
+"""ZeroEngine: the model under DeepSpeed's ZeRO, behind the same protocol as TorchEngine; its
+DeepSpeed config, loading and start-up.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import pickle
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -9,22 +15,242 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.core.strategy import Loss, Method, Sharding, Strategy
 from tightfit.core.training import Training
+from tightfit.estimate.state import ZERO3_LIVE_VALUES, ZERO_BUCKET_VALUES
 from tightfit.planning.plan import Plan
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.attention import register_attention
+from tightfit.runtime.devices import is_out_of_memory
+from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.load import LoadRequest, build_model, load_base, read_config
 from tightfit.runtime.staged import prefer_staged
-from tightfit.train.finish import finish_model
-from tightfit.train.objective import Objective
+from tightfit.train.distributed import DistContext, init_single_process_group
+from tightfit.train.model import Objective, prepare_model
 from tightfit.train.optimizers import build_optimizer
-from tightfit.train.place import Place
 from tightfit.train.step import Update
-from tightfit.train.zero_config import make_zero_config
-from tightfit.train.zero_load import announce_partitioning, load_partitioned, withdraw_partitioning
-from tightfit.train.zero_start import start_deepspeed
+
+# The DeepSpeed config of a plan: every number that the memory estimate counts on, written out.
+
+_STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
+_PERSISTENT_HIDDEN_SIZES = 10
+"""ZeRO-3 leaves parameters below so many times the hidden size whole on every rank: norms and
+biases, too small to be worth a message each. As transformers' Trainer sets it."""
+_SUB_GROUP_VALUES = 1_000_000_000
+"""Values that one optimizer call of ZeRO-3 takes; DeepSpeed's default."""
+
+
+def make_zero_config(plan: Plan) -> dict[str, Any]:
+    """What `deepspeed.initialize` is told. The optimizer is handed over apart.
+
+    Meanings: https://www.deepspeed.ai/docs/config-json/.
+    """
+    strategy = plan.strategy
+    clip = None if plan.training is None else plan.training.max_grad_norm
+    return {
+        "train_micro_batch_size_per_gpu": strategy.micro_batch,
+        "gradient_accumulation_steps": strategy.grad_accum,
+        "gradient_clipping": clip or 0.0,
+        # Torch's optimizers, offloaded or not: DeepSpeed knows them by no list of its own.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "wall_clock_breakdown": False,
+        **_precision(strategy.compute),
+        "zero_optimization": _zero(plan, strategy),
+    }
+
+
+def _precision(compute: Dtype) -> dict[str, Any]:
+    """16-bit weights and gradients beside an fp32 master copy, or fp32 throughout.
+
+    A step whose gradients are not finite is left out in every precision.
+    """
+    return {
+        "bf16": {"enabled": compute is Dtype.BF16, "check_grad_overflow": True},
+        # Scaled as torch's GradScaler scales: from 2^16, halved at once, doubled after 2000 steps.
+        "fp16": {
+            "enabled": compute is Dtype.FP16,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 2000,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        },
+        "data_types": {"grad_accum_dtype": compute.value},
+    }
+
+
+def _zero(plan: Plan, strategy: Strategy) -> dict[str, Any]:
+    stage = _STAGES[strategy.sharding]
+    fields = make_stage3_fields(plan.model.hidden_size) if stage == 3 else _stages_1_and_2()
+    is_pinned = not plan.hardware.node.gpu.is_cpu
+    if strategy.offload.moves_optimizer:
+        fields["offload_optimizer"] = {"device": "cpu", "pin_memory": is_pinned}
+    if strategy.offload.moves_params:
+        fields["offload_param"] = {"device": "cpu", "pin_memory": is_pinned}
+    return {"stage": stage, **fields}
+
+
+def _stages_1_and_2() -> dict[str, Any]:
+    return {
+        "reduce_bucket_size": ZERO_BUCKET_VALUES,
+        "allgather_bucket_size": ZERO_BUCKET_VALUES,
+        "contiguous_gradients": True,
+        # Overlap holds a second bucket, which the estimate does not.
+        "overlap_comm": False,
+        "reduce_scatter": True,
+    }
+
+
+def make_stage3_fields(hidden_size: int) -> dict[str, Any]:
+    """Buckets of one square matrix, one for gradients and one ahead of the layer in use."""
+    return {
+        "reduce_bucket_size": hidden_size**2,
+        "stage3_prefetch_bucket_size": hidden_size**2,
+        "stage3_max_live_parameters": ZERO3_LIVE_VALUES,
+        "stage3_max_reuse_distance": ZERO3_LIVE_VALUES,
+        "stage3_param_persistence_threshold": _PERSISTENT_HIDDEN_SIZES * hidden_size,
+        "sub_group_size": _SUB_GROUP_VALUES,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+    }
+
+
+# Loading under ZeRO-3: every parameter is split over the ranks the moment it is made.
+
+
+def enable_zero3_init(config: dict[str, Any]) -> Any:
+    """Tell transformers and peft, for as long as the result lives, that parameters are split.
+
+    transformers then makes modules inside `deepspeed.zero.Init` and fills them one
+    by one: rank 0 reads a tensor from the mapped file, each rank keeps its share.
+    Every rank must load; rank 0 alone would wait for the others for ever.
+    """
+    from transformers.integrations import deepspeed as integration
+
+    announced: Any = integration.HfDeepSpeedConfig
+    return announced(config)
+
+
+def disable_zero3_init() -> None:
+    """The next model of this process is an ordinary one."""
+    from transformers.integrations import deepspeed as integration
+
+    withdraw: Any = integration.unset_hf_deepspeed_config
+    withdraw()
+
+
+def load_partitioned(folder: Path, request: LoadRequest) -> Any:
+    """The base model in training mode, its parameters split; partitioning has been announced."""
+    silence_libraries()
+    register_attention()
+    config = read_config(folder, request)
+    if getattr(config, "quantization_config", None) is not None:
+        raise InvalidInputError(
+            f"{folder} is already quantized, and ZeRO-3 splits unpacked weights.",
+            remedy="name the model it was made from",
+        )
+    if request.random_weights:
+        model = build_model(config, request)
+    else:
+        model = _read_model(folder, config, request)
+    model.config.use_cache = False
+    return model.train()
+
+
+def _read_model(folder: Path, config: Any, request: LoadRequest) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        model, info = auto.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=request.plain_dtype,
+            attn_implementation=config._attn_implementation,
+            local_files_only=True,
+            trust_remote_code=False,
+            weights_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as fault:
+        if is_out_of_memory(fault):
+            raise
+        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+        raise InvalidInputError(
+            f"transformers cannot load {folder}: {lines[0].rstrip('.')}.",
+            remedy="fetch the model again, or name another: tightfit models",
+        ) from fault
+    # transformers only mentions a missing tensor, and fills it with noise.
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InvalidInputError(
+            f"{folder} lacks {len(missing)} tensors of the model, {missing[0]} first.",
+            remedy="fetch the model again; these weights are not those of its config.json",
+        )
+    return model
+
+
+# Starting DeepSpeed: the right accelerator, no chatter, nothing compiled, a group to speak in.
+
+
+def start_deepspeed(place: DistContext) -> Any:
+    """The deepspeed module, bound to the place's device and to torch's process group.
+
+    DeepSpeed is kept from compiling anything: the one extension it would build by
+    itself on CPUs serves inference alone, and a build needs a compiler and leaves a
+    lock behind when it is killed, on which every later start would hang.
+    """
+    # Read at import; a machine with a GPU would otherwise get it even for a plan on the CPU.
+    os.environ["DS_ACCELERATOR"] = place.device.type
+    deepspeed = _import_deepspeed()
+    _silence_deepspeed()
+    deepspeed.ops.__compatible_ops__ = {}
+    _match_accelerator(place)
+    os.environ.setdefault("LOCAL_RANK", str(place.local_rank))  # it asks for it without torchrun
+    if not dist.is_initialized():
+        init_single_process_group(place)
+    # Told not to look for MPI: the group is there.
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def _import_deepspeed() -> Any:
+    try:
+        import deepspeed
+    except ImportError as fault:
+        raise SetupError(
+            f"The plan uses ZeRO, and DeepSpeed cannot be imported: {fault}.",
+            remedy="pip install 'tightfit[zero]', or --set sharding=fsdp",
+        ) from fault
+    return deepspeed
+
+
+def _silence_deepspeed() -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # torch 2.13 renames collectives that DeepSpeed 0.19 still calls by their old names.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+
+
+def _match_accelerator(place: DistContext) -> None:
+    """What was imported before, by whomever, must agree."""
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().device_name()
+    if name.partition(":")[0] != place.device.type:
+        raise SetupError(
+            f"DeepSpeed was started for {name} in this process, and the plan runs on "
+            f"{place.device.type}.",
+            remedy=f"export DS_ACCELERATOR={place.device.type}",
+        )
+
 
 _STATE_FOLDER = "zero"
 """Inside a checkpoint: DeepSpeed's `tag`."""
@@ -36,7 +262,9 @@ class ZeroEngine:
     is_updating = False
     """Never of use: no rank of a sharded run could save alone what is left."""
 
-    def __init__(self, engine: Any, *, strategy: Strategy, place: Place, loading: Any) -> None:
+    def __init__(
+        self, engine: Any, *, strategy: Strategy, place: DistContext, loading: Any
+    ) -> None:
         self.module: nn.Module = engine
         self.engine = engine
         self.strategy = strategy
@@ -97,16 +325,16 @@ class ZeroEngine:
             str(folder), tag=_STATE_FOLDER, load_module_strict=False
         )
         if path is None:
-            raise _unreadable(folder, "DeepSpeed finds nothing to load in it")
+            raise _cannot_resume(folder, "DeepSpeed finds nothing to load in it")
 
     def _check_state(self, folder: Path) -> None:
         inside = folder / _STATE_FOLDER
         num_saved = len(list(inside.glob("*zero_pp_rank_*_optim_states.pt")))
         if num_saved == 0:
-            raise _unreadable(folder, "it was not written by ZeRO")
+            raise _cannot_resume(folder, "it was not written by ZeRO")
         is_partitioned = any(inside.glob("zero_pp_rank_*_model_states.pt"))
         if is_partitioned != self.strategy.sharding.shards_weights:
-            raise _unreadable(folder, f"its stage of ZeRO is not {self.strategy.sharding.value}")
+            raise _cannot_resume(folder, f"its stage of ZeRO is not {self.strategy.sharding.value}")
         if num_saved != self.world_size:
             raise UserError(
                 f"The checkpoint {folder} was written by {num_saved} processes, and ZeRO cannot "
@@ -153,10 +381,10 @@ class ZeroEngine:
         """Let go of hooks and buffers, so that another engine can take their place."""
         self.engine.destroy()
         if self._loading is not None:
-            withdraw_partitioning()
+            disable_zero3_init()
 
 
-def build_zero_engine(plan: Plan, place: Place) -> ZeroEngine:
+def build_zero_engine(plan: Plan, place: DistContext) -> ZeroEngine:
     """Load as the stage asks, finish, and hand all to `deepspeed.initialize`."""
     training = plan.training
     if training is None:
@@ -165,10 +393,10 @@ def build_zero_engine(plan: Plan, place: Place) -> ZeroEngine:
             remedy="tightfit train RECIPE.YAML",
         )
     deepspeed = start_deepspeed(place)
-    strategy = as_deepspeed_sees(plan.strategy)
+    strategy = to_deepspeed_strategy(plan.strategy)
     config = make_zero_config(plan)
-    loading = announce_partitioning(config) if _is_partitioned_at_once(strategy) else None
-    model = finish_model(_load(strategy, training, place), strategy, training)
+    loading = enable_zero3_init(config) if _is_partitioned_at_once(strategy) else None
+    model = prepare_model(_load_model(strategy, training, place), strategy, training)
     objective = Objective.from_strategy(model, strategy)
     if strategy.sharding is Sharding.ZERO3 and strategy.loss is Loss.FUSED:
         # The fused loss reads the head's weight without calling the head, which is what gathers.
@@ -181,7 +409,7 @@ def build_zero_engine(plan: Plan, place: Place) -> ZeroEngine:
     return ZeroEngine(engine, strategy=plan.strategy, place=place, loading=loading)
 
 
-def as_deepspeed_sees(strategy: Strategy) -> Strategy:
+def to_deepspeed_strategy(strategy: Strategy) -> Strategy:
     """Weights and adapters in the dtype of the arithmetic; fp32 lives in the master copy."""
     if strategy.compute.value_bytes != 2:
         return strategy
@@ -196,7 +424,7 @@ def _is_partitioned_at_once(strategy: Strategy) -> bool:
     return strategy.sharding is Sharding.ZERO3 and not strategy.weights.is_quantized
 
 
-def _load(strategy: Strategy, training: Training, place: Place) -> Any:
+def _load_model(strategy: Strategy, training: Training, place: DistContext) -> Any:
     # Weights that are drawn must be the same on every rank.
     torch.manual_seed(training.seed)
     request = LoadRequest.from_strategy(
@@ -211,7 +439,7 @@ def _load(strategy: Strategy, training: Training, place: Place) -> Any:
     return load_base(folder, request, place.device)
 
 
-def _unreadable(folder: Path, why: str) -> UserError:
+def _cannot_resume(folder: Path, why: str) -> UserError:
     return InvalidInputError(
         f"The checkpoint {folder} cannot be resumed with this plan: {why}.",
         remedy="resume with the plan that wrote it, or start a new run",

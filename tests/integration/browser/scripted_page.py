@@ -9,11 +9,11 @@ from pathlib import Path
 from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.data.formats import Message
 from tightfit.engines.protocol import Engine, Sampling
-from tightfit.serve.compare.models import Contestant, Models
-from tightfit.serve.compare.page import Page, make_app
+from tightfit.serve.compare.controls import ControlDefaults
+from tightfit.serve.compare.models import ComparedModel, ComparedModels
+from tightfit.serve.compare.page import ComparePage, make_compare_app
 from tightfit.serve.compare.server import address_of, bound_socket, serve_app
-from tightfit.serve.compare.settings import Defaults
-from tightfit.serve.compare.votes import VoteBox
+from tightfit.serve.compare.votes import VoteFile
 
 HOST = "127.0.0.1"
 
@@ -38,22 +38,24 @@ def opener(name: str, token_seconds: float) -> Callable[[], Engine]:
 
 
 def main(votes: str, token_seconds: str, password: str | None = None) -> None:
-    models = Models(
+    models = ComparedModels(
         [
-            Contestant(name="model-one", open=opener("one", float(token_seconds))),
-            Contestant(name="model-two", open=opener("two", float(token_seconds))),
+            ComparedModel(name="model-one", open=opener("one", float(token_seconds))),
+            ComparedModel(name="model-two", open=opener("two", float(token_seconds))),
         ],
         is_one_at_a_time=False,
     )
     models.load()
-    page = Page(
+    page = ComparePage(
         models=models,
-        votes=VoteBox(Path(votes)),
-        defaults=Defaults(sampling=Sampling(max_new_tokens=400)),
+        votes=VoteFile(Path(votes)),
+        defaults=ControlDefaults(sampling=Sampling(max_new_tokens=400)),
         password=password,
     )
     with bound_socket(HOST, 0) as held:
-        serve_app(make_app(page), held, on_ready=lambda: print(address_of(held, HOST), flush=True))
+        serve_app(
+            make_compare_app(page), held, on_ready=lambda: print(address_of(held, HOST), flush=True)
+        )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from compare_browser import DESKTOP, PHONE, Watched, browser, keep_picture, watched_page
 
-from tightfit.cli.charts.trace import TraceChart, TracePanel, make_trace_panel
-from tightfit.cli.charts.trace_html import write_html
+from tightfit.cli.charts.trace import TraceChart, TracePanel, make_trace_panel, write_trace_html
 from tightfit.core.units import GIB, MIB, render_bytes
 from trace_cases import record_full_tuning, trace
 
@@ -43,7 +42,7 @@ def panel() -> TracePanel:
 def address(tmp_path_factory: pytest.TempPathFactory, panel: TracePanel) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("page")
     chart = TraceChart(title="A model: memory over its steps", panels=(panel, panel))
-    write_html(chart, folder / "memory.html")
+    write_trace_html(chart, folder / "memory.html")
     # Chromium asks for one by itself.
     (folder / "favicon.ico").write_bytes(b"")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
@@ -211,7 +210,7 @@ def test_dark_mode_darkens_the_page(chromium: Any, address: str) -> None:
 def test_without_a_script_the_peak_can_still_be_read(
     tmp_path: Path, panel: TracePanel, chromium: Any
 ) -> None:
-    write_html(TraceChart(title="t", panels=(panel,)), tmp_path / "a.html")
+    write_trace_html(TraceChart(title="t", panels=(panel,)), tmp_path / "a.html")
     text = re.sub(r"<script>.*</script>", "", (tmp_path / "a.html").read_text(), flags=re.DOTALL)
     page = chromium.new_page()
     page.set_content(text)

@@ -58,7 +58,7 @@ def _serve() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     import tightfit.train.artefact
-    import tightfit.train.assemble  # noqa: F401
+    import tightfit.train.build  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:

@@ -15,9 +15,9 @@ import pytest
 
 import slurm_lab
 from slurm_lab import SlurmLab
-from tightfit.launch.site import Site
-from tightfit.launch.slurm.queue import JobState, cancel_jobs, read_jobs, submit_script
-from tightfit.launch.slurm.script import BatchJob, write_script
+from tightfit.clusters.site import Site
+from tightfit.clusters.slurm.queue import JobState, cancel_jobs, read_jobs, submit_script
+from tightfit.clusters.slurm.script import BatchJob, write_script
 
 pytest_plugins = ("slurm_lab",)
 

@@ -17,7 +17,7 @@ import pytest
 
 from small_models import make_llama
 from tightfit.farm.folder import farm_path
-from tightfit.farm.status import WorkerStatus, read_statuses
+from tightfit.farm.heartbeat import WorkerStatus, read_statuses
 
 if TYPE_CHECKING:
     from ray_lab import RayLab

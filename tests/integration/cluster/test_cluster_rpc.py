@@ -22,7 +22,7 @@ import pytest
 
 from namespaces import Hosts, open_hosts
 from small_models import make_llama
-from tightfit.export.convert.convert import GgufRequest, convert_to_gguf
+from tightfit.export.convert import GgufRequest, convert_to_gguf
 from tightfit.runtime.build_rpc import build_rpc
 from tightfit.serve.generate.journal import journal_path
 
@@ -56,7 +56,7 @@ def lab(tmp_path: Path) -> Iterator[Hosts]:
 
 def lend(lab: Hosts, name: str) -> None:
     """Start a host's server, and wait until it listens."""
-    words = ["-m", "tightfit.engines.llama.rpc_server", "--address", lab[name].address]
+    words = ["-m", "tightfit.engines.llama_rpc_server", "--address", lab[name].address]
     server = lab.start(name, [sys.executable, *words, "--port", str(PORT)])
     assert server.stdout is not None
     greeting = iter(server.stdout.readline, b"")

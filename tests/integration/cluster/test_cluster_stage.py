@@ -101,7 +101,7 @@ def kill_agents(lab: StageLab, node: str) -> None:
     holder = Path(f"/proc/{lab.hosts[node].holder.pid}/ns/net").readlink()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            is_agent = b"tightfit.launch.stage.agent" in (entry / "cmdline").read_bytes()
+            is_agent = b"tightfit.clusters.staging.agent" in (entry / "cmdline").read_bytes()
             if is_agent and (entry / "ns/net").readlink() == holder:
                 os.kill(int(entry.name), signal.SIGKILL)
         except OSError:

@@ -20,7 +20,7 @@ import pytest
 
 from slow_steps import SlowSteps
 from small_models import make_llama
-from tightfit.launch.preflight.salloc_options import KNOWN, KNOWN_LETTERS, keep_known
+from tightfit.clusters.preflight.run import SALLOC_LETTERS, SALLOC_OPTIONS, keep_salloc_options
 
 if TYPE_CHECKING:
     from slurm_lab import SlurmLab
@@ -396,13 +396,13 @@ def test_salloc_knows_the_options_that_preflight_passes_on() -> None:
         )
         return not re.search(r"unrecognized option|invalid option", done.stderr)
 
-    for name in sorted(KNOWN):
+    for name in sorted(SALLOC_OPTIONS):
         assert is_known(f"--{name}"), name
-    for letter in sorted(KNOWN_LETTERS):
+    for letter in sorted(SALLOC_LETTERS):
         assert is_known(f"-{letter}"), letter
     for option in ("--requeue", "--output", "--open-mode", "--export", "--wrap", "-o", "-a"):
         assert not is_known(option), option
-        assert keep_known([option]) == []
+        assert keep_salloc_options([option]) == []
 
 
 def test_preflight_asks_for_nodes_whatever_sbatch_is_told(tmp_path: Path, model: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from generate_trial import command, make_model, read_rows, run, write_prompts
 
 from tightfit.data.formats import recognise_format, to_messages
-from tightfit.data.read import read_rows as read_data
-from tightfit.serve.generate.statistics import Statistics
+from tightfit.data.sources import read_rows as read_data
+from tightfit.serve.generate.statistics import GenerateStatistics
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_rows_are_what_train_reads_and_samples_follow_their_seed(
     document = json.loads(done.stdout)
     assert document.pop("finished")
     assert document.pop("out")
-    told = Statistics.model_validate(document)
+    told = GenerateStatistics.model_validate(document)
     assert told.num_answers == 18
     assert told.new_tokens == sum(row["num_new_tokens"] for row in rows)
     assert told.prompt_tokens == sum(row["num_prompt_tokens"] for row in rows)

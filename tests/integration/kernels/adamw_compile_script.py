@@ -9,7 +9,7 @@ import tempfile
 import torch
 from compiled import list_steps  # before what imports triton
 
-from tightfit.runtime import adamw_kernels
+from tightfit.runtime.kernels import adamw_triton
 
 TYPES = ("*i64", "*i32", "*fp32", "*fp32", "i32", *("fp32",) * 5)
 KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -17,15 +17,15 @@ KINDS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def compile_kernel(kind: str, capability: int) -> list[str]:
     return list_steps(
-        adamw_kernels._adamw,
+        adamw_triton._adamw,
         TYPES,
         {
-            "dtype": adamw_kernels._WORDS[KINDS[kind]],
-            "tile": adamw_kernels.TILE,
-            "num_tiles": adamw_kernels.NUM_TILES,
+            "dtype": adamw_triton._WORDS[KINDS[kind]],
+            "tile": adamw_triton.TILE,
+            "num_tiles": adamw_triton.NUM_TILES,
         },
         capability=capability,
-        num_warps=adamw_kernels.NUM_WARPS,
+        num_warps=adamw_triton.NUM_WARPS,
         is_aligned=False,
     )
 

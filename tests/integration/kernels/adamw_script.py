@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from tightfit.runtime import adamw
-from tightfit.runtime.adamw import KernelAdamW
-from tightfit.runtime.adamw_kernels import NUM_TILES, TILE, Rule, update_all
-from tightfit.runtime.calibrate.updates import updates_alike
+from tightfit.runtime.calibrate.kernels import updates_alike
+from tightfit.runtime.kernels import adamw
+from tightfit.runtime.kernels.adamw import TritonAdamW
+from tightfit.runtime.kernels.adamw_triton import NUM_TILES, TILE, Rule, update_all
 
 SPAN = TILE * NUM_TILES
 """Of one program."""
@@ -40,7 +40,7 @@ def draw_gradients(groups: list[dict[str, Any]], step: int) -> None:
 def compare_optimizers() -> dict[str, float]:
     """The worst relative distance of weights and of moments."""
     plain, groups = draw_groups(), draw_groups()
-    theirs, ours = AdamW(plain, lr=RATE, fused=True), KernelAdamW(groups, lr=RATE)
+    theirs, ours = AdamW(plain, lr=RATE, fused=True), TritonAdamW(groups, lr=RATE)
     for step in range(NUM_STEPS):
         for one in (plain, groups):
             draw_gradients(one, step)
@@ -84,7 +84,7 @@ def skip_a_step() -> bool:
     left: list[list[Tensor]] = []
     for steps in ((1, None, 2), (1, 2)):
         groups = draw_groups()
-        ours = KernelAdamW(groups, lr=RATE)
+        ours = TritonAdamW(groups, lr=RATE)
         for step in steps:
             draw_gradients(groups, step or 9)
             ours.found_inf = torch.tensor(float(step is None))

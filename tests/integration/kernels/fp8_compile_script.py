@@ -9,7 +9,7 @@ from typing import Any
 
 from compiled import list_steps  # before what imports triton
 
-from tightfit.runtime import fp8_kernels
+from tightfit.runtime.kernels import fp8_triton
 
 NARROW, WIDE, SCALES, LARGEST, BYTES = "*fp8e4nv", "*bf16", "*fp32", "*i32", "*u8"
 SIZES = ("i32", "i32", "i32")
@@ -21,16 +21,16 @@ THREE = {"tile_rows": 1, "x_tile": 2048, "y_tile": 512, "z_tile": 512, "num_warp
 KERNELS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "_cast_rows": ((NARROW, SCALES, WIDE, *ABSENT, *ROW_SIZES), ONE),
     "_cast_rows beside": ((NARROW, SCALES, WIDE, WIDE, WIDE, *ROW_SIZES), THREE),
-    "_find_largest": ((LARGEST, WIDE, *SIZES), fp8_kernels.HIGH_TILE),
-    "_cast_turned": ((NARROW, SCALES, LARGEST, WIDE, *SIZES, "i32"), fp8_kernels.TURNED_TILE),
-    "_turn": ((BYTES, BYTES, *SIZES), fp8_kernels.TURNED_TILE),
+    "_find_largest": ((LARGEST, WIDE, *SIZES), fp8_triton.HIGH_TILE),
+    "_cast_turned": ((NARROW, SCALES, LARGEST, WIDE, *SIZES, "i32"), fp8_triton.TURNED_TILE),
+    "_turn": ((BYTES, BYTES, *SIZES), fp8_triton.TURNED_TILE),
 }
 
 
 def compile_kernel(name: str, capability: int) -> list[str]:
     types, tile = KERNELS[name]
     return list_steps(
-        getattr(fp8_kernels, name.split(maxsplit=1)[0]),
+        getattr(fp8_triton, name.split(maxsplit=1)[0]),
         types,
         {key: size for key, size in tile.items() if key != "num_warps"},
         capability=capability,

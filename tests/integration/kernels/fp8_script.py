@@ -10,8 +10,8 @@ import json
 import torch
 from torch import Tensor
 
-from tightfit.runtime import fp8_kernels
-from tightfit.runtime.fp8_casts import FP8, Scaled, scale_rows
+from tightfit.runtime.kernels import fp8_triton
+from tightfit.runtime.kernels.fp8 import FP8, Scaled, scale_rows
 
 SHAPES = ((1, 16), (37, 96), (130, 272), (3, 4112), (300, 64), (258, 80))
 """Tiles that are not filled, several tiles, and columns that are no power of two."""
@@ -37,20 +37,18 @@ def is_same(found: Scaled, wanted: Scaled) -> bool:
 
 def compare(x: Tensor) -> dict[str, bool]:
     narrow, _ = scale_rows(x)
-    turned = fp8_kernels.turn(narrow)
+    turned = fp8_triton.turn(narrow)
     beside = (x, x.flip(0)[:, : x.shape[1] // 2], 4 * x)
     stacked = (x, 8 * x[: len(x) // 2 + 1], -x)
     as_one, on_top = torch.cat(beside, dim=1), torch.cat(stacked)
     wide = {"dtype": torch.float32}
     return {
-        "rows": is_same(fp8_kernels.cast_rows(x, **wide), scale_rows(x)),
-        "rows beside": is_same(fp8_kernels.cast_rows(*beside, **wide), scale_rows(as_one)),
-        "columns": is_same(fp8_kernels.cast_columns(x, **wide), scale_rows(x.t())),
-        "columns beside": is_same(
-            fp8_kernels.cast_columns(*beside, **wide), scale_rows(as_one.t())
-        ),
+        "rows": is_same(fp8_triton.cast_rows(x, **wide), scale_rows(x)),
+        "rows beside": is_same(fp8_triton.cast_rows(*beside, **wide), scale_rows(as_one)),
+        "columns": is_same(fp8_triton.cast_columns(x, **wide), scale_rows(x.t())),
+        "columns beside": is_same(fp8_triton.cast_columns(*beside, **wide), scale_rows(as_one.t())),
         "columns stacked": is_same(
-            fp8_kernels.cast_stacked_columns(*stacked, **wide), scale_rows(on_top.t())
+            fp8_triton.cast_stacked_columns(*stacked, **wide), scale_rows(on_top.t())
         ),
         "turned": torch.equal(turned.view(torch.uint8), narrow.view(torch.uint8).t()),
     }

@@ -15,9 +15,8 @@ from torch import Tensor
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.training import Training
 from tightfit.runtime.adapters import add_adapters
-from tightfit.runtime.folded_adapters import fold_adapters
-from tightfit.runtime.norm_kernels import RmsNorm, quicken_norms
-from tightfit.runtime.readers import READERS, join_adapters
+from tightfit.runtime.kernels.fused_lora import FUSED_PROJECTIONS, fuse_lora, fuse_lora_projections
+from tightfit.runtime.kernels.norm_triton import RmsNorm, use_triton_norms
 
 EPSILON = 1e-6
 SHAPES = ((19, 96), (40, 128), (3, 2048), (2, 4100))
@@ -72,7 +71,7 @@ def patch_norms(model: Any) -> int:
     for module in model.modules():
         if "RMSNorm" in type(module).__name__:
             monkey_patch._patch_rms_norm_module(module, casting_mode="llama")
-    return quicken_norms(model)
+    return use_triton_norms(model)
 
 
 def compare_models(family: str, method: Method) -> dict[str, float]:
@@ -90,9 +89,9 @@ def compare_models(family: str, method: Method) -> dict[str, float]:
     quick = copy.deepcopy(plain)
     found = {"norms": patch_norms(quick)}
     if method is Method.LORA:
-        fold_adapters(quick)
-        found["roomy"] = join_adapters(quick)
-        assert sum(hasattr(m, READERS) for m in quick.modules()) == found["roomy"]
+        fuse_lora(quick)
+        found["roomy"] = fuse_lora_projections(quick)
+        assert sum(hasattr(m, FUSED_PROJECTIONS) for m in quick.modules()) == found["roomy"]
     wanted, got = gradients(plain), gradients(quick)
     assert wanted.keys() == got.keys()
     worst = max(distance(got[name], value) for name, value in wanted.items())

@@ -10,7 +10,7 @@ import pytest
 from api_processes import ServerProcess, server_process
 
 from small_models import make_llama
-from tightfit.export.convert.convert import GgufRequest, convert_to_gguf
+from tightfit.export.convert import GgufRequest, convert_to_gguf
 
 
 @pytest.fixture(scope="session")

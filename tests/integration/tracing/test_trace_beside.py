@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.estimate.trace.ask import Answer
+from tightfit.trace.tracer import TraceResponse
 from tightfit.train.tracing import worker
 from tightfit.train.tracing.job import TraceJob
 
@@ -37,7 +37,7 @@ def _job(**strategy: Any) -> TraceJob:
 JOBS = [_job(method="full"), _job(compile=True), _job(checkpointing=False)]
 
 
-def _timeless(answer: Answer) -> dict[str, Any]:
+def _timeless(answer: TraceResponse) -> dict[str, Any]:
     told = answer.model_dump()
     if told["traced"] is not None:
         assert told["traced"].pop("seconds") > 0
@@ -48,7 +48,7 @@ def test_answers_are_those_of_one_after_the_other(monkeypatch: pytest.MonkeyPatc
     alone = [_timeless(one) for one in worker.answer_all(JOBS, num_cores=2)]
     answer, here = worker._answer, os.getpid()
 
-    def elsewhere(job: TraceJob) -> Answer:
+    def elsewhere(job: TraceJob) -> TraceResponse:
         assert os.getpid() != here
         return answer(job)
 

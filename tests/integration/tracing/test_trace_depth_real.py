@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from tightfit.estimate.trace.depth import Growth, plan_depths
-from tightfit.estimate.trace.depth_config import find_depth_refusal, with_depth
-from tightfit.estimate.trace.depth_match import sort_ends
-from tightfit.estimate.trace.recording import Recording
+from tightfit.trace.depth import DepthExtrapolation, plan_depths, sort_ends
+from tightfit.trace.depth_config import find_extrapolation_obstacle, with_depth
+from tightfit.trace.recording import Recording
 from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.run import record_job
+from tightfit.train.tracing.record import record_job
 
 DEPTH = 7
 _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 120}
@@ -55,12 +54,12 @@ def _extend(family: str, strategy: dict[str, Any], kinds: tuple[int, ...]) -> Re
     plan = plan_depths(kinds)
     base = _trace(family, strategy, plan.base)
     grown = [_trace(family, strategy, deeper) for deeper in plan.grown]
-    return Growth(plan, base, grown).extend(plan.num_more)
+    return DepthExtrapolation(plan, base, grown).extend(plan.num_more)
 
 
 @pytest.mark.parametrize(("family", "strategy"), CASES, ids=str)
 def test_every_event_is_that_of_the_full_trace(family: str, strategy: dict[str, Any]) -> None:
-    assert not find_depth_refusal(CONFIGS[family])
+    assert not find_extrapolation_obstacle(CONFIGS[family])
     whole = _trace(family, strategy, (DEPTH,))
 
     assert _extend(family, strategy, (DEPTH,)) == whole
@@ -99,7 +98,7 @@ def test_families_whose_class_mixes_layers_are_refused() -> None:
     missed = [
         outer
         for outer, inner in mixed
-        if not find_depth_refusal({"model_type": outer, "num_hidden_layers": 40})
-        or not find_depth_refusal({"model_type": inner, "num_hidden_layers": 40})
+        if not find_extrapolation_obstacle({"model_type": outer, "num_hidden_layers": 40})
+        or not find_extrapolation_obstacle({"model_type": inner, "num_hidden_layers": 40})
     ]
     assert missed == []

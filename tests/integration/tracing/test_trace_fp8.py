@@ -13,11 +13,11 @@ import torch
 
 from small_models import make_llama
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.trace.operations import BACKWARD, FORWARD, TRITON
-from tightfit.estimate.trace.recording import Recording, find_peak
-from tightfit.runtime import fp8_casts
+from tightfit.runtime.kernels import fp8
+from tightfit.trace.operations import BACKWARD, FORWARD, TRITON
+from tightfit.trace.recording import Recording, find_peak
 from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.run import record_job
+from tightfit.train.tracing.record import record_job
 
 LORA: dict[str, Any] = {"method": "lora", "folded_adapters": True}
 FULL: dict[str, Any] = {"method": "full"}
@@ -106,7 +106,7 @@ def test_shared_casts_are_not_there_at_the_peak(
 ) -> None:
     fields = fields | {"checkpointing": checkpointing}
     shared = record(tmp_path, fields)
-    monkeypatch.setattr(fp8_casts._Kept, "keep", lambda *_: None)
+    monkeypatch.setattr(fp8._Kept, "keep", lambda *_: None)
     apart = record(tmp_path, fields)
     assert len(shared.allocations) < len(apart.allocations)
     assert peak(shared) == peak(apart)
@@ -118,5 +118,5 @@ def peak(recording: Recording) -> int:
 
 def test_kernels_that_do_nothing_are_forgotten(tmp_path: Path) -> None:
     record(tmp_path, LORA | {"fused_kernels": True})
-    assert "tightfit.runtime.fp8_kernels" not in sys.modules
-    assert not fp8_casts._runs_kernels(torch.ones(1))
+    assert "tightfit.runtime.kernels.fp8_triton" not in sys.modules
+    assert not fp8._runs_kernels(torch.ones(1))

@@ -17,19 +17,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from small_models import make_family, make_llama
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.trace.card_habits import CardHabits
-from tightfit.estimate.trace.recorder import Recorder
-from tightfit.estimate.trace.recording import TEMPORARY, WEIGHTS, Recording
-from tightfit.estimate.trace.result import TracedStage
 from tightfit.runtime import adapters
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.finish import finish_model
-from tightfit.train.tracing.depths import DepthTracer
+from tightfit.trace.gpu_emulation import GpuEmulation
+from tightfit.trace.recorder import Recorder
+from tightfit.trace.recording import TEMPORARY, WEIGHTS, Recording
+from tightfit.trace.result import TracedStage
+from tightfit.train.model import prepare_model
+from tightfit.train.tracing.engine import (
+    FAKE_DEVICE,
+    build_meta_module,
+    load_fake_weights,
+    make_training,
+)
+from tightfit.train.tracing.fake_kernels import without_kernels
 from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.libraries import without_kernels
-from tightfit.train.tracing.loading import load_fake
-from tightfit.train.tracing.subject import FAKE_DEVICE, build_skeleton, make_training
-from tightfit.train.tracing.trace import trace
+from tightfit.train.tracing.trace import DepthTracer, trace
 
 CARD = (9, 0)
 SMALL_BYTES = 1024
@@ -44,12 +47,12 @@ def _load(
     folder: Path, strategy: Strategy, *, is_drawn: bool = False
 ) -> tuple[nn.Module, Recording]:
     """The model on fake tensors, and what its loading did."""
-    recorder = Recorder(CardHabits(CARD), vocab_size=1)
+    recorder = Recorder(GpuEmulation(CARD), vocab_size=1)
     with without_kernels(strategy, FAKE_DEVICE, CARD):
         training = make_training(strategy, folder)
-        module = build_skeleton(folder, strategy, training, has_varlen=False)
+        module = build_meta_module(folder, strategy, training, has_varlen=False)
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-            load_fake(module, strategy, FAKE_DEVICE, recorder=recorder, is_drawn=is_drawn)
+            load_fake_weights(module, strategy, FAKE_DEVICE, recorder=recorder, is_drawn=is_drawn)
             recording = recorder.finish()
     return module, recording
 
@@ -236,7 +239,7 @@ def test_adapters_come_in_the_dtype_that_peft_gives_them(
     with patch.object(adapters, "_cast_trained", note):
         request = LoadRequest.from_strategy(strategy, is_packed=False)
         model = load_base(folder, request, torch.device("cpu"))
-        real = finish_model(model, strategy, make_training(strategy, folder))
+        real = prepare_model(model, strategy, make_training(strategy, folder))
     after = _list_trained(real)
     _, recording = _load(folder, strategy)
     made = [(a.num_bytes, a.dtype) for a in recording.allocations if "lora_" in a.module]

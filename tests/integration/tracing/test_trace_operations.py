@@ -14,17 +14,15 @@ from torch.utils.flop_counter import flop_registry
 from small_models import make_llama
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.flops import NO_ADAPTERS, sum_workload
-from tightfit.estimate.launches import count_forward_kernels
-from tightfit.estimate.trace import op_host
-from tightfit.estimate.trace.depth import plan_depths
-from tightfit.estimate.trace.depth_config import with_depth
-from tightfit.estimate.trace.depth_match import CannotExtend
-from tightfit.estimate.trace.op_costs import describe
-from tightfit.estimate.trace.op_depth import extend_log, list_kinds
-from tightfit.estimate.trace.op_host import HostPace
-from tightfit.estimate.trace.op_notes import Moment, OperationNotes
-from tightfit.estimate.trace.op_seconds import estimate_traced_time
-from tightfit.estimate.trace.operations import (
+from tightfit.estimate.step_time import count_forward_kernels
+from tightfit.hardware.catalogue import find_gpu
+from tightfit.models.config import read_config
+from tightfit.runtime.calibrate.host import LAYER_CONFIG
+from tightfit.trace import traced_time
+from tightfit.trace.depth import CannotExtend, extend_operation_log, list_layer_kinds, plan_depths
+from tightfit.trace.depth_config import with_depth
+from tightfit.trace.operation_work import OperationCollector, OperationContext, describe_operation
+from tightfit.trace.operations import (
     ATTENTION,
     BACKWARD,
     FORWARD,
@@ -35,13 +33,11 @@ from tightfit.estimate.trace.operations import (
     OperationLog,
     list_totals,
 )
-from tightfit.estimate.trace.recorder import Recorder
-from tightfit.estimate.trace.recording import Recording
-from tightfit.hardware.catalogue import find_gpu
-from tightfit.models.config import read_config
-from tightfit.runtime.calibrate.host import LAYER_CONFIG
-from tightfit.train.tracing import run
+from tightfit.trace.recorder import Recorder
+from tightfit.trace.recording import Recording
+from tightfit.trace.traced_time import HostCosts, estimate_traced_time
 from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.record import record_job
 
 CARD = (9, 0)
 DEPTH = 7
@@ -73,7 +69,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def record(config: dict[str, Any], strategy: Strategy, depth: int) -> OperationLog:
         job = TraceJob(config=config, strategy=strategy, compute_capability=CARD, stages=())
-        run.record_job(job, with_depth(config, depth))
+        record_job(job, with_depth(config, depth))
         log = made[-1].notes.finish()
         assert log is not None, made[-1].notes.problem
         return log
@@ -101,16 +97,18 @@ def test_flops_are_those_that_torch_counts(
     name: str, config: dict[str, Any], trace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: Counter[int] = Counter()
-    note = OperationNotes.note
+    note = OperationCollector.note
 
-    def count(self: OperationNotes, moment: Moment, call: tuple[Any, Any, Any, Any]) -> None:
+    def count(
+        self: OperationCollector, moment: OperationContext, call: tuple[Any, Any, Any, Any]
+    ) -> None:
         func, args, kwargs, result = call
         formula = flop_registry.get(func.overloadpacket if hasattr(func, "overloadpacket") else 0)
         if formula is not None and moment.step:
             counted[moment.step] += formula(*args, **kwargs, out_val=result)
         note(self, moment, call)
 
-    monkeypatch.setattr(OperationNotes, "note", count)
+    monkeypatch.setattr(OperationCollector, "note", count)
     log = trace(config, _strategy(**KINDS[name]), 3)
     assert counted[2] > 0
     assert log.sum_flops() == counted[2]
@@ -124,7 +122,11 @@ def test_few_layers_tell_of_many(name: str, config: dict[str, Any], trace: Any) 
     plan = plan_depths((DEPTH,))
     base = trace(config, strategy, sum(plan.base))
     grown = [trace(config, strategy, sum(depth)) for depth in plan.grown]
-    _compare(extend_log(base, grown, list_kinds(plan)), trace(config, strategy, DEPTH), strategy)
+    _compare(
+        extend_operation_log(base, grown, list_layer_kinds(plan)),
+        trace(config, strategy, DEPTH),
+        strategy,
+    )
 
 
 def test_two_kinds_of_layers_grow_each_by_itself(config: dict[str, Any], trace: Any) -> None:
@@ -136,7 +138,9 @@ def test_two_kinds_of_layers_grow_each_by_itself(config: dict[str, Any], trace: 
         found: OperationLog = trace(config, strategy, sum(kinds))
         return found
 
-    extended = extend_log(record(plan.base), [record(k) for k in plan.grown], list_kinds(plan))
+    extended = extend_operation_log(
+        record(plan.base), [record(k) for k in plan.grown], list_layer_kinds(plan)
+    )
     _compare(extended, record(wanted), _strategy(checkpointing=True, recomputed_layers=7))
 
 
@@ -162,7 +166,7 @@ def test_a_deeper_model_that_does_otherwise_is_refused(config: dict[str, Any], t
     base = trace(config, _strategy(), 3)
     other = trace(config, _strategy(seq_len=40), 5)
     with pytest.raises(CannotExtend):
-        extend_log(base, [other], list_kinds(plan))
+        extend_operation_log(base, [other], list_layer_kinds(plan))
 
 
 def test_a_log_survives_the_disk_and_shortening(config: dict[str, Any], trace: Any) -> None:
@@ -185,7 +189,7 @@ def test_what_the_optimizer_and_the_weights_hold(config: dict[str, Any], trace: 
 
 def test_bytes_of_plain_operations() -> None:
     def moved(func: Any, *args: Any) -> float:
-        return describe(func, args, {}, func(*args)).num_bytes
+        return describe_operation(func, args, {}, func(*args)).num_bytes
 
     aten = torch.ops.aten
     some, row = torch.ones(8, 4), torch.ones(4)
@@ -194,7 +198,7 @@ def test_bytes_of_plain_operations() -> None:
     assert moved(aten.mul_.Tensor, some, row) == 2 * 128 + 16
     assert moved(aten.copy_.default, some, some.half()) == 128 + 64
     assert moved(aten.embedding.default, some, torch.tensor([1, 2])) == 2 * 32
-    assert describe(aten.t.default, (some,), {}, some.t()).num_kernels == 0
+    assert describe_operation(aten.t.default, (some,), {}, some.t()).num_kernels == 0
 
 
 def test_products_whose_rows_begin_at_odd_places_are_marked() -> None:
@@ -202,7 +206,7 @@ def test_products_whose_rows_begin_at_odd_places_are_marked() -> None:
         left = torch.ones(rows, inner, dtype=torch.bfloat16)
         right = torch.ones(columns, inner, dtype=torch.bfloat16).t()
         aten = torch.ops.aten.mm.default
-        return describe(aten, (left, right), {}, aten(left, right)).num_indexed
+        return describe_operation(aten, (left, right), {}, aten(left, right)).num_indexed
 
     assert crooked(5, 16, 24) == 0  # a token more or less moves no row
     assert crooked(4, 16, 23) == 4 * 23  # gpt2's vocabulary: the result's rows
@@ -219,19 +223,19 @@ def test_the_layer_that_calibration_times_has_the_weight_it_is_given(trace: Any)
         ]
         found[method] = [_weigh(logs[1], s) - _weigh(logs[0], s) for s in (FORWARD, BACKWARD)]
     forward, backward = (weight / 2 for weight in found["full"])
-    assert forward == pytest.approx(op_host.LAYER_FORWARD_WEIGHT, rel=0.03)
-    assert backward == pytest.approx(op_host.LAYER_BACKWARD_WEIGHT, rel=0.03)
+    assert forward == pytest.approx(traced_time.LAYER_FORWARD_WEIGHT, rel=0.03)
+    assert backward == pytest.approx(traced_time.LAYER_BACKWARD_WEIGHT, rel=0.03)
     adapter = (found["lora"][0] - found["full"][0]) / 2 / 7
-    assert adapter == pytest.approx(op_host.ADAPTER_FORWARD_WEIGHT, rel=0.05)
+    assert adapter == pytest.approx(traced_time.ADAPTER_FORWARD_WEIGHT, rel=0.05)
     adapter_backward = (found["lora"][1] - found["full"][1]) / 2 / 7
-    assert adapter_backward == pytest.approx(op_host.ADAPTER_BACKWARD_WEIGHT, rel=0.05)
+    assert adapter_backward == pytest.approx(traced_time.ADAPTER_BACKWARD_WEIGHT, rel=0.05)
     spec = read_config({**config, "num_hidden_layers": 1}, name="layer", source="here")
     kernels = count_forward_kernels(
         sum_workload(spec), NO_ADAPTERS, _strategy(**fields), is_rms_norm=True
     )
-    assert kernels == op_host.LAYER_KERNELS
+    assert kernels == traced_time.LAYER_KERNELS
 
 
 def _weigh(log: OperationLog, stage: str) -> float:
-    pace = HostPace(forward=1.0, backward=1.0, gap=0.0)
+    pace = HostCosts(forward=1.0, backward=1.0, gap=0.0)
     return sum(pace.seconds(one) for one in log.walk() if one.stage == stage)

@@ -15,24 +15,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from small_models import make_family, make_llama
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.trace.recording import OPTIMIZER, WEIGHTS, Recording
-from tightfit.runtime.load import LoadRequest, load_base, load_meta
-from tightfit.runtime.random_weights import place_empty
-from tightfit.train.finish import finish_model
-from tightfit.train.objective import Objective
+from tightfit.runtime.load import LoadRequest, load_base, load_meta, materialize_empty
+from tightfit.trace.recording import OPTIMIZER, WEIGHTS, Recording
+from tightfit.train.model import Objective, prepare_model
 from tightfit.train.optimizers import build_optimizer
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.libraries import without_kernels
-from tightfit.train.tracing.packed import (
-    is_packed,
-    list_statistics,
-    pack_skeleton_fake,
-    place_packed,
+from tightfit.train.tracing.engine import FAKE_DEVICE, build_meta_module, make_training
+from tightfit.train.tracing.fake_kernels import (
+    is_quantized_parameter,
+    list_quantization_state,
+    place_quantized,
+    quantize_meta_fake,
+    without_kernels,
 )
-from tightfit.train.tracing.run import record_job
-from tightfit.train.tracing.subject import FAKE_DEVICE, build_skeleton, make_training
+from tightfit.train.tracing.job import TraceJob
+from tightfit.train.tracing.record import record_job
 
 CARD = (9, 0)
 
@@ -54,10 +52,10 @@ def _strategy(**fields: Any) -> Strategy:
 def _make_fake(folder: Path, strategy: Strategy) -> Objective:
     with without_kernels(strategy, FAKE_DEVICE, CARD):
         training = make_training(strategy, folder)
-        module = build_skeleton(folder, strategy, training, has_varlen=False)
+        module = build_meta_module(folder, strategy, training, has_varlen=False)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            place_packed(module, FAKE_DEVICE)
-            place_empty(module, FAKE_DEVICE)
+            place_quantized(module, FAKE_DEVICE)
+            materialize_empty(module, FAKE_DEVICE)
     return module
 
 
@@ -65,7 +63,7 @@ def _make_real(folder: Path, strategy: Strategy) -> Objective:
     request = LoadRequest.from_strategy(strategy, is_packed=False)
     model = load_base(folder, request, torch.device("cpu"))
     return Objective.from_strategy(
-        finish_model(model, strategy, make_training(strategy, folder)), strategy
+        prepare_model(model, strategy, make_training(strategy, folder)), strategy
     )
 
 
@@ -73,11 +71,11 @@ def _describe(module: nn.Module) -> dict[str, Any]:
     named: dict[str, Any] = {
         name: (type(parameter).__name__, parameter.requires_grad)
         for name, parameter in module.named_parameters()
-        if is_packed(parameter)
+        if is_quantized_parameter(parameter)
     }
     tensors = [*module.named_parameters(), *module.named_buffers()]
     named |= {f"{name}:": (tuple(t.shape), t.dtype) for name, t in tensors}
-    named["beside"] = [(tuple(t.shape), t.dtype) for t in list_statistics(module)]
+    named["beside"] = [(tuple(t.shape), t.dtype) for t in list_quantization_state(module)]
     named["classes"] = {f"{type(m).__module__}.{type(m).__name__}" for m in module.modules()}
     return named
 
@@ -125,7 +123,7 @@ def test_codes_stored_as_another_dtype(tmp_path: Path) -> None:
     real = load_base(folder, request, torch.device("cpu"))
     with without_kernels(_strategy(weights="nf4"), FAKE_DEVICE, CARD):
         fake = load_meta(folder, request)
-        pack_skeleton_fake(fake, request)
+        quantize_meta_fake(fake, request)
     assert _describe(fake) == _describe(real)
 
 
@@ -133,14 +131,14 @@ def test_sharded_codes_find_their_statistics(odd: Path) -> None:
     """Sharding replaces parameters by its own, which know nothing of scales."""
     strategy = _strategy(weights="nf4")
     module = _make_fake(odd, strategy)
-    before = list_statistics(module)
+    before = list_quantization_state(module)
     packed: Any = module.model.get_submodule(
         "base_model.model.model.layers.0.mlp.up_proj.base_layer"
     )
     with without_kernels(strategy, FAKE_DEVICE, CARD), packed.weight.fake_mode:
         packed.weight = nn.Parameter(torch.empty_like(packed.weight), requires_grad=False)
         assert packed(torch.empty(3, 35, dtype=torch.bfloat16)).shape == (3, 127)
-    assert [id(t) for t in list_statistics(module)] == [id(t) for t in before]
+    assert [id(t) for t in list_quantization_state(module)] == [id(t) for t in before]
 
 
 def _trace(folder: Path, **fields: Any) -> Recording:
@@ -164,7 +162,7 @@ def test_traced_weights_are_the_bytes_of_the_loaded_model(
 ) -> None:
     recording = _trace(odd, **fields)
     real = _make_real(odd, _strategy(**fields))
-    stored = [*real.parameters(), *real.buffers(), *list_statistics(real)]
+    stored = [*real.parameters(), *real.buffers(), *list_quantization_state(real)]
     begun = [recording.allocations[event - 1] for event in recording.events if event > 0]
     standing = sum(a.num_bytes for a in begun if a.category == WEIGHTS)
     assert standing == _count_bytes(stored)
@@ -220,9 +218,9 @@ def test_8bit_state_is_what_the_optimizer_makes(tmp_path: Path) -> None:
     real = _states(_step(_make_real(folder, strategy), strategy, folder))
     with without_kernels(strategy, FAKE_DEVICE, CARD):
         training = make_training(strategy, folder)
-        module = build_skeleton(folder, strategy, training, has_varlen=False)
+        module = build_meta_module(folder, strategy, training, has_varlen=False)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            place_empty(module, FAKE_DEVICE)
+            materialize_empty(module, FAKE_DEVICE)
             fake = _states(_step(module, strategy, folder))
     assert fake == real
     kinds = {state["state1"][1] for state in fake}
@@ -278,6 +276,6 @@ def test_without_bitsandbytes(
     odd: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(EnvironmentFaultError, match="bitsandbytes") as caught:
+    with pytest.raises(SetupError, match="bitsandbytes") as caught:
         _trace(odd, **fields)
     assert "pip install" in caught.value.remedy

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 
-from tightfit.core.quirks import Quirks
-from tightfit.core.strategy import Strategy
+from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.memory import estimate_moments, peak_moment
-from tightfit.estimate.trace.caching_allocator import AllocatorSettings
+from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
-from tightfit.models.source_config import read_source_config
-from tightfit.train.tracing.depths import DepthTracer
+from tightfit.trace.caching_allocator import AllocatorSettings
 from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.trace import replay_unlimited
+from tightfit.train.tracing.trace import DepthTracer, replay_unlimited
 
 CARD = (9, 0)
 ROWS, LENGTH = 8, 2048

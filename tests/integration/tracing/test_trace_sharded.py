@@ -16,22 +16,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allocator_reports import Told, listening
 from tightfit.core.strategy import Sharding, Strategy
-from tightfit.estimate.trace.card_habits import CardHabits
-from tightfit.estimate.trace.recorder import Recorder
-from tightfit.estimate.trace.recording import INPUTS, Recording, find_peak
+from tightfit.trace.gpu_emulation import GpuEmulation
+from tightfit.trace.recorder import Recorder
+from tightfit.trace.recording import INPUTS, Recording, find_peak
+from tightfit.train.distributed import DistContext, init_single_process_group
 from tightfit.train.engine import TorchEngine
 from tightfit.train.optimizers import build_optimizer
-from tightfit.train.place import Place, join_alone
 from tightfit.train.sharding import replicate
 from tightfit.train.step import StepPlan, train_step
-from tightfit.train.tracing.batch import make_fake_batch
+from tightfit.train.tracing.engine import build_meta_module, list_local_tensors, make_training
+from tightfit.train.tracing.record import make_fake_batch
 from tightfit.train.tracing.sharded import (
-    build_ranked_engine,
-    pretend_ranks,
+    build_distributed_engine,
+    fake_process_group,
+    record_fsdp,
     shard_fake,
-    watch_shards,
 )
-from tightfit.train.tracing.subject import build_skeleton, list_local, make_training
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,7 +62,7 @@ DDP_CASES: list[dict[str, Any]] = [
 ]
 
 
-class NoHabits(CardHabits):
+class NoHabits(GpuEmulation):
     """A CPU's kernels are not a card's."""
 
     def scratch_bytes(self, *_call: Any) -> list[int]:
@@ -80,7 +80,7 @@ def make_strategy(**changes: Any) -> Strategy:
 def make_skeleton(folder: Path, strategy: Strategy) -> tuple[Any, Any]:
     (folder / "config.json").write_text(json.dumps(CONFIG), "utf-8")
     training = make_training(strategy, folder)
-    return build_skeleton(folder, strategy, training, has_varlen=False), training
+    return build_meta_module(folder, strategy, training, has_varlen=False), training
 
 
 def make_rows(strategy: Strategy) -> dict[str, torch.Tensor]:
@@ -102,12 +102,14 @@ def record(folder: Path, strategy: Strategy) -> Recording:
     rows = make_rows(strategy)
     recorder = Recorder(NoHabits(), vocab_size=CONFIG["vocab_size"])
     with (
-        pretend_ranks(strategy) as place,
+        fake_process_group(strategy) as place,
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
-        watch_shards(recorder),
+        record_fsdp(recorder),
     ):
-        engine = build_ranked_engine(module, strategy, training, place=place, recorder=recorder)
+        engine = build_distributed_engine(
+            module, strategy, training, place=place, recorder=recorder
+        )
         batch = make_fake_batch(rows, CPU)
         recorder.hold(batch.values(), INPUTS)
         recorder.stage = "backward"
@@ -123,7 +125,7 @@ def run_for_real(folder: Path, strategy: Strategy, wrap: Callable[..., Any]) -> 
         with join_group(strategy) as place:
             module = wrap(module, strategy, place)
             with torch.no_grad():
-                for tensor in list_local([*module.parameters(), *module.buffers()]):
+                for tensor in list_local_tensors([*module.parameters(), *module.buffers()]):
                     tensor.fill_(0.01)
             optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
             engine = TorchEngine(
@@ -139,11 +141,11 @@ def run_for_real(folder: Path, strategy: Strategy, wrap: Callable[..., Any]) -> 
 
 
 @contextmanager
-def join_group(strategy: Strategy) -> Iterator[Place]:
+def join_group(strategy: Strategy) -> Iterator[DistContext]:
     """DDP's buckets are the same for one rank, and its reducer wants answers."""
-    with pretend_ranks(strategy) as place:
+    with fake_process_group(strategy) as place:
         if strategy.sharding is Sharding.DDP:
-            join_alone(replace(place, world_size=1, local_world_size=1))
+            init_single_process_group(replace(place, world_size=1, local_world_size=1))
         try:
             yield place
         finally:
@@ -151,12 +153,12 @@ def join_group(strategy: Strategy) -> Iterator[Place]:
                 dist.destroy_process_group()
 
 
-def shard(module: Any, strategy: Strategy, place: Place) -> Any:
+def shard(module: Any, strategy: Strategy, place: DistContext) -> Any:
     shard_fake(module, strategy, place)
     return module
 
 
-def copy_everywhere(module: Any, _strategy: Strategy, place: Place) -> Any:
+def copy_everywhere(module: Any, _strategy: Strategy, place: DistContext) -> Any:
     module.to_empty(device=CPU)
     return replicate(module, place)
 

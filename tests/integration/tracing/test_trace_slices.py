@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.logits import count_slice_tokens
+from tightfit.estimate.loss import count_chunk_tokens
 from tightfit.estimate.memory import estimate_moments, peak_moment
-from tightfit.estimate.trace.caching_allocator import AllocatorSettings
-from tightfit.estimate.trace.recording import Recording
+from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
-from tightfit.models.source_config import read_source_config
-from tightfit.train.tracing.depths import DepthTracer
+from tightfit.trace.caching_allocator import AllocatorSettings
+from tightfit.trace.recording import Recording
 from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.trace import replay_unlimited
+from tightfit.train.tracing.trace import DepthTracer, replay_unlimited
 
 CARD = (9, 0)
 SPEC = resolve_model("Llama-3.2-1B")
@@ -44,7 +43,7 @@ def test_a_slice_is_as_wide_as_asked_and_counted_so(factor: int) -> None:
     strategy = _strategy(factor)
     recording = _record(strategy)
     tokens = strategy.micro_batch * (strategy.seq_len - 1)  # the last of each row has no target
-    rows = count_slice_tokens(SPEC, tokens=tokens, factor=factor)
+    rows = count_chunk_tokens(SPEC, tokens=tokens, factor=factor)
     logits = {
         a.shape
         for a in recording.allocations

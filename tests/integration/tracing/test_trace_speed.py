@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
-from tightfit.models.source_config import read_source_config
 
 GIB = 2**30
 MOST_MEMORY_BYTES = 2 * GIB

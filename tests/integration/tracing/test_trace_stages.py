@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from tightfit.core.errors import UsageError
-from tightfit.estimate.trace.caching_allocator import AllocatorSettings, CachingAllocator
-from tightfit.estimate.trace.recording import (
+from tightfit.trace.caching_allocator import AllocatorSettings, CachingAllocator
+from tightfit.trace.recording import (
     GRADIENTS,
     INPUTS,
     KV_CACHE,
     OPTIMIZER,
     TEMPORARY,
     Recording,
+    list_stage_peaks,
 )
-from tightfit.estimate.trace.result import TracedStage
-from tightfit.estimate.trace.summary import list_stage_peaks
+from tightfit.trace.result import TracedStage
 from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.run import record_job
+from tightfit.train.tracing.record import record_job
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 120}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tightfit.estimate.trace import recorder
-from tightfit.estimate.trace.operations import Operation
-from tightfit.estimate.trace.recorder import Place, Recorder
-from tightfit.estimate.trace.recording import Allocation, Recording
+from tightfit.trace import recorder
+from tightfit.trace.operations import Operation
+from tightfit.trace.recorder import Recorder, RecorderPosition
+from tightfit.trace.recording import Allocation, Recording
 from tightfit.train.step import train_step
-from tightfit.train.tracing import run
+from tightfit.train.tracing import record
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.trace import trace
 
@@ -57,7 +57,7 @@ def _make_job(strategy: dict[str, Any]) -> TraceJob:
 
 def _record(strategy: dict[str, Any]) -> Recording:
     job = _make_job(strategy)
-    return run.record_job(job, job.config)
+    return record.record_job(job, job.config)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     said: list[bool] = []
     repeat = Recorder.repeat_step
 
-    def listen(recorder: Recorder, since: Place) -> bool:
+    def listen(recorder: Recorder, since: RecorderPosition) -> bool:
         said.append(repeat(recorder, since))
         return said[-1]
 
@@ -80,7 +80,7 @@ def test_a_repeated_step_is_the_one_that_would_have_run(
 ) -> None:
     repeated = _record(REPEATED[name])
     assert answers == [True]
-    monkeypatch.setattr(run, "FIRST_STEADY", run.NUM_STEPS)
+    monkeypatch.setattr(record, "FIRST_STEADY_STEP", record.NUM_STEPS)
 
     assert _record(REPEATED[name]) == repeated
     assert answers == [True], "the second time all steps ran"
@@ -91,7 +91,7 @@ def test_a_step_that_prepares_the_next_is_run_again(name: str, answers: list[boo
     recording = _record(RUN[name])
 
     assert answers == [False]
-    assert {one.step for one in recording.allocations} >= {1, 2, run.NUM_STEPS}
+    assert {one.step for one in recording.allocations} >= {1, 2, record.NUM_STEPS}
 
 
 ACCUMULATED: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def test_micro_batches_that_are_not_run_are_noted_as_if_they_were(
 ) -> None:
     strategy = {**ACCUMULATED[name], "grad_accum": NUM_MICRO_BATCHES}
     short = _record(strategy)
-    monkeypatch.setattr(run, "count_run", lambda strategy: strategy.grad_accum)
+    monkeypatch.setattr(record, "count_traced_micro_batches", lambda strategy: strategy.grad_accum)
 
     whole = _record(strategy)
 
@@ -144,7 +144,7 @@ def test_repeating_micro_batches_is_what_makes_it_short(monkeypatch: pytest.Monk
         num_run.append(len(batches))
         return train_step(engine, batches, plan)
 
-    monkeypatch.setattr(run, "train_step", count)
+    monkeypatch.setattr(record, "train_step", count)
     for strategy in ({"checkpointing": False}, ACCUMULATED["fsdp-lora"]):
         _record({**strategy, "grad_accum": 64})
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.trace.ask import Answer
-from tightfit.estimate.trace.op_seconds import estimate_traced_time
-from tightfit.estimate.trace.operations import RECOMPUTE
-from tightfit.estimate.trace.time_result import TracedTime
 from tightfit.hardware.catalogue import find_gpu
+from tightfit.trace.operations import RECOMPUTE
+from tightfit.trace.result import TracedTime
+from tightfit.trace.traced_time import estimate_traced_time
+from tightfit.trace.tracer import TraceResponse
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.trace import trace
 
@@ -36,7 +36,7 @@ def _answer(
     is_full_depth: bool = False,
     room_bytes: int | None = None,
     **fields: Any,
-) -> Answer:
+) -> TraceResponse:
     plain = {"micro_batch": 4, "seq_len": 2048, "checkpointing": False, "method": "full"}
     asked: dict[str, Any] = {
         "config": CONFIG | {"num_hidden_layers": num_layers},
@@ -49,9 +49,9 @@ def _answer(
     return trace(TraceJob.model_validate(asked))
 
 
-def _time(answer: Answer, **fields: Any) -> TracedTime:
+def _time(answer: TraceResponse, **fields: Any) -> TracedTime:
     # From the disk, as later runs have it.
-    log = Answer.model_validate_json(answer.model_dump_json()).operations
+    log = TraceResponse.model_validate_json(answer.model_dump_json()).operations
     assert log is not None
     return estimate_traced_time(log, find_gpu("H200-SXM"), Strategy.model_validate(fields))
 

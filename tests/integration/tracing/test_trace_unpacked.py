@@ -12,10 +12,10 @@ import pytest
 from tightfit.core.strategy import Strategy
 from tightfit.estimate.job import estimate_job
 from tightfit.estimate.result import Estimate
-from tightfit.estimate.trace.result import TracedMemory
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
+from tightfit.trace.result import TracedMemory
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.trace import trace
 

@@ -11,8 +11,8 @@ import torch
 
 from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.core.errors import SetupError
+from tightfit.runs.run_folder import RunFolder
 from tightfit.train.artefact import choose_saved_dtype, write_artefact
 
 IDS = torch.arange(1, 17).reshape(2, 8)
@@ -113,6 +113,6 @@ def test_a_result_that_cannot_be_written_is_the_machines_fault(tmp_path: Path) -
     trainer, _ = _train(tmp_path, make_model(tmp_path / "base"), method="lora")
     (tmp_path / "run").write_text("a file, not a folder")
 
-    with pytest.raises(EnvironmentFaultError, match="Cannot write") as caught:
+    with pytest.raises(SetupError, match="Cannot write") as caught:
         write_artefact(RunFolder(path=tmp_path / "run"), trainer.engine, trainer.plan, lone_place())
     assert "checkpoint" in caught.value.remedy

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tightfit.cli.bench_job import read_bench_job
-from tightfit.cli.flags.bench import BenchFlags
-from tightfit.cli.training.display import SilentDisplay
-from tightfit.launch.local import run_job
-from tightfit.launch.trial import PREFIX
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus, TokenFolders
+from tightfit.cli.options.training import BenchFlags
+from tightfit.cli.terminal.run_display import SilentDisplay
+from tightfit.cli.training.bench import read_bench_job
+from tightfit.clusters.local.launcher import run_job
+from tightfit.clusters.local.trial import TRIAL_PREFIX
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus, TokenFolders
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,7 +85,7 @@ def test_real_steps_are_measured_and_nothing_is_left(model: Path, tmp_path: Path
     assert share == pytest.approx(63 / 64)
     memory = next(item for item in only["compared"] if item["name"] == "process memory")
     assert 100 * 2**20 < memory["measured"] < 4 * 2**30
-    assert list((tmp_path / "tmp").glob(f"{PREFIX}*")) == []
+    assert list((tmp_path / "tmp").glob(f"{TRIAL_PREFIX}*")) == []
     assert not (tmp_path / "runs").exists()
 
 
@@ -96,7 +96,7 @@ def test_a_worker_without_memory_is_a_row_and_exit_code_5(model: Path, tmp_path:
 
     assert code == found["exit_code"] == 5
     assert [trial["status"] for trial in found["trials"]] == ["out-of-memory"]
-    assert list((tmp_path / "tmp").glob(f"{PREFIX}*")) == []
+    assert list((tmp_path / "tmp").glob(f"{TRIAL_PREFIX}*")) == []
 
 
 def test_the_worker_writes_neither_checkpoint_nor_result(model: Path, tmp_path: Path) -> None:

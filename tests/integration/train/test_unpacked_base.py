@@ -12,10 +12,10 @@ from torch import nn
 from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.core.dtypes import Dtype
 from tightfit.data.token_store import TokenStore
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.adapters import load_adapter
+from tightfit.runtime.layers import is_dequantized
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.runtime.unpacked import is_unpacked
 from tightfit.train.artefact import write_artefact
 
 IDS = torch.arange(1, 17).reshape(2, 8)
@@ -40,7 +40,7 @@ def _trainer(model: Path, store: TokenStore, **changes: Any) -> Trainer:
 
 
 def _count_unpacked(trainer: Trainer) -> int:
-    return sum(is_unpacked(module) for module in trainer.engine.module.modules())
+    return sum(is_dequantized(module) for module in trainer.engine.module.modules())
 
 
 @pytest.mark.parametrize(
@@ -166,5 +166,5 @@ def test_a_base_that_is_drawn_is_unpacked_too(model: Path, store: TokenStore) ->
         layer: nn.Module = drawn.engine.model.get_submodule(
             "base_model.model.model.layers.0.mlp.up_proj.base_layer"
         )
-        assert is_unpacked(layer) is plan.strategy.unpacked_base
+        assert is_dequantized(layer) is plan.strategy.unpacked_base
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)

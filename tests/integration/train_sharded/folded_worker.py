@@ -15,7 +15,7 @@ from typing import Any
 from shard_cases import Trainer, make_plan, quiet
 from tightfit.core.strategy import Method
 from tightfit.data.token_store import TokenStore
-from tightfit.train.place import Place, leave, take_place
+from tightfit.train.distributed import DistContext, destroy_dist_context, init_dist_context
 
 NUM_STEPS = 6
 ALONE: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
-def train(folder: Path, place: Place, changes: dict[str, Any]) -> dict[str, Any]:
+def train(folder: Path, place: DistContext, changes: dict[str, Any]) -> dict[str, Any]:
     fields = {"method": Method.LORA, "folded_adapters": True} | changes
     plan = make_plan(folder / "model", gpus_per_node=place.world_size, **fields)
     trainer = Trainer(plan, TokenStore(folder / "store" / "train"), place)
@@ -50,13 +50,13 @@ def train(folder: Path, place: Place, changes: dict[str, Any]) -> dict[str, Any]
 
 def main(folder: Path) -> None:
     quiet()
-    place = take_place(on_cpu=True)
+    place = init_dist_context(on_cpu=True)
     cases = ALONE if place.world_size == 1 else SHARDED
     notes = {name: train(folder, place, changes) for name, changes in cases.items()}
     if place.is_first:
         (folder / f"{place.world_size}.json").write_text(json.dumps(notes))
     place.barrier()
-    leave()
+    destroy_dist_context()
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ from shard_cases import NUM_STEPS, Trainer, make_plan, quiet
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Method, Sharding
 from tightfit.data.token_store import TokenStore
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.layers import decoder_layers
 from tightfit.train.build import build_engine
 from tightfit.train.checkpoint import Progress, find_checkpoint, read_progress, write_checkpoint
-from tightfit.train.place import Place, leave, take_place
+from tightfit.train.distributed import DistContext, destroy_dist_context, init_dist_context
 from tightfit.train.sharding import Sharder
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ FIRST_STOP, SECOND_STOP = 8, 14
 class Part:
     """What one launch does, and the notes it leaves."""
 
-    def __init__(self, folder: Path, place: Place) -> None:
+    def __init__(self, folder: Path, place: DistContext) -> None:
         self.folder = folder
         self.place = place
         self.store = TokenStore(folder / "store" / "train")
@@ -272,12 +272,12 @@ PARTS = {
 
 def main(name: str, folder: Path) -> None:
     quiet()
-    part = Part(folder, take_place(on_cpu=True))
+    part = Part(folder, init_dist_context(on_cpu=True))
     PARTS[name](part)
     path = folder / f"{name}.{part.place.rank}.json"
     path.write_text(json.dumps(part.notes))
     part.place.barrier()
-    leave()
+    destroy_dist_context()
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ from zero_cases import (
 from tightfit.core.strategy import Method, Offload, Sharding
 from tightfit.runtime.load import LoadRequest, load_base
 from tightfit.train.engine import TorchEngine
-from tightfit.train.finish import finish_model
-from tightfit.train.objective import Objective
+from tightfit.train.model import Objective, prepare_model
 from tightfit.train.optimizers import build_optimizer
 
 WORKER = Path(__file__).with_name("zero_worker.py")
@@ -103,7 +102,7 @@ def train_alone(folder: Path, method: Method) -> Reference:
     strategy, training, device = plan.strategy, plan.training, torch.device("cpu")
     assert training is not None
     base = load_base(folder, LoadRequest.from_strategy(strategy, is_packed=False), device)
-    model = finish_model(base, strategy, training)
+    model = prepare_model(base, strategy, training)
     module = Objective.from_strategy(model, strategy)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
     engine = TorchEngine(

@@ -23,20 +23,20 @@ from zero_trace_cases import (
 )
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.trace.card_habits import CardHabits
-from tightfit.estimate.trace.recorder import Recorder
-from tightfit.estimate.trace.recording import INPUTS
-from tightfit.train import zero_config
+from tightfit.trace.gpu_emulation import GpuEmulation
+from tightfit.trace.recorder import Recorder
+from tightfit.trace.recording import INPUTS
+from tightfit.train import zero as zero_engine
 from tightfit.train.step import StepPlan, train_step
 from tightfit.train.tracing import zero
-from tightfit.train.tracing.batch import make_fake_batch
+from tightfit.train.tracing.engine import build_meta_module, make_training
+from tightfit.train.tracing.record import make_fake_batch
 from tightfit.train.tracing.sharded import (
-    build_ranked_engine,
-    pretend_ranks,
-    strategy_of_ranks,
-    watch_shards,
+    build_distributed_engine,
+    fake_process_group,
+    record_fsdp,
+    to_engine_strategy,
 )
-from tightfit.train.tracing.subject import build_skeleton, make_training
 
 WORKER = Path(__file__).with_name("zero_trace_worker.py")
 TESTS = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ TOLERANCE = 0.005
 LIVE_BYTES = 2_000
 
 
-class NoHabits(CardHabits):
+class NoHabits(GpuEmulation):
     """A CPU's kernels are not a card's."""
 
     def scratch_bytes(self, *_call: object) -> list[int]:
@@ -80,18 +80,20 @@ def trace_steps(folder: Path, strategy: Strategy) -> tuple[int, int]:
     """(peak, live) bytes of the steps."""
     write_config(folder)
     training = make_training(strategy, folder)
-    module = build_skeleton(folder, strategy, training, has_varlen=False)
+    module = build_meta_module(folder, strategy, training, has_varlen=False)
     rows = make_rows(strategy)
     recorder = Recorder(NoHabits(), vocab_size=CONFIG["vocab_size"])
     accumulated = strategy.grad_accum
     plan = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
     with (
-        pretend_ranks(strategy) as place,
+        fake_process_group(strategy) as place,
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
-        watch_shards(recorder),
+        record_fsdp(recorder),
     ):
-        engine = build_ranked_engine(module, strategy, training, place=place, recorder=recorder)
+        engine = build_distributed_engine(
+            module, strategy, training, place=place, recorder=recorder
+        )
         batch = make_fake_batch(rows, torch.device("cpu"))
         recorder.hold(batch.values(), INPUTS)
         recorder.stage = "backward"
@@ -111,8 +113,8 @@ def test_a_trace_takes_what_deepspeed_takes(
     tmp_path: Path, name: str, told: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zero, "ZERO_BUCKET_VALUES", BUCKET_VALUES)
-    monkeypatch.setattr(zero_config, "ZERO3_LIVE_VALUES", LIVE_VALUES)
-    strategy = strategy_of_ranks(make_strategy(**ZERO_TRACES[name]))
+    monkeypatch.setattr(zero_engine, "ZERO3_LIVE_VALUES", LIVE_VALUES)
+    strategy = to_engine_strategy(make_strategy(**ZERO_TRACES[name]))
     peak, live = trace_steps(tmp_path, strategy)
     told_peak, told_live = told[name]
     print(name, peak, told_peak, live, told_live)

@@ -27,13 +27,13 @@ from zero_trace_cases import (
 
 from allocator_reports import Told, listening, mark_start
 from tightfit.core.strategy import Strategy
-from tightfit.train import zero_config
-from tightfit.train.place import Place
+from tightfit.train import zero
+from tightfit.train.distributed import DistContext
 from tightfit.train.step import StepPlan, train_step
 from tightfit.train.zero import build_zero_engine
 
 
-def run(model: Path, strategy: Strategy, place: Place) -> Told:
+def run(model: Path, strategy: Strategy, place: DistContext) -> Told:
     from zero_cases import Case, make_plan
 
     case = Case(sharding=strategy.sharding, method=strategy.method, num_ranks=WORLD_SIZE)
@@ -57,11 +57,11 @@ def main(out: Path) -> None:
     warnings.simplefilter("ignore")
     model = Path(tempfile.mkdtemp(dir=out.parent))
     write_model(model)
-    vars(zero_config).update(ZERO_BUCKET_VALUES=BUCKET_VALUES, ZERO3_LIVE_VALUES=LIVE_VALUES)
+    vars(zero).update(ZERO_BUCKET_VALUES=BUCKET_VALUES, ZERO3_LIVE_VALUES=LIVE_VALUES)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD_SIZE)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    place = Place(
+    place = DistContext(
         rank=0,
         local_rank=0,
         world_size=WORLD_SIZE,

@@ -28,15 +28,15 @@ from zero_cases import (
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Method, Offload, Sharding
-from tightfit.train.place import Place, leave, take_place
-from tightfit.train.rehearsal import rehearse
+from tightfit.train.build import warm_up_step
+from tightfit.train.distributed import DistContext, destroy_dist_context, init_dist_context
 from tightfit.train.zero import ZeroEngine, build_zero_engine
 
 
 class Rank:
     """The folders and the place of this process."""
 
-    def __init__(self, model: Path, out: Path, place: Place) -> None:
+    def __init__(self, model: Path, out: Path, place: DistContext) -> None:
         self.model = model
         self.out = out
         self.place = place
@@ -71,7 +71,7 @@ def compare(rank: Rank, case: Case, num_steps: int = NUM_STEPS) -> None:
     Some cases leave a checkpoint half-way, for another engine to go on from.
     """
     engine = rank.build(case)
-    rehearse(engine, make_batches(0)[rank.place.rank], rank.place)
+    warm_up_step(engine, make_batches(0)[rank.place.rank], rank.place)
     facts = describe(engine)
     facts["eval_before"] = evaluate(engine)
     folder = rank.out / f"checkpoint-{case.name}"
@@ -152,7 +152,7 @@ def resume(rank: Rank, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def on_ranks(engine: ZeroEngine, world_size: int) -> ZeroEngine:
-    place = Place(
+    place = DistContext(
         rank=0,
         local_rank=0,
         world_size=world_size,
@@ -196,18 +196,18 @@ def overflow(rank: Rank) -> None:
 
 
 def main(model: Path, out: Path) -> None:
-    rank = Rank(model, out, take_place(on_cpu=True))
+    rank = Rank(model, out, init_dist_context(on_cpu=True))
     for case in CASES:
         compare(rank, case)
     for sharding in (Sharding.ZERO1, Sharding.ZERO3):
         compare(rank, Case(sharding=sharding, method=Method.FULL, compute=Dtype.BF16), 4)
     overflow(rank)
-    leave()
+    destroy_dist_context()
 
 
 def alone(model: Path, out: Path) -> None:
     """A single process without torchrun."""
-    rank = Rank(model, out, take_place(on_cpu=True))
+    rank = Rank(model, out, init_dist_context(on_cpu=True))
     compare(
         rank,
         Case(sharding=Sharding.ZERO2, method=Method.LORA, offload=Offload.OPTIMIZER, num_ranks=1),

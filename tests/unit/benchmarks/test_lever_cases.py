@@ -16,7 +16,7 @@ import torch
 
 from tightfit.core.strategy import Loss, Method
 from tightfit.data.token_store import EncodedRow
-from tightfit.planning.why import LEVERS
+from tightfit.planning.levers import LEVERS
 
 ROOT = Path(__file__).parents[3]
 

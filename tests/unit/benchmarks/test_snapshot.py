@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tightfit.core.units import MIB
-from tightfit.estimate.trace.caching_allocator import AllocatorSettings, CachingAllocator, replay
+from tightfit.trace.caching_allocator import AllocatorSettings, CachingAllocator, replay
 
 ROOT = Path(__file__).parents[3]
 CLASSIC = AllocatorSettings(expandable_segments=False)

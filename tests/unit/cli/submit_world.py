@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tightfit.cli.submitting import follow as submit_follow
-from tightfit.launch.slurm import watch
+from tightfit.clusters.slurm import follow
 
 HERE = Path(__file__).parent
 SINFO = (
@@ -57,8 +57,8 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("TIGHTFIT_SITE", raising=False)
     write_site(tmp_path, "")
-    monkeypatch.setattr(watch, "FIRST_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "MAX_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "FIRST_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "MAX_POLL_SECONDS", 0.0)
     monkeypatch.setattr(submit_follow, "SETTLE_SECONDS", 0.0)
     sys.path.insert(0, str(HERE.parent / "launch"))
     yield

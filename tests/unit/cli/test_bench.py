@@ -16,18 +16,17 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from tightfit.cli.bench_words import list_words
-from tightfit.cli.choices import PLAN_METHODS
-from tightfit.cli.settings import read_settings
+from tightfit.cli.options.choices import PLAN_METHODS
+from tightfit.cli.training.command_line import list_plan_options, read_settings
+from tightfit.clusters.local import trial
 from tightfit.core.recipe import Recipe, RecipeMethod
 from tightfit.core.strategy import Strategy
 from tightfit.hardware.resolve import resolve_hardware
-from tightfit.launch import trial
-from tightfit.ledger.run_folder import RunFolder, RunState
-from tightfit.ledger.store import read_outcomes
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.request import JobRequest
 from tightfit.planning.search import search
+from tightfit.runs.run_folder import RunFolder, RunState
+from tightfit.runs.store import read_outcomes
 
 ROOT = Path(__file__).parents[1]
 SMALL = ("--seq-len", "64", "--effective-batch", "4", "--steps", "3", "--warm-up", "2")
@@ -60,9 +59,9 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         (run.path / "behaviour.json").write_text(json.dumps({"num_steps": 5, **order}))
         if "removes" in order:
             Path(order["removes"]).rmdir()
-        from tightfit.launch import local
+        from tightfit.clusters.local import launcher
 
-        return local.run_job(run, command=stand_in_command(run), **more)
+        return launcher.run_job(run, command=stand_in_command(run), **more)
 
     monkeypatch.setattr(trial, "run_job", run_job)
     return given
@@ -259,15 +258,15 @@ class TestWords:
         plans = search(request, cluster, num_plans=6, is_exhaustive=is_exhaustive).plans
         assert len(plans) >= 2
         for plan in plans:
-            again = search(_read_back(list_words(plan.strategy), spec), cluster).plans
+            again = search(_read_back(list_plan_options(plan.strategy), spec), cluster).plans
             assert [found.strategy for found in again[:1]] == [plan.strategy]
 
     def test_every_field_is_said_or_known_not_to_be_turned(self) -> None:
-        from tightfit.cli.bench_words import NOT_TURNED
+        from tightfit.cli.training.command_line import NOT_SEARCHED
 
-        said = {word.partition("=")[0] for word in list_words(Strategy())[3::2]}
+        said = {word.partition("=")[0] for word in list_plan_options(Strategy())[3::2]}
         silent = {"quirks", "recomputed_layers"}
-        assert said | set(NOT_TURNED) | silent == set(Strategy.model_fields)
+        assert said | set(NOT_SEARCHED) | silent == set(Strategy.model_fields)
 
 
 def _read_back(words: tuple[str, ...], spec: Any) -> JobRequest:

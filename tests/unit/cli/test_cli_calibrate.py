@@ -15,9 +15,9 @@ from made_calibrations import make_calibration
 from tightfit.cli import calibrate as verb
 from tightfit.core.units import GIB
 from tightfit.hardware.catalogue import find_gpu
-from tightfit.hardware.cpu import probe_cpu
+from tightfit.hardware.local import probe_cpu
 from tightfit.hardware.types import Cluster, Node, NodeGroup
-from tightfit.ledger.calibrations import write_calibration
+from tightfit.runs.measured_rates import write_calibration
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,15 @@ import pytest
 from cli_examples import make_estimate
 from conftest import Run
 
-from tightfit.cli.charts.memory import Chart, make_panel, pick_ticks
-from tightfit.cli.charts.memory_html import LEFT, RIGHT, WIDTH, render_html
+from tightfit.cli.charts.memory import (
+    LEFT,
+    RIGHT,
+    WIDTH,
+    Chart,
+    make_panel,
+    pick_ticks,
+    render_memory_html,
+)
 from tightfit.core.units import GIB
 
 VOID = {"meta", "br", "link"}
@@ -52,7 +59,7 @@ def make_chart() -> Chart:
 
 
 def test_html_is_whole_and_asks_the_network_for_nothing() -> None:
-    page = render_html(make_chart())
+    page = render_memory_html(make_chart())
     checker = Checker()
     checker.feed(page)
     checker.close()
@@ -72,7 +79,7 @@ def svg_of(page: str) -> ET.Element:
 
 def test_bars_are_as_long_as_their_bytes() -> None:
     chart = make_chart()
-    svg = svg_of(render_html(chart))
+    svg = svg_of(render_memory_html(chart))
     scale = (WIDTH - LEFT - RIGHT) / chart.top_gib
 
     rects = [(rect, rect.find("title")) for rect in svg.iter("rect")]
@@ -86,7 +93,7 @@ def test_bars_are_as_long_as_their_bytes() -> None:
 
 
 def test_parts_of_one_bar_follow_each_other_without_gap() -> None:
-    svg = svg_of(render_html(make_chart()))
+    svg = svg_of(render_memory_html(make_chart()))
     by_row: dict[str, list[tuple[float, float]]] = {}
     for rect in svg.iter("rect"):
         box = (float(rect.attrib["x"]), float(rect.attrib["width"]))
@@ -99,7 +106,7 @@ def test_parts_of_one_bar_follow_each_other_without_gap() -> None:
 
 def test_what_does_not_fit_is_marked() -> None:
     big = make_estimate(activations=40 * GIB)
-    page = render_html(Chart(title="t", panels=(make_panel("p", big),)))
+    page = render_memory_html(Chart(title="t", panels=(make_panel("p", big),)))
     assert "too much" in page
     assert 'class="size over"' in page
 
@@ -146,7 +153,7 @@ def test_without_matplotlib_the_remedy_names_the_extra(
 
 
 def test_sizes_are_drawn_over_the_line_of_the_card_with_a_halo() -> None:
-    page = render_html(make_chart())
+    page = render_memory_html(make_chart())
     svg = list(svg_of(page))
     line = next(i for i, part in enumerate(svg) if part.get("class") == "limit")
     sizes = [i for i, part in enumerate(svg) if "size" in (part.get("class") or "").split()]

@@ -6,9 +6,13 @@ import pytest
 from cli_run import run_process
 from pydantic import BaseModel
 
-from tightfit.cli import choices
-from tightfit.cli.completion import complete_gpu, complete_hardware, complete_job, complete_model
-from tightfit.cli.flags import options
+from tightfit.cli.options import choices, common
+from tightfit.cli.options.choices import (
+    complete_gpu,
+    complete_hardware,
+    complete_job,
+    complete_model,
+)
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe
@@ -98,13 +102,13 @@ def test_bounds_are_those_of_the_strategy_and_the_recipe() -> None:
         return next(limit.le for limit in model.model_fields[name].metadata if hasattr(limit, "le"))
 
     for name, most in (
-        ("seq_len", options.MAX_SEQ_LEN),
-        ("micro_batch", options.MAX_BATCH),
-        ("grad_accum", options.MAX_BATCH),
-        ("lora_rank", options.MAX_LORA_RANK),
-        ("num_nodes", options.MAX_WORLD_SIZE),
-        ("gpus_per_node", options.MAX_WORLD_SIZE),
+        ("seq_len", common.MAX_SEQ_LEN),
+        ("micro_batch", common.MAX_BATCH),
+        ("grad_accum", common.MAX_BATCH),
+        ("lora_rank", common.MAX_LORA_RANK),
+        ("num_nodes", common.MAX_WORLD_SIZE),
+        ("gpus_per_node", common.MAX_WORLD_SIZE),
     ):
         assert bound(Strategy, name) == most
-    assert bound(Recipe, "effective_batch") == options.MAX_EFFECTIVE_BATCH
-    assert bound(Recipe, "epochs") == options.MAX_EPOCHS
+    assert bound(Recipe, "effective_batch") == common.MAX_EFFECTIVE_BATCH
+    assert bound(Recipe, "epochs") == common.MAX_EPOCHS

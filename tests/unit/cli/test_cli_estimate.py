@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from tightfit.cli import hardware_choice
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.cli.training import hardware
+from tightfit.core.errors import SetupError
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Estimate
 from tightfit.hardware.resolve import resolve_hardware
@@ -88,10 +88,10 @@ def test_an_estimate_needs_no_gpu_and_says_what_it_assumed(
 ) -> None:
     def no_gpu_here(text: str) -> object:
         if text == "here":
-            raise EnvironmentFaultError("No GPU.", remedy="-")
+            raise SetupError("No GPU.", remedy="-")
         return resolve_hardware(text)
 
-    monkeypatch.setattr(hardware_choice, "resolve_hardware", no_gpu_here)
+    monkeypatch.setattr(hardware, "resolve_hardware", no_gpu_here)
 
     answer = run("estimate", "gpt2", "--json")
 

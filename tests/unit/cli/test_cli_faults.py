@@ -154,7 +154,7 @@ def test_each_kind_of_user_error_keeps_its_exit_code(
         errors.NotFoundError,
         errors.InvalidInputError,
         errors.DoesNotFitError,
-        errors.EnvironmentFaultError,
+        errors.SetupError,
     )
     for code, kind in enumerate(kinds, start=1):
 

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 from cli_examples import CLUSTER, GROUP, SPEC, STRATEGY, make_estimate, make_offers, make_result
 
-from tightfit.cli.render.buy import show_offers
-from tightfit.cli.render.doctor import show_checkup
-from tightfit.cli.render.estimate import show_estimate
-from tightfit.cli.render.hardware import show_cluster
-from tightfit.cli.render.plan import show_plans
-from tightfit.cli.render.zero_table import show_zero_table
+from tightfit.cli.hardware import show_cluster
+from tightfit.cli.render.checkup import show_checkup
+from tightfit.cli.render.estimate import show_estimate, show_zero_table
+from tightfit.cli.render.plan import show_offers, show_plans
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Verdict
 from tightfit.estimate.zero_table import estimate_zero_table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cli_examples import OFFLOADED, STRATEGY, make_estimate, make_plan
 
-from tightfit.cli.order import explain_order, explain_steps
+from tightfit.cli.render.plan import explain_order, explain_steps
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding, Strategy
 from tightfit.estimate.result import Estimate, Verdict

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from tightfit.cli import hardware_choice
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.cli.training import hardware
+from tightfit.core.errors import SetupError
 from tightfit.planning.plan import Exclusion, Plan
 
 
@@ -158,9 +158,9 @@ def test_buy_lists_offers_from_cheap_to_dear(run: Run, dataset: Path) -> None:
 
 def test_without_hardware_a_plan_asks_for_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_gpu(_text: str) -> object:
-        raise EnvironmentFaultError("No GPU.", remedy="-")
+        raise SetupError("No GPU.", remedy="-")
 
-    monkeypatch.setattr(hardware_choice, "resolve_hardware", no_gpu)
+    monkeypatch.setattr(hardware, "resolve_hardware", no_gpu)
     answer = run("plan", "gpt2", "--seq-len", "512")
     assert answer.code == 2
     assert "tightfit plan gpt2 --seq-len 512 --on 4xV100-32GB" in answer.err

@@ -11,19 +11,19 @@ import pytest
 from cli_examples import CLUSTER, OFFLOADED, STRATEGY, make_estimate, make_plan
 from conftest import Run
 
-from tightfit.cli import tracing
 from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.render.estimate import show_estimate
 from tightfit.cli.render.plan import show_plans
-from tightfit.cli.tracing import ModelTracer
+from tightfit.cli.training import tracing
+from tightfit.cli.training.tracing import ModelTracer
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Verdict
-from tightfit.estimate.trace.ask import Answer, Tracer
-from tightfit.hardware import surroundings
+from tightfit.hardware import environment
 from tightfit.hardware.types import Cluster
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.search import SearchResult
-from tightfit.planning.traced import Found, Wish, apply_trace
+from tightfit.planning.traced import TraceOutcome, TraceRequest, apply_trace
+from tightfit.trace.tracer import Tracer, TraceResponse
 from trace_cases import record_full_tuning, trace
 
 TRACED = trace(record_full_tuning())
@@ -31,13 +31,13 @@ TRACE = ("estimate", "Llama-2-7b", "--on", "V100-32GB", "--trace")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Wish]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[TraceRequest]]:
     """A tracer that answers at once; the wishes of each time it was asked."""
-    calls: list[Sequence[Wish]] = []
+    calls: list[Sequence[TraceRequest]] = []
 
-    def ask(_self: ModelTracer, wishes: Sequence[Wish]) -> list[Found]:
+    def ask(_self: ModelTracer, wishes: Sequence[TraceRequest]) -> list[TraceOutcome]:
         calls.append(wishes)
-        return [Found(traced=TRACED)] * len(wishes)
+        return [TraceOutcome(traced=TRACED)] * len(wishes)
 
     monkeypatch.setattr(ModelTracer, "_ask", ask)
     monkeypatch.setattr(tracing, "require_packages", lambda *_, **__: None)
@@ -147,7 +147,7 @@ def test_a_cache_that_cannot_be_written_is_noted_once(
 ) -> None:
     def ask(tracer: Tracer, jobs: Sequence[Any], _tell: Any) -> list[Any]:
         tracer.faults.append("Cannot write '/nowhere/x.json': Permission denied.")
-        return [Answer(traced=TRACED)] * len(jobs)
+        return [TraceResponse(traced=TRACED)] * len(jobs)
 
     monkeypatch.setattr(Tracer, "ask", ask)
     monkeypatch.setattr(tracing, "require_packages", lambda *_, **__: None)
@@ -240,7 +240,7 @@ def test_plans_for_this_machine_name_what_is_not_installed(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(
-        surroundings, "read_version", lambda name: None if name == "deepspeed" else "1.0"
+        environment, "read_version", lambda name: None if name == "deepspeed" else "1.0"
     )
     here = warn_of_missing(make_result("closed-form", source="here"))
     elsewhere = warn_of_missing(make_result("closed-form", source="words"))

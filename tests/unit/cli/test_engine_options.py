@@ -11,12 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tightfit.cli.declare import make_command
-from tightfit.cli.engine_choice import engine_request, sampling
-from tightfit.cli.flags import engine_options as options
+from tightfit.cli.command import make_command
+from tightfit.cli.options import engines as options
+from tightfit.cli.options.engines import engine_request, sampling
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
-from tightfit.engines.choose import ENGINES
+from tightfit.engines.open import ENGINES
 from tightfit.engines.protocol import Sampling
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
 
@@ -27,7 +27,7 @@ ARTEFACT = Artefact(name="it", kind=ArtefactKind.GGUF, path=Path("it"), tokenize
 class Flags:
     """A verb that has them all."""
 
-    engine: options.Engine_ = None
+    engine: options.EngineName = None
     device: options.Device = None
     weights: options.Weights = None
     context: options.Context = None
@@ -42,7 +42,7 @@ class Flags:
     max_new_tokens: options.MaxNewTokens = None
     seed: options.Seed = None
     stop: options.Stop = None
-    settings: options.Settings = None
+    settings: options.TemplateSetting = None
 
 
 def read(monkeypatch: pytest.MonkeyPatch, *words: str) -> Flags:
@@ -151,4 +151,4 @@ def test_words_are_read_with_the_request(words: str, monkeypatch: pytest.MonkeyP
 
 def test_words_are_those_of_the_rooms_below() -> None:
     assert options.ENGINES == ENGINES
-    assert {Dtype(word) for word in options.WEIGHTS if word != "auto"} < set(Dtype)
+    assert {Dtype(word) for word in options.ENGINE_WEIGHTS if word != "auto"} < set(Dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_run import Answer
 
-from tightfit.cli.render.inventory import show_inventory
+from tightfit.cli.hardware import show_inventory
 from tightfit.hardware.inventory import Inventory
 from tightfit.hardware.kubernetes import probe_kubernetes_inventory
 from tightfit.hardware.slurm import probe_slurm_inventory

@@ -76,7 +76,7 @@ def test_a_broken_merge_is_kept_apart(
     run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A merge that forgets one matrix: the check has to see it, the old model has to stay."""
-    from tightfit.export.merge.changes import AdapterChanges
+    from tightfit.export.adapter_changes import AdapterChanges
 
     out = tmp_path / "model"
     assert run("merge", str(home / "adapter"), "--no-verify", "--out", str(out)).code == 0

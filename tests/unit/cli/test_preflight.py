@@ -8,9 +8,9 @@ import pytest
 from conftest import Run
 
 from tightfit.cli import preflight
-from tightfit.hardware.findings import Finding, Status
-from tightfit.launch.preflight.gather import Request
-from tightfit.launch.preflight.report import NodeReport, PreflightReport
+from tightfit.clusters.preflight.gather import PreflightRequest
+from tightfit.clusters.preflight.run import NodeReport, PreflightReport
+from tightfit.core.findings import Finding, Status
 
 OPTIONS = ("--nodes", "2", "--rendezvous", "10.0.0.1:29500", "--interface", "eth0")
 
@@ -101,9 +101,9 @@ def test_a_fault_gives_6_and_its_remedy(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_slurm_job_checks_its_own_nodes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Request] = []
+    asked: list[PreflightRequest] = []
 
-    def stand_in(request: Request, _tell: object) -> PreflightReport:
+    def stand_in(request: PreflightRequest, _tell: object) -> PreflightReport:
         asked.append(request)
         return make_report(FINE)
 

@@ -20,11 +20,10 @@ from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from tightfit.cli.flags.prepare import TRAIN_ON
-from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.preparing.length_bins import choose_step, make_bins
-from tightfit.cli.training.data import encode_for
-from tightfit.cli.training.recipe import read_wish
+from tightfit.cli.charts.lengths import choose_step, make_bins
+from tightfit.cli.options.training import TRAIN_ON, TrainFlags
+from tightfit.cli.training.prepare import encode_for
+from tightfit.cli.training.request import read_train_request
 from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
 from tightfit.core.training import TrainOn
@@ -192,7 +191,7 @@ def test_a_second_run_and_train_find_the_encoding(run: Run, model: Path, data: P
     assert first["report"] == second["report"]
     assert first["next"]["command"] == f"tightfit train {model} --data train.jsonl --eval 0.4"
 
-    wish = read_wish(TrainFlags(job=str(model), data=Path("train.jsonl"), eval="0.4"))
+    wish = read_train_request(TrainFlags(job=str(model), data=Path("train.jsonl"), eval="0.4"))
     training = make_training(wish.recipe, method=Method.FULL, model_path=model)
     found = encode_for(training, model_folder=model, seq_len=512)  # as far as the model reaches
     assert found.is_cached

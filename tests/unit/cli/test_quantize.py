@@ -14,9 +14,9 @@ import pytest
 from cli_run import run_here
 
 from small_models import make_llama
-from tightfit.cli.flags.quantize import FORMATS, TOOLS
+from tightfit.cli.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS
+from tightfit.export.formats import FORMAT_NAMES
 from tightfit.export.quantize.gptq_worker import AUTO_ROUND, GPTQMODEL
-from tightfit.export.quantize.targets import TARGET_WORDS
 
 pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
 pytest.importorskip("xllamacpp", reason="pip install 'tightfit[gguf]'")
@@ -51,8 +51,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_flags_offer_what_the_room_knows() -> None:
-    assert FORMATS == TARGET_WORDS
-    assert TOOLS == (AUTO_ROUND, GPTQMODEL)
+    assert QUANTIZE_FORMATS == FORMAT_NAMES
+    assert GPTQ_TOOLS == (AUTO_ROUND, GPTQMODEL)
 
 
 def test_a_format_must_be_named_and_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,11 +15,11 @@ from tightfit.cli.render.trace import (
     show_trace,
 )
 from tightfit.core.units import GIB, MIB, render_bytes
-from tightfit.estimate.host import PROCESS_BYTES
-from tightfit.estimate.trace.result import TracedMemory
-from tightfit.estimate.trace.summary import judge_traced
+from tightfit.estimate.host_and_disk import PROCESS_BYTES
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.planning.advice import Advice
+from tightfit.trace.recording import judge_traced
+from tightfit.trace.result import TracedMemory
 from trace_cases import record_full_tuning, trace
 
 CONTEXT = 768 * MIB

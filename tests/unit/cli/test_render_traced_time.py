@@ -7,8 +7,8 @@ import re
 import pytest
 from cli_examples import make_estimate
 
-from tightfit.cli.render.traced_time import show_traced_time
-from tightfit.estimate.trace.time_result import TracedTime
+from tightfit.cli.render.trace import show_traced_time
+from tightfit.trace.result import TracedTime
 
 
 def test_a_traced_step_is_told_by_stage_beside_the_formulas(

@@ -12,7 +12,7 @@ from conftest import Run
 from test_cli_startup import HEAVY, loaded_by
 
 from made_runs import make_plan, make_records, make_run
-from tightfit.ledger.run_folder import RunStatus
+from tightfit.runs.run_folder import RunStatus
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from conftest import Run
 
 from small_models import make_llama
 from stage_lab import make_model
-from tightfit.cli.flags.stage import WAYS
-from tightfit.launch.stage.cost import How
+from tightfit.cli.options.clusters import STAGE_METHODS
+from tightfit.clusters.staging.cost import CopyMethod
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_words_are_those_of_the_cost_model() -> None:
-    assert set(WAYS) == {"auto", *(how.value for how in How)}
+    assert set(STAGE_METHODS) == {"auto", *(how.value for how in CopyMethod)}
 
 
 def test_staged_listed_left_alone_and_cleaned(run: Run, place: Path, model: Path) -> None:

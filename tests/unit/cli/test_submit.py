@@ -19,8 +19,8 @@ import pytest
 from conftest import Run
 from submit_world import SINFO, Slurm, write_site
 
-from tightfit.launch.slurm.job_file import SubmittedJob, write_job_file
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+from tightfit.clusters.slurm.queue import SubmittedJob, write_job_file
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 pytest_plugins = ("submit_world",)
 pytestmark = pytest.mark.usefixtures("own_world")
@@ -302,7 +302,7 @@ class TestAsPlanned:
         from launch_cases import stand_in_command
 
         monkeypatch.setattr(
-            "tightfit.launch.local.worker_command",
+            "tightfit.clusters.local.launcher.worker_command",
             lambda _plan, run, *_, **__: stand_in_command(RunFolder(path=run)),
         )
         Path("out/behaviour.json").write_text('{"num_steps": 6}')

@@ -17,11 +17,11 @@ import pytest
 from conftest import Run
 from submit_world import SINFO, Slurm, write_site
 
-from tightfit.cli.training.place import claim_folder, name_folder
-from tightfit.cli.training.recipe import Wish
+from tightfit.cli.training.request import TrainRequest
+from tightfit.cli.training.run_folder import claim_folder, name_folder
+from tightfit.clusters.slurm import shared_files
 from tightfit.core.recipe import read_recipe
-from tightfit.launch.slurm import shared_files
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.runs.run_folder import RunFolder
 
 pytest_plugins = ("submit_world",)
 pytestmark = pytest.mark.usefixtures("own_world")
@@ -95,7 +95,7 @@ def test_a_fresh_run_does_not_pull_the_folder_from_under_a_job(
 def test_folders_claimed_at_the_same_moment_are_different_ones(
     unnamed: Path, tmp_path: Path
 ) -> None:
-    wish = Wish(recipe=read_recipe(unnamed))
+    wish = TrainRequest(recipe=read_recipe(unnamed))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "model-lora-2").symlink_to(tmp_path / "gone")
     together = Barrier(NUM_AT_ONCE)
@@ -127,7 +127,9 @@ def test_a_failure_leaves_no_folder_behind(run: Run, unnamed: Path, slurm: Slurm
 
     assert answer.code == 2, answer.err
     assert list(Path("runs").iterdir()) == []
-    assert name_folder(Wish(recipe=read_recipe(unnamed)), "lora") == Path("runs/model-lora-1")
+    assert name_folder(TrainRequest(recipe=read_recipe(unnamed)), "lora") == Path(
+        "runs/model-lora-1"
+    )
     assert slurm.num_submitted == 0
 
 

@@ -15,16 +15,17 @@ import pytest
 from test_cli_chart import Checker
 
 from tightfit.cli.charts.trace import (
+    SIDE,
     TraceChart,
     TracePanel,
     make_trace_panel,
+    render_trace_html,
     stretch,
     write_trace_chart,
 )
-from tightfit.cli.charts.trace_html import SIDE, render_html
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.core.units import GIB, MIB
-from tightfit.estimate.trace.result import Timeline, TracedMemory
+from tightfit.trace.result import Timeline, TracedMemory
 from trace_cases import record_full_tuning, trace
 
 CONTEXT = 768 * MIB
@@ -55,7 +56,7 @@ def edge_of(path: str) -> list[tuple[float, float]]:
 
 
 def test_html_is_whole_and_asks_the_network_for_nothing(traced: TracedMemory) -> None:
-    page = render_html(make_chart(traced))
+    page = render_trace_html(make_chart(traced))
     checker = Checker()
     checker.feed(page)
     checker.close()
@@ -71,7 +72,7 @@ def test_html_is_whole_and_asks_the_network_for_nothing(traced: TracedMemory) ->
 
 def test_areas_are_stacked_as_high_as_their_bytes(traced: TracedMemory) -> None:
     panel = make_panel(traced)
-    svg = svg_of(render_html(TraceChart(title="t", panels=(panel,))))
+    svg = svg_of(render_trace_html(TraceChart(title="t", panels=(panel,))))
     paths = {path.attrib["data-part"]: edge_of(path.attrib["d"]) for path in svg.iter("path")}
 
     assert list(paths)[-1] == "cuda context"
@@ -91,7 +92,7 @@ def test_areas_are_stacked_as_high_as_their_bytes(traced: TracedMemory) -> None:
 
 def test_the_script_gets_the_bytes_of_every_column(traced: TracedMemory) -> None:
     panel = make_panel(traced)
-    page = render_html(TraceChart(title="t", panels=(panel,)))
+    page = render_trace_html(TraceChart(title="t", panels=(panel,)))
     found = re.search(r'data-trace="([^"]*)"', page)
     assert found
     data = json.loads(unescape(found.group(1)))
@@ -108,7 +109,7 @@ def test_the_script_gets_the_bytes_of_every_column(traced: TracedMemory) -> None
 
 def test_the_peak_is_named_with_its_op_and_place(traced: TracedMemory) -> None:
     peak = traced.peak.model_copy(update={"module": "model.layers.3.<mlp>"})
-    page = render_html(make_chart(traced.model_copy(update={"peak": peak})))
+    page = render_trace_html(make_chart(traced.model_copy(update={"peak": peak})))
     assert f"{peak.stage}: {peak.op} in model.layers.3.&lt;mlp&gt;" in page
 
 
@@ -126,11 +127,11 @@ def test_the_peak_is_looked_for_where_the_trace_puts_it(traced: TracedMemory) ->
 
 
 def test_a_far_larger_card_is_named_and_not_drawn(traced: TracedMemory) -> None:
-    page = render_html(make_chart(traced, capacity=140))
+    page = render_trace_html(make_chart(traced, capacity=140))
     assert 'class="limit"' not in page
     assert "card: 140.0 GiB, above this picture" in page
-    assert 'class="limit"' in render_html(make_chart(traced, capacity=8))
-    short = render_html(make_chart(traced, capacity=4))
+    assert 'class="limit"' in render_trace_html(make_chart(traced, capacity=8))
+    short = render_trace_html(make_chart(traced, capacity=4))
     assert 'class="limit"' in short
     assert "more than the card" in short
 
@@ -163,7 +164,7 @@ def test_stages_gather_their_moments(traced: TracedMemory) -> None:
 
 def test_nothing_traced_is_said(traced: TracedMemory, tmp_path: Path) -> None:
     empty = Timeline(categories=(), bytes=(), stages=())
-    page = render_html(make_chart(traced.model_copy(update={"timeline": empty})))
+    page = render_trace_html(make_chart(traced.model_copy(update={"timeline": empty})))
     assert "Nothing was allocated" in page
     pytest.importorskip("matplotlib", reason="pip install 'tightfit[plot]' un-skips this")
     write_trace_chart(make_chart(traced.model_copy(update={"timeline": empty})), tmp_path / "a.png")
@@ -212,7 +213,7 @@ def test_without_matplotlib_the_remedy_names_the_extra(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(EnvironmentFaultError) as raised:
+    with pytest.raises(SetupError) as raised:
         write_trace_chart(make_chart(traced), tmp_path / "a.png")
     assert "pip install 'tightfit[plot]'" in raised.value.remedy
     assert not (tmp_path / "a.png").exists()

@@ -12,22 +12,36 @@ import pytest
 from conftest import Run
 
 from tightfit.cli import exit_codes
-from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.training import place as train_place
-from tightfit.cli.training.display import PlainDisplay, list_numbers, open_display, render_live
+from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.terminal.run_display import (
+    PlainDisplay,
+    Progress,
+    list_numbers,
+    open_display,
+    render_eval,
+    render_live,
+    render_step,
+)
+from tightfit.cli.training import run_folder as train_place
 from tightfit.cli.training.hardware import find_hardware, read_limit, read_rendezvous
-from tightfit.cli.training.place import Stage, find_place, move_aside, name_folder, write_wish_file
-from tightfit.cli.training.progress import Progress, render_eval, render_step
-from tightfit.cli.training.recipe import Wish, fixed_fields, read_wish
-from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.cli.training.request import TrainRequest, fixed_fields, read_train_request
+from tightfit.cli.training.run_folder import (
+    RunStage,
+    find_run_location,
+    move_aside,
+    name_folder,
+    write_request_file,
+)
+from tightfit.clusters import exit_codes as worker_exits
+from tightfit.clusters.local import launcher
+from tightfit.clusters.requirements import check_space, estimate_run_bytes
+from tightfit.core.errors import SetupError, UsageError
 from tightfit.core.strategy import Method
 from tightfit.core.units import GIB
 from tightfit.data.token_store import TokenStore
-from tightfit.launch import exits, local
-from tightfit.launch.space import check_space, estimate_run_bytes
-from tightfit.ledger.metrics import EvalRecord, EventRecord, StepRecord
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 from tightfit.planning.plan import Plan
+from tightfit.runs.metrics import EvalRecord, EventRecord, StepRecord
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 LAUNCH_TESTS = Path(__file__).parents[1] / "launch"
 
@@ -63,7 +77,7 @@ class TestWish:
         recipe.write_text(
             "model: gpt2\ndata: rows.jsonl\nepochs: 3\nlearning_rate: 1e-5\nseed: 4\n"
         )
-        wish = read_wish(
+        wish = read_train_request(
             flags("job.yaml", data=None, max_steps=7, lr=0.5, seed="9", eval="5%", method="full",
                   log_to="none", settings=["micro_batch=2"])
         )  # fmt: skip
@@ -76,17 +90,17 @@ class TestWish:
 
     def test_a_long_list_of_settings_is_kept_whole(self) -> None:
         targets = tuple(f"experts.{number}.down_proj" for number in range(8))
-        wish = read_wish(flags("gpt2", settings=[f"lora_targets={','.join(targets)}"]))
+        wish = read_train_request(flags("gpt2", settings=[f"lora_targets={','.join(targets)}"]))
         assert fixed_fields(wish)["lora_targets"] == targets
 
     def test_a_model_folder_is_found_from_anywhere(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
-        assert read_wish(flags("mine")).recipe.model == str(tmp_path / "mine")
-        assert read_wish(flags("./mine")).recipe.model == str(tmp_path / "mine")
-        assert read_wish(flags("gpt2")).recipe.model == "gpt2"
+        assert read_train_request(flags("mine")).recipe.model == str(tmp_path / "mine")
+        assert read_train_request(flags("./mine")).recipe.model == str(tmp_path / "mine")
+        assert read_train_request(flags("gpt2")).recipe.model == "gpt2"
 
     def test_an_eval_file_stands_beside_the_training_file(self, tmp_path: Path) -> None:
-        sources = read_wish(flags(eval="held.jsonl")).recipe.data
+        sources = read_train_request(flags(eval="held.jsonl")).recipe.data
         assert [(source.path, source.split) for source in sources] == [
             (str(tmp_path / "train.jsonl"), "train"),
             (str(tmp_path / "held.jsonl"), "eval"),
@@ -105,86 +119,89 @@ class TestWish:
     )
     def test_contradictions_are_named(self, given: dict[str, Any], said: str) -> None:
         with pytest.raises(UsageError, match=said):
-            read_wish(flags(**given))
+            read_train_request(flags(**given))
 
     def test_only_place_and_hardware_leave_a_wish_the_same(self) -> None:
-        wish = read_wish(flags())
-        assert wish.is_same(read_wish(flags(output=Path("x"), on="2xcpu")))
-        assert not wish.is_same(read_wish(flags(lr=1e-3)))
-        assert wish.list_differences(read_wish(flags(lr=1e-3, settings=["packing=true"]))) == [
-            "learning_rate", "--set",
-        ]  # fmt: skip
+        wish = read_train_request(flags())
+        assert wish.is_same(read_train_request(flags(output=Path("x"), on="2xcpu")))
+        assert not wish.is_same(read_train_request(flags(lr=1e-3)))
+        other = read_train_request(flags(lr=1e-3, settings=["packing=true"]))
+        assert wish.list_differences(other) == ["learning_rate", "--set"]
 
     def test_a_wish_survives_the_disk(self, tmp_path: Path) -> None:
-        wish = read_wish(flags(eval="0.1", settings=["lora_targets=q_proj,v_proj"], method="lora"))
-        write_wish_file(tmp_path, wish)
-        held = train_place.read_wish_file(tmp_path)
+        wish = read_train_request(
+            flags(eval="0.1", settings=["lora_targets=q_proj,v_proj"], method="lora")
+        )
+        write_request_file(tmp_path, wish)
+        held = train_place.read_request_file(tmp_path)
         assert held is not None
         assert held.is_same(wish)
 
 
-def plant_run(folder: Path, wish: Wish, status: RunStatus) -> RunFolder:
+def plant_run(folder: Path, wish: TrainRequest, status: RunStatus) -> RunFolder:
     folder.mkdir(parents=True)
     run = RunFolder(path=folder)
     run.plan_path.write_text("{}")
-    write_wish_file(folder, wish)
+    write_request_file(folder, wish)
     run.write_state(RunState(status=status, updated_at="2026-01-01T00:00:00+00:00"))
     return run
 
 
 class TestPlace:
     def test_a_new_wish_has_no_folder_yet(self) -> None:
-        assert find_place(read_wish(flags()), flags()).stage is Stage.NEW
+        assert find_run_location(read_train_request(flags()), flags()).stage is RunStage.NEW
 
     def test_the_same_wish_finds_its_default_folder(self) -> None:
-        wish = read_wish(flags())
-        plant_run(Path("runs/gpt2-lora-1"), read_wish(flags(lr=0.1)), RunStatus.STOPPED)
+        wish = read_train_request(flags())
+        plant_run(Path("runs/gpt2-lora-1"), read_train_request(flags(lr=0.1)), RunStatus.STOPPED)
         plant_run(Path("runs/gpt2-lora-2"), wish, RunStatus.STOPPED)
 
-        place = find_place(wish, flags())
-        assert (place.folder, place.stage) == (Path("runs/gpt2-lora-2"), Stage.BEGUN)
-        assert find_place(wish, flags(fresh=True)).folder is None
+        place = find_run_location(wish, flags())
+        assert (place.folder, place.stage) == (Path("runs/gpt2-lora-2"), RunStage.BEGUN)
+        assert find_run_location(wish, flags(fresh=True)).folder is None
         assert name_folder(wish, "lora") == Path("runs/gpt2-lora-3")
 
     def test_a_finished_run_is_repeated_only_again(self) -> None:
-        wish = read_wish(flags())
+        wish = read_train_request(flags())
         plant_run(Path("runs/gpt2-lora-1"), wish, RunStatus.FINISHED)
-        assert find_place(wish, flags()).stage is Stage.FINISHED
-        assert find_place(wish, flags(again=True)).folder is None
+        assert find_run_location(wish, flags()).stage is RunStage.FINISHED
+        assert find_run_location(wish, flags(again=True)).folder is None
 
     def test_an_own_folder_goes_on_or_is_numbered(self) -> None:
         asked = flags(output=Path("out"))
-        plant_run(Path("out"), read_wish(asked), RunStatus.FINISHED)
-        assert find_place(read_wish(asked), asked).stage is Stage.FINISHED
+        plant_run(Path("out"), read_train_request(asked), RunStatus.FINISHED)
+        assert find_run_location(read_train_request(asked), asked).stage is RunStage.FINISHED
         again = flags(output=Path("out"), again=True)
-        assert find_place(read_wish(again), again).folder == Path("out-2")
+        assert find_run_location(read_train_request(again), again).folder == Path("out-2")
 
     def test_another_recipe_in_the_folder_is_refused(self) -> None:
         asked = flags(output=Path("out"), lr=0.1)
-        plant_run(Path("out"), read_wish(flags(output=Path("out"))), RunStatus.STOPPED)
+        plant_run(Path("out"), read_train_request(flags(output=Path("out"))), RunStatus.STOPPED)
         with pytest.raises(UsageError, match="learning_rate"):
-            find_place(read_wish(asked), asked)
+            find_run_location(read_train_request(asked), asked)
 
     def test_other_peoples_files_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("!")
         with pytest.raises(UsageError, match="holds no run"):
-            find_place(read_wish(flags(output=Path("out"))), flags(output=Path("out")))
+            find_run_location(
+                read_train_request(flags(output=Path("out"))), flags(output=Path("out"))
+            )
 
     def test_what_is_started_over_is_kept(self) -> None:
-        plant_run(Path("out"), read_wish(flags()), RunStatus.FINISHED)
-        plant_run(Path("out.before-1"), read_wish(flags()), RunStatus.FINISHED)
+        plant_run(Path("out"), read_train_request(flags()), RunStatus.FINISHED)
+        plant_run(Path("out.before-1"), read_train_request(flags()), RunStatus.FINISHED)
         assert move_aside(Path("out")) == Path("out.before-2")
         assert (Path("out.before-2") / "recipe.json").is_file()
 
     def test_names_of_models_become_names_of_folders(self) -> None:
-        wish = read_wish(flags("org/a model:v1.gguf"))
+        wish = read_train_request(flags("org/a model:v1.gguf"))
         assert name_folder(wish, "qlora") == Path("runs/a-model-v1-qlora-1")
 
 
 class TestHardware:
     def test_words_that_are_not_here_are_refused(self) -> None:
-        with pytest.raises(EnvironmentFaultError, match="not what this machine has"):
+        with pytest.raises(SetupError, match="not what this machine has"):
             find_hardware(flags(), "8xH100-SXM")
 
     @pytest.mark.parametrize("on", ["slurm", "slurm:gpu", "k8s"])
@@ -306,11 +323,11 @@ class TestLines:
 
 def test_exit_codes_are_the_same_in_every_room() -> None:
     for name in ("EXIT_BUG", "EXIT_REQUEUE", "EXIT_OUT_OF_MEMORY", "EXIT_INTERRUPTED"):
-        assert getattr(exit_codes, name) == getattr(exits, name)
+        assert getattr(exit_codes, name) == getattr(worker_exits, name)
     from tightfit.train import worker
 
-    assert worker.EXIT_REQUEUE == exits.EXIT_REQUEUE
-    assert worker.EXIT_OUT_OF_MEMORY == exits.EXIT_OUT_OF_MEMORY
+    assert worker.EXIT_REQUEUE == worker_exits.EXIT_REQUEUE
+    assert worker.EXIT_OUT_OF_MEMORY == worker_exits.EXIT_OUT_OF_MEMORY
 
 
 def test_a_disk_that_is_too_small_is_refused(
@@ -323,7 +340,7 @@ def test_a_disk_that_is_too_small_is_refused(
     base = plan.estimate.disk.components["base_model"]
     assert 0 < needed <= (plan.estimate.disk.bytes - base) * 1.06
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": needed - 1}))
-    with pytest.raises(EnvironmentFaultError, match="free"):
+    with pytest.raises(SetupError, match="free"):
         check_space(tmp_path / "not" / "there", plan)
 
 
@@ -377,7 +394,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from launch_cases import stand_in_command
 
     monkeypatch.setattr(
-        "tightfit.launch.local.worker_command",
+        "tightfit.clusters.local.launcher.worker_command",
         lambda _plan, run, *_, **__: stand_in_command(RunFolder(path=run)),
     )
     return path
@@ -397,7 +414,7 @@ class TestWholeRuns:
 
         def run_job(run: RunFolder, **more: Any) -> RunState:
             behave(run.path, **self.orders)
-            return local.run_job(run, **more)
+            return launcher.run_job(run, **more)
 
         monkeypatch.setattr("tightfit.cli.train.run_job", run_job)
 
@@ -451,7 +468,7 @@ class TestWholeRuns:
     def test_out_of_memory_goes_on_and_is_remembered(
         self, run: Run, job: Path, tmp_path: Path
     ) -> None:
-        from tightfit.ledger.store import read_outcomes
+        from tightfit.runs.store import read_outcomes
 
         self.orders = {"at": {"3": "once:oom"}}
         answer = run("train", str(job))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.files import write_atomic
 
 
@@ -30,7 +30,7 @@ def test_a_device_is_refused_and_stays() -> None:
     keeper, terminal = os.openpty()
     try:
         device = Path(os.ttyname(terminal))
-        with pytest.raises(EnvironmentFaultError) as caught:
+        with pytest.raises(SetupError) as caught:
             write_atomic(device, "x")
         assert "a device" in caught.value.problem
         assert "--json" in caught.value.remedy
@@ -46,7 +46,7 @@ def test_a_pipe_and_a_socket_are_refused_and_stay(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(bound))
         for path, kind in ((pipe, "a pipe"), (bound, "a socket")):
-            with pytest.raises(EnvironmentFaultError) as caught:
+            with pytest.raises(SetupError) as caught:
                 write_atomic(path, "x")
             assert kind in caught.value.problem
     assert stat.S_ISFIFO(pipe.stat().st_mode)
@@ -54,7 +54,7 @@ def test_a_pipe_and_a_socket_are_refused_and_stay(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         write_atomic(tmp_path, "x")
     assert "a folder" in caught.value.problem
 
@@ -82,7 +82,7 @@ def test_a_link_to_nothing_makes_its_target(tmp_path: Path) -> None:
 def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         write_atomic(tmp_path / "a", "x")
     assert "circle" in caught.value.problem
 
@@ -103,7 +103,7 @@ def test_the_mode_of_a_file_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         write_atomic(tmp_path / "no such" / "plan.json", "x")
     assert caught.value.remedy == f"mkdir -p '{tmp_path}/no such'"
     assert not (tmp_path / "no such").exists()
@@ -118,9 +118,9 @@ def test_no_name_is_a_usage_error(name: str) -> None:
 def test_odd_names_are_errors_shown_harmlessly(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError):
         write_atomic(tmp_path / "a\0b", "x")
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         write_atomic(tmp_path / "no\x1b[31m\nfolder" / "x", "x")
     assert "\x1b" not in caught.value.problem
     assert "\n" not in caught.value.problem
-    with pytest.raises(EnvironmentFaultError):
+    with pytest.raises(SetupError):
         write_atomic(tmp_path / ("x" * 300), "x")

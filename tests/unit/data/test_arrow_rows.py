@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.data.read import data_files, read_rows
+from tightfit.data.sources import data_files, read_rows
 
 pyarrow = pytest.importorskip("pyarrow", reason="un-skip with: pip install 'tightfit[data]'")
 

@@ -11,9 +11,9 @@ import pytest
 
 from machine_pace import allow
 from tightfit.core.errors import InvalidInputError
-from tightfit.data.meter import ReadProgress
 from tightfit.data.profile import profile_dataset
-from tightfit.data.tokens import TOKENS_PER_MESSAGE, TOKENS_PER_ROW
+from tightfit.data.streams import ReadProgress
+from tightfit.data.token_counts import TOKENS_PER_MESSAGE, TOKENS_PER_ROW
 
 NEEDS = "un-skip with: pip install 'tightfit[data]'"
 FRAME = 2 * TOKENS_PER_MESSAGE + TOKENS_PER_ROW

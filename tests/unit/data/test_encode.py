@@ -18,14 +18,13 @@ pytest.importorskip("tokenizers", reason="un-skip with: pip install 'tightfit[da
 
 from chat_models import byte_level, make_model, save_model
 
-from tightfit.core.cache import cache_folder
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.errors import InvalidInputError, SetupError
+from tightfit.core.files import cache_folder
 from tightfit.core.training import DataSource, TrainOn
-from tightfit.data.encode import Encoded, EncodeRequest, encode_dataset
-from tightfit.data.epochs import epoch_rows
+from tightfit.data.encode import EncodedDataset, EncodeRequest, encode_dataset
 from tightfit.data.profile import profile_dataset, profile_from_store
 from tightfit.data.report import list_segments
-from tightfit.data.token_store import TokenStore
+from tightfit.data.token_store import TokenStore, epoch_rows
 from tightfit.data.tokenizer import load_tokenizer
 
 
@@ -47,7 +46,7 @@ def pairs(num: int, start: int = 0) -> list[Any]:
     ]
 
 
-def encode(folder: Path, *sources: Path | DataSource, **options: Any) -> Encoded:
+def encode(folder: Path, *sources: Path | DataSource, **options: Any) -> EncodedDataset:
     as_sources = [s if isinstance(s, DataSource) else DataSource(path=str(s)) for s in sources]
     settings = {"seq_len": 256, "cache": folder.parent / "cache", **options}
     return encode_dataset(EncodeRequest(sources=as_sources, model_folder=folder, **settings))
@@ -421,15 +420,15 @@ def test_a_full_or_forbidden_disk_is_a_message(
     path = write(tmp_path / "a.jsonl", pairs(2))
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         encode(folder, path, cache=blocked)
     assert "TIGHTFIT_CACHE" in caught.value.remedy
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tightfit.data.store_writer.os.fsync", full)
-    with pytest.raises(EnvironmentFaultError, match="disk is full"):
+    monkeypatch.setattr("tightfit.data.token_store.os.fsync", full)
+    with pytest.raises(SetupError, match="disk is full"):
         encode(folder, path)
     shutil.rmtree(folder.parent / "cache")
 

@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 
 from machine_pace import allow
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
-from tightfit.data import json_rows, meter, streams
-from tightfit.data.meter import Meter, ReadProgress
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.data import readers, streams
 from tightfit.data.profile import profile_dataset
-from tightfit.data.read import read_rows
-from tightfit.data.row import Row
-from tightfit.data.streams import iter_lines
+from tightfit.data.sources import read_rows
+from tightfit.data.streams import ReadMeter, ReadProgress, Row, iter_lines
 
 MIB = 2**20
 
@@ -48,7 +46,7 @@ def test_a_row_of_200_mib_is_refused_within_seconds_and_little_memory(
 ) -> None:
     path = write(tmp_path / name, endless(head, 200))
     probe = (
-        "import sys, time; from tightfit.data.read import read_rows\n"
+        "import sys, time; from tightfit.data.sources import read_rows\n"
         "try: list(read_rows(sys.argv[1]))\n"
         "except Exception as fault: print(type(fault).__name__, fault)\n"
         "status = open('/proc/self/status').read()\n"  # ru_maxrss would count the parent's
@@ -92,7 +90,7 @@ def test_json_rows_are_the_same_wherever_chunks_end(
     whole = list(read_rows(path))
     assert [row.number for row in whole] == [1, 3, 3]
     for size in range(1, 12):
-        monkeypatch.setattr(json_rows, "_CHUNK_CHARS", size)
+        monkeypatch.setattr(readers, "_CHUNK_CHARS", size)
         assert list(read_rows(path)) == whole
 
 
@@ -134,7 +132,7 @@ def test_progress_tells_rows_and_bytes_several_times(
     rows = b"".join(b'{"text": "row %d"}\n' % number for number in range(30_000))
     data = gzip.compress(rows) if name.endswith(".gz") else rows
     paths = [write(tmp_path / f"{number}{name}", [data]) for number in range(2)]
-    monkeypatch.setattr(meter, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(streams, "_EVERY_SECONDS", 0.0)
     seen: list[ReadProgress] = []
     profile_dataset(paths, seq_len=64, watch=seen.append)
     assert len(seen) > 100
@@ -147,9 +145,9 @@ def test_progress_tells_rows_and_bytes_several_times(
 
 def test_progress_comes_about_five_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("tightfit.data.meter.time.monotonic", lambda: now)
+    monkeypatch.setattr("tightfit.data.streams.time.monotonic", lambda: now)
     seen: list[ReadProgress] = []
-    watched = Meter(seen.append, total_bytes=1000)
+    watched = ReadMeter(seen.append, total_bytes=1000)
     for step in range(1000):  # ten seconds of reading, a hundredth each
         now = 100.0 + step / 100
         watched.move_to(step)
@@ -183,7 +181,7 @@ def test_no_permission_is_a_fault_of_this_machine(
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "stat", refuse)
-    with pytest.raises(EnvironmentFaultError, match="permission denied") as caught:
+    with pytest.raises(SetupError, match="permission denied") as caught:
         list(read_rows(path))
     assert caught.value.exit_code == 6
 

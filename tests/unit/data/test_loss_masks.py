@@ -17,13 +17,17 @@ pytest.importorskip("jinja2", reason="un-skip with: pip install 'tightfit[data]'
 from chat_models import CHATML, KINDS, STOP_OF, make_model
 
 from tightfit.core.training import TrainOn
-from tightfit.data.findings import Findings
 from tightfit.data.formats import Message
-from tightfit.data.jinja import TemplateFault
-from tightfit.data.masks import Renderer, Span
+from tightfit.data.report import DataIssues
 from tightfit.data.row_encoder import EncoderOptions, Example, RowEncoder, mask_tokens
-from tightfit.data.store_writer import NewRow
-from tightfit.data.templates import choose_template, list_templates
+from tightfit.data.templates import (
+    ChatRenderer,
+    Span,
+    TemplateRenderError,
+    choose_template,
+    list_templates,
+)
+from tightfit.data.token_store import NewRow
 from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
 
 CHAT = [
@@ -46,8 +50,8 @@ def encode(
     template: str | None = None,
     train_on: TrainOn = TrainOn.ANSWERS,
     seq_len: int = 4096,
-) -> tuple[list[NewRow], RowEncoder, Findings]:
-    findings = Findings()
+) -> tuple[list[NewRow], RowEncoder, DataIssues]:
+    findings = DataIssues()
     options = EncoderOptions(
         template=choose_template(template, tokenizer),
         train_on=train_on,
@@ -339,8 +343,10 @@ def test_templates_cannot_leave_the_sandbox(escape: str, tmp_path: Path) -> None
     own = tmp_path / "own.jinja"
     own.write_text(escape + "{{ messages[0].content }}")
     tokenizer = model("chatml")
-    renderer = Renderer(tokenizer, choose_template(str(own), tokenizer), train_on=TrainOn.ANSWERS)
+    renderer = ChatRenderer(
+        tokenizer, choose_template(str(own), tokenizer), train_on=TrainOn.ANSWERS
+    )
 
     render: Callable[[], object] = lambda: renderer.rows(CHAT)  # noqa: E731
-    with pytest.raises(TemplateFault):
+    with pytest.raises(TemplateRenderError):
         render()

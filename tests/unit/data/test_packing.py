@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machine_pace import allow
-from tightfit.data.lengths import buckets, estimate_padding_waste, percentiles, scaled
-from tightfit.data.packing import count_packed_rows, pack_best_fit
+from tightfit.data.packing import (
+    buckets,
+    count_packed_rows,
+    estimate_padding_waste,
+    pack_best_fit,
+    percentiles,
+    scaled,
+)
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=40)
 

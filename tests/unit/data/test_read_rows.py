@@ -19,14 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tightfit.core.errors import (
-    EnvironmentFaultError,
-    InvalidInputError,
-    NotFoundError,
-    UserError,
-)
-from tightfit.data import table_rows
-from tightfit.data.read import data_files, read_rows
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
+from tightfit.data import readers
+from tightfit.data.sources import data_files, read_rows
 
 ROWS = [
     {"prompt": "What is 2 + 2?", "completion": "4"},
@@ -116,7 +111,7 @@ def test_zstd_without_a_module_names_the_package(
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"\x28\xb5\x2f\xfdrest")
 
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         list(read_rows(path))
     assert "pip install zstandard" in caught.value.remedy
 
@@ -145,8 +140,8 @@ def test_parquet_without_pyarrow_names_the_extra(
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1")
 
-    with pytest.raises(EnvironmentFaultError) as caught:
-        list(table_rows.read_parquet(path))
+    with pytest.raises(SetupError) as caught:
+        list(readers.read_parquet(path))
     assert caught.value.remedy == "pip install 'tightfit[data]'"
 
 
@@ -335,7 +330,7 @@ def test_missing_permission_is_a_message(
 
     monkeypatch.setattr(Path, method, refuse)
 
-    with pytest.raises(EnvironmentFaultError, match="permission denied"):
+    with pytest.raises(SetupError, match="permission denied"):
         list(read_rows(tmp_path))
 
 

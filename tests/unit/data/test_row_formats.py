@@ -17,7 +17,7 @@ from tightfit.data.formats import (
     to_messages,
     to_turns,
 )
-from tightfit.data.row import Row
+from tightfit.data.streams import Row
 
 
 def row_of(values: dict[str, Any]) -> Row:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.workload import DataProfile
+from tightfit.core.data_profile import DataProfile
 from tightfit.data.profile import profile_from_store
-from tightfit.data.synthetic import MOST_TOKENS, count_rows, draw_lengths, write_synthetic
+from tightfit.data.synthetic import MAX_SYNTHETIC_TOKENS, count_rows, draw_lengths, write_synthetic
 
 ROWS = DataProfile(
     source="rows.jsonl",
@@ -38,7 +38,7 @@ def test_lengths_are_spread_as_the_datas_are() -> None:
 def test_rows_are_whole_steps_within_the_bound() -> None:
     assert count_rows(2048, effective_batch=16, num_steps=23) == 16 * 23
     assert count_rows(2**20, effective_batch=16, num_steps=23) == 16 * 2
-    assert count_rows(2 * MOST_TOKENS, effective_batch=3, num_steps=23) == 3
+    assert count_rows(2 * MAX_SYNTHETIC_TOKENS, effective_batch=3, num_steps=23) == 3
 
 
 def test_full_rows_train_all_but_the_first_token(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.training import DataSource
-from tightfit.data.meter import Meter
-from tightfit.data.sources import open_source, read_source
-from tightfit.data.take import parse_take
+from tightfit.data.sources import open_source, parse_row_slice, read_source
+from tightfit.data.streams import ReadMeter
 
 
 def write(path: Path, num_rows: int = 50, start: int = 0) -> Path:
@@ -25,7 +24,7 @@ def write(path: Path, num_rows: int = 50, start: int = 0) -> Path:
 
 def numbers(path: Path | str, take: str | None = None, split: str = "train") -> list[int]:
     source = DataSource.model_validate({"path": str(path), "take": take, "split": split})
-    rows = read_source(open_source(source), Meter())
+    rows = read_source(open_source(source), ReadMeter())
     return [int(row.values["completion"]) for row, _ in rows]
 
 
@@ -71,7 +70,7 @@ def test_a_part_as_the_end_of_a_path(tmp_path: Path) -> None:
 )
 def test_nonsense_is_refused_with_examples(take: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        parse_take(take)
+        parse_row_slice(take)
     assert "train[:10%]" in caught.value.remedy
 
 
@@ -84,7 +83,7 @@ def test_a_part_without_rows_is_refused(take: str, tmp_path: Path) -> None:
 @given(num_rows=st.integers(1, 40), low=st.integers(-45, 45), high=st.integers(-45, 45))
 def test_slices_are_pythons(num_rows: int, low: int, high: int) -> None:
     expected = list(range(num_rows))[low:high]
-    take = parse_take(f"[{low}:{high}]")
+    take = parse_row_slice(f"[{low}:{high}]")
     if expected:
         first, last = take.range(num_rows, "x")
         assert list(range(num_rows))[first:last] == expected

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.data.guess import guess_tokens
-from tightfit.data.tokens import find_tokenizer, token_counter
+from tightfit.data.token_counts import find_tokenizer, guess_tokens, token_counter
 
 NEEDS = "un-skip with: pip install 'tightfit[data]'"
 

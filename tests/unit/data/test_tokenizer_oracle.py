@@ -25,9 +25,8 @@ from chat_models import (
 
 from tightfit.core.training import TrainOn
 from tightfit.data.formats import Message
-from tightfit.data.masks import Renderer, fold_system
 from tightfit.data.row_encoder import mask_tokens
-from tightfit.data.templates import choose_template, list_templates
+from tightfit.data.templates import ChatRenderer, choose_template, fold_system, list_templates
 from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
 
 CHATS = [
@@ -54,7 +53,7 @@ def as_objects(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 def ours(tokenizer: ChatTokenizer, chat: list[tuple[str, str]], template: str | None) -> Any:
     chosen = choose_template(template, tokenizer)
-    renderer = Renderer(tokenizer, chosen, train_on=TrainOn.ALL)
+    renderer = ChatRenderer(tokenizer, chosen, train_on=TrainOn.ALL)
     return renderer.rows([Message(role, content) for role, content in chat])[0]
 
 
@@ -88,7 +87,7 @@ def test_same_prompt_as_transformers(kind: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     chat = CHATS[1][:3]
     chosen = choose_template(None, tokenizer)
-    renderer = Renderer(tokenizer, chosen, train_on=TrainOn.ANSWERS)
+    renderer = ChatRenderer(tokenizer, chosen, train_on=TrainOn.ANSWERS)
 
     prompt = renderer.prompt([Message(role, content) for role, content in chat])
 
@@ -110,7 +109,7 @@ def test_same_mask_as_transformers_where_the_template_has_marks(
         as_objects(chat), return_assistant_tokens_mask=True, return_dict=True
     )
     chosen = choose_template(None, tokenizer)
-    renderer = Renderer(tokenizer, chosen, train_on=TrainOn.ANSWERS)
+    renderer = ChatRenderer(tokenizer, chosen, train_on=TrainOn.ANSWERS)
 
     [sealed] = renderer.rows([Message(role, content) for role, content in chat])
 
@@ -127,7 +126,7 @@ def test_marks_and_prefixes_give_one_mask(tmp_path: Path) -> None:
         own = tmp_path / f"{name}.jinja"
         own.write_text(template)
         tokenizer = load_tokenizer(make_model(tmp_path / name, "chatml"))
-        renderer = Renderer(
+        renderer = ChatRenderer(
             tokenizer, choose_template(str(own), tokenizer), train_on=TrainOn.ANSWERS
         )
         masks.append(renderer.rows([Message(role, content) for role, content in CHATS[1]]))

@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.engines.answers import answer, answer_all, stream
 from tightfit.engines.protocol import (
     Delta,
     Done,
@@ -19,6 +18,9 @@ from tightfit.engines.protocol import (
     FinishReason,
     Listener,
     Request,
+    answer,
+    answer_all,
+    stream,
 )
 
 

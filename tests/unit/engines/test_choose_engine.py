@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError, UsageError
-from tightfit.engines.choose import Choice, choose_engine
-from tightfit.engines.installed import Installed, read_gptq_bits
-from tightfit.engines.open import EngineRequest
+from tightfit.core.errors import SetupError, UsageError
+from tightfit.engines.open import (
+    EngineChoice,
+    EngineRequest,
+    InstalledEngines,
+    choose_engine,
+    read_gptq_bits,
+)
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
 
-ALL = Installed(has_transformers=True, has_llama=True, has_vllm=True)
-HERE = Installed(has_transformers=True, has_llama=True, has_vllm=False)
-GPU_BOX = Installed(
+ALL = InstalledEngines(has_transformers=True, has_llama=True, has_vllm=True)
+HERE = InstalledEngines(has_transformers=True, has_llama=True, has_vllm=False)
+GPU_BOX = InstalledEngines(
     has_transformers=True,
     has_llama=True,
     has_vllm=True,
@@ -25,14 +29,14 @@ GPU_BOX = Installed(
     num_torch_gpus=2,
     num_llama_gpus=2,
 )
-HALF_INSTALLED = Installed(
+HALF_INSTALLED = InstalledEngines(
     has_transformers=True, has_llama=True, has_vllm=False, gpu_names=("NVIDIA H100",)
 )
 
 
 def choose(
-    kind: ArtefactKind, installed: Installed = HERE, *, bits: int | None = None, **asked: Any
-) -> Choice:
+    kind: ArtefactKind, installed: InstalledEngines = HERE, *, bits: int | None = None, **asked: Any
+) -> EngineChoice:
     artefact = Artefact(name="it", kind=kind, path=Path("it"), tokenizer=Path("it"))
     request = EngineRequest(artefact=artefact, **asked)
     return choose_engine(artefact, request, installed, gptq_bits=bits)
@@ -81,7 +85,7 @@ def test_vllm_is_taken_unasked_only_where_nothing_is_lost(
 
 def test_vllm_without_a_gpu_is_not_taken() -> None:
     assert choose(ArtefactKind.MODEL, ALL).engine == "transformers"
-    with pytest.raises(EnvironmentFaultError, match="needs a GPU"):
+    with pytest.raises(SetupError, match="needs a GPU"):
         choose(ArtefactKind.MODEL, ALL, engine="vllm")
 
 
@@ -93,7 +97,7 @@ def test_a_gpu_that_the_software_cannot_use_is_told() -> None:
         assert "NVIDIA H100" in choice.why
         assert library in choice.why
         assert "--device cpu" in choice.why
-        with pytest.raises(EnvironmentFaultError, match="NVIDIA H100"):
+        with pytest.raises(SetupError, match="NVIDIA H100"):
             choose(kind, HALF_INSTALLED, device="cuda")
         assert "as asked" in choose(kind, HALF_INSTALLED, device="cpu").why
 
@@ -134,8 +138,8 @@ def test_contradictions_are_refused(kind: ArtefactKind, asked: dict[str, Any], w
 def test_what_is_missing_comes_with_how_to_get_it(
     kind: ArtefactKind, engine: str, remedy: str
 ) -> None:
-    bare = Installed(has_transformers=False, has_llama=False, has_vllm=False)
-    with pytest.raises(EnvironmentFaultError, match="not installed") as caught:
+    bare = InstalledEngines(has_transformers=False, has_llama=False, has_vllm=False)
+    with pytest.raises(SetupError, match="not installed") as caught:
         choose(kind, bare, engine=engine)
     assert remedy in caught.value.remedy
 

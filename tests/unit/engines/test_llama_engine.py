@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from small_models import make_llama
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UserError
-from tightfit.engines.answers import answer, answer_all, stream
+from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import (
     Delta,
@@ -24,8 +23,11 @@ from tightfit.engines.protocol import (
     FinishReason,
     Request,
     Sampling,
+    answer,
+    answer_all,
+    stream,
 )
-from tightfit.export.convert.convert import GgufRequest, convert_to_gguf
+from tightfit.export.convert import GgufRequest, convert_to_gguf
 from tightfit.runtime.artefacts import Artefact, find_artefact
 
 CONTEXT = 256
@@ -337,7 +339,7 @@ def test_a_longer_context_than_the_models_is_refused(artefact: Artefact) -> None
 
 
 def test_other_hosts_need_another_build(artefact: Artefact) -> None:
-    with pytest.raises(EnvironmentFaultError, match="RPC") as caught:
+    with pytest.raises(SetupError, match="RPC") as caught:
         open_engine(EngineRequest(artefact=artefact, context=64, hosts=("node1:50052",)))
     assert "tightfit.runtime.build_rpc" in caught.value.remedy
     assert "private network" in caught.value.remedy
@@ -346,8 +348,8 @@ def test_other_hosts_need_another_build(artefact: Artefact) -> None:
 def test_a_missing_llama_says_how_to_get_it(
     artefact: Artefact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tightfit.runtime.ggml.importlib.util.find_spec", lambda _: None)
-    with pytest.raises(EnvironmentFaultError, match=r"llama\.cpp") as caught:
+    monkeypatch.setattr("tightfit.runtime.llama_cpp.importlib.util.find_spec", lambda _: None)
+    with pytest.raises(SetupError, match=r"llama\.cpp") as caught:
         open_engine(EngineRequest(artefact=artefact, context=64))
     assert "tightfit[gguf]" in caught.value.remedy
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.cli.guarded import run_in_guard
-from tightfit.core.errors import EnvironmentFaultError, UsageError
-from tightfit.engines.llama.rpc_guard import run_guarded
-from tightfit.engines.llama.rpc_hosts import add_hosts, read_hosts
-from tightfit.runtime.rpc_library import Protocol, read_protocol
+from tightfit.cli.command import run_in_guard
+from tightfit.core.errors import SetupError, UsageError
+from tightfit.engines.llama_devices import add_hosts, read_hosts, run_guarded
+from tightfit.runtime.llama_cpp import Protocol, read_protocol
 
 
 def test_hosts_get_the_usual_port() -> None:
@@ -38,7 +37,7 @@ def test_a_backend_that_was_not_built_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path))
-    with pytest.raises(EnvironmentFaultError, match="RPC") as caught:
+    with pytest.raises(SetupError, match="RPC") as caught:
         add_hosts(("a:1",))
     assert "tightfit.runtime.build_rpc" in caught.value.remedy
 
@@ -57,7 +56,7 @@ def test_protocols_agree_as_llama_cpp_says(tmp_path: Path) -> None:
 
 def test_a_guard_passes_exit_codes_on_and_explains_an_abort() -> None:
     assert run_guarded([sys.executable, "-c", "raise SystemExit(5)"], ("localhost:1",)) == 5
-    with pytest.raises(EnvironmentFaultError, match=r"lost.*localhost:1") as caught:
+    with pytest.raises(SetupError, match=r"lost.*localhost:1") as caught:
         run_guarded([sys.executable, "-c", "import os; os.abort()"], ("localhost:1",))
     assert "--address localhost --port 1" in caught.value.remedy
 
@@ -65,7 +64,7 @@ def test_a_guard_passes_exit_codes_on_and_explains_an_abort() -> None:
 def test_a_guarded_process_that_is_killed_ends_its_guard_likewise() -> None:
     """As by the kernel when memory is short: no handler can be set for that signal."""
     guard = (
-        "import sys; from tightfit.engines.llama.rpc_guard import run_guarded; "
+        "import sys; from tightfit.engines.llama_devices import run_guarded; "
         "run_guarded([sys.executable, '-c', 'import os; os.kill(os.getpid(), 9)'], ('a:1',))"
     )
     done = subprocess.run([sys.executable, "-c", guard], capture_output=True, check=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.engines.llama.stop_texts import StopTexts
+from tightfit.engines.llama_cpp import StopTextFilter
 
 LETTERS = st.text(alphabet="ab<|>", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab<|>", max_size=4), max_size=3)
@@ -15,7 +15,7 @@ STOPS = st.lists(st.text(alphabet="ab<|>", max_size=4), max_size=3)
 def test_any_way_of_cutting_it_up_gives_the_same(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    stream = StopTexts(stops)
+    stream = StopTextFilter(stops)
     shown, at = "", 0
     while at < len(text) and not stream.is_stopped:
         size = data.draw(st.integers(1, 5))

@@ -139,10 +139,10 @@ def test_impossible_requests_are_refused_when_handed_in(engine: Engine) -> None:
 
 
 def test_scores_are_those_of_one_pass(engine: Engine, model: Any, monkeypatch: Any) -> None:
-    from tightfit.engines.transformers import scores
+    from tightfit.engines.transformers import engine as engine_module
 
     whole = engine.logits(PROMPT)
-    monkeypatch.setattr(scores, "_MOST_SCORES", 1)
+    monkeypatch.setattr(engine_module, "_MAX_LOGITS", 1)
     in_pieces = engine.logits(PROMPT)
 
     assert whole.shape == (len(PROMPT), 382)

@@ -18,11 +18,14 @@ from tightfit.core.errors import DoesNotFitError, InvalidInputError
 from tightfit.data.prompter import Prompter
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.engines.protocol import Event, FinishReason, Request, Sampling
-from tightfit.engines.transformers.answer import RunningAnswer
-from tightfit.engines.transformers.batch import RowBatcher
-from tightfit.engines.transformers.measure import kv_bytes_per_token
-from tightfit.engines.transformers.rows import Rows, open_rows
-from tightfit.engines.transformers.sampling import choose_tokens, draw_uniform
+from tightfit.engines.transformers.batch import (
+    ContinuousBatcher,
+    RunningAnswer,
+    choose_tokens,
+    draw_uniform,
+)
+from tightfit.engines.transformers.engine import kv_bytes_per_token
+from tightfit.engines.transformers.rows import BatchRows, open_rows
 
 library: Any = transformers
 
@@ -106,8 +109,8 @@ def make_prompts(count: int, *, longest: int = 60, seed: int = 1) -> list[tuple[
 
 
 @contextmanager
-def open_batch(rows: Rows, *, num_slots: int = 4) -> Iterator[RowBatcher]:
-    batch = RowBatcher(rows, num_slots=num_slots, prefill_tokens=128)
+def open_batch(rows: BatchRows, *, num_slots: int = 4) -> Iterator[ContinuousBatcher]:
+    batch = ContinuousBatcher(rows, num_slots=num_slots, prefill_tokens=128)
     try:
         yield batch
     finally:
@@ -115,7 +118,7 @@ def open_batch(rows: Rows, *, num_slots: int = 4) -> Iterator[RowBatcher]:
 
 
 def ask(
-    batch: RowBatcher, prompter: Prompter, requests: list[Request], **also: Any
+    batch: ContinuousBatcher, prompter: Prompter, requests: list[Request], **also: Any
 ) -> tuple[Collector, list[RunningAnswer]]:
     collector = Collector()
     answers = [

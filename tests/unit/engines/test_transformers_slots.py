@@ -14,8 +14,8 @@ from small_models import make_tokenizer
 from tightfit.data.prompter import Prompter
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.engines.protocol import Request, Sampling
-from tightfit.engines.transformers.slots import SlotRows, can_have_slots
-from tightfit.runtime.answer_attention import FOLDED
+from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots
+from tightfit.runtime.attention import GROUPED_DECODE
 
 SLOTTED = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt2")
 OTHERS = ("bloom", "falcon", "gemma2", "t5", "bart")
@@ -31,7 +31,7 @@ def prompter(tmp_path_factory: pytest.TempPathFactory) -> Prompter:
 @pytest.mark.parametrize("family", SLOTTED)
 def test_a_changing_batch_answers_as_each_prompt_alone(family: str, prompter: Prompter) -> None:
     model = make_model(family)
-    assert can_have_slots(model)
+    assert supports_slots(model)
     requests = [
         Request(prompt=prompt, sampling=Sampling(max_new_tokens=3 + 7 * (n % 5)))
         for n, prompt in enumerate(make_prompts(14))
@@ -44,12 +44,12 @@ def test_a_changing_batch_answers_as_each_prompt_alone(family: str, prompter: Pr
         collector.wait()
 
     assert [collector.tokens(n) for n in range(len(requests))] == expected
-    assert model.config._attn_implementation == FOLDED
+    assert model.config._attn_implementation == GROUPED_DECODE
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_families_that_make_their_own_masks_have_none(family: str) -> None:
-    assert not can_have_slots(make_model(family))
+    assert not supports_slots(make_model(family))
 
 
 def test_long_rows_move_the_buffers_and_keep_what_they_held(prompter: Prompter) -> None:
@@ -76,7 +76,7 @@ def test_long_rows_move_the_buffers_and_keep_what_they_held(prompter: Prompter) 
 def test_folded_heads_attend_as_repeated_ones() -> None:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from tightfit.runtime.answer_attention import folded_attention
+    from tightfit.runtime.attention import grouped_decode_attention
 
     torch.manual_seed(0)
     query = torch.randn(3, 8, 1, 16)
@@ -88,6 +88,6 @@ def test_folded_heads_attend_as_repeated_ones() -> None:
     attend: Any = sdpa_attention_forward
 
     expected, _ = attend(module, query, key, value, mask[:, None, None], scaling=0.3)
-    found, _ = folded_attention(module, query, key, value, mask[:, None, None], scaling=0.3)
+    found, _ = grouped_decode_attention(module, query, key, value, mask[:, None, None], scaling=0.3)
 
     torch.testing.assert_close(found, expected)

@@ -14,10 +14,9 @@ import pytest
 
 from small_models import make_tokenizer
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UserError
+from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.data.prompter import Prompter
 from tightfit.data.tokenizer import load_tokenizer
-from tightfit.engines.answers import answer, answer_all, stream
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import (
     Delta,
@@ -27,9 +26,11 @@ from tightfit.engines.protocol import (
     FinishReason,
     Request,
     Sampling,
+    answer,
+    answer_all,
+    stream,
 )
-from tightfit.engines.vllm.arguments import plan_vllm, sampling_arguments
-from tightfit.engines.vllm.engine import VllmEngine, open_vllm
+from tightfit.engines.vllm import VllmEngine, open_vllm, plan_vllm, sampling_arguments
 from tightfit.models.config import read_config
 from tightfit.models.spec import ModelSpec
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
@@ -157,7 +158,7 @@ def test_sampling_settings() -> None:
 
 
 def test_without_vllm_it_says_how_to_get_it() -> None:
-    with pytest.raises(EnvironmentFaultError, match="vLLM") as caught:
+    with pytest.raises(SetupError, match="vLLM") as caught:
         open_vllm(asked(), why="")
     assert "environment of its own" in caught.value.remedy
 
@@ -278,5 +279,5 @@ def test_a_failed_start_is_one_sentence(prompter: Prompter) -> None:
         def start(self) -> None:
             raise ValueError("No available memory for the cache blocks.\nTraceback ...")
 
-    with pytest.raises(EnvironmentFaultError, match="No available memory for the cache blocks"):
+    with pytest.raises(SetupError, match="No available memory for the cache blocks"):
         make_engine(Broken(), prompter)

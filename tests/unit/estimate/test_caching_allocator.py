@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slow_allocator import SlowAllocator
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.units import GIB, MIB
-from tightfit.estimate.trace.caching_allocator import (
+from tightfit.trace.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
     CapacityExceeded,

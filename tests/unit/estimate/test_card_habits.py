@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from tightfit.estimate.trace.card_habits import CardHabits
-from tightfit.estimate.trace.habits_backend import default_cudnn
-from tightfit.estimate.trace.recorder import Recorder
+from tightfit.trace.attention import find_default_cudnn
+from tightfit.trace.gpu_emulation import GpuEmulation
+from tightfit.trace.recorder import Recorder
 
 T4, A100, H100, B200 = (7, 5), (8, 0), (9, 0), (10, 0)
 MIB = 2**20
@@ -56,7 +56,9 @@ class Trace:
 
 @contextmanager
 def recording(card: tuple[int, int], torch_version: str = "2.11.0") -> Iterator[Trace]:
-    habits = CardHabits(card, torch_version, default_cudnn((2, int(torch_version.split(".")[1]))))
+    habits = GpuEmulation(
+        card, torch_version, find_default_cudnn((2, int(torch_version.split(".")[1])))
+    )
     recorder = Recorder(habits, vocab_size=0)
     recorder.stage = "forward"
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:

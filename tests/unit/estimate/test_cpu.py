@@ -10,7 +10,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, MIB
 from tightfit.estimate.job import estimate_job
 from tightfit.estimate.memory import estimate_step_peak_bytes
-from tightfit.hardware.cpu import CpuReading, describe_cpu
+from tightfit.hardware.local import CpuReading, describe_cpu
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tightfit.core.strategy import Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.disk import estimate_disk_components
+from tightfit.estimate.host_and_disk import estimate_disk_components
 from tightfit.estimate.weights import adapter_params
 from tightfit.models.resolve import resolve_model
 

@@ -10,16 +10,16 @@ import torch
 from made_calibrations import make_calibration, make_matmuls
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.efficiency import FP8_SUSTAINED_FRACTION, sustained_fp8_flops
 from tightfit.estimate.job import estimate_job
+from tightfit.estimate.rates import FP8_SUSTAINED_FRACTION, sustained_fp8_flops
 from tightfit.estimate.result import Estimate, Verdict
-from tightfit.estimate.trace.op_costs import describe
-from tightfit.estimate.trace.op_seconds import DeviceSeconds
-from tightfit.estimate.trace.operations import FORWARD, MATMUL, Operation
 from tightfit.hardware.calibration import MatmulTime
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.resolve import resolve_model
+from tightfit.trace.operation_work import describe_operation
+from tightfit.trace.operations import FORWARD, MATMUL, Operation
+from tightfit.trace.traced_time import DeviceSeconds
 
 H200 = find_gpu("H200-SXM")
 LLAMA = resolve_model("Llama-2-7b")
@@ -151,7 +151,7 @@ def test_a_traced_product_has_its_flops_and_its_narrow_operands() -> None:
     args = (left, right.t(), torch.ones(m, 1), torch.ones(1, n))
     for is_fast, dtype in ((True, "fp8"), (False, "fp8-exact")):
         kwargs = {"out_dtype": torch.bfloat16, "use_fast_accum": is_fast}
-        work = describe(multiply, args, kwargs, multiply(*args, **kwargs))
+        work = describe_operation(multiply, args, kwargs, multiply(*args, **kwargs))
         assert (work.kind, work.dtype, work.shape) == (MATMUL, dtype, (m, n, k, 1))
         assert work.flops == 2 * m * n * k
         assert work.num_bytes == m * k + n * k + 2 * m * n

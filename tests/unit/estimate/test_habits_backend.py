@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.estimate.trace.habits_attention import AttentionOptions, describe_call
-from tightfit.estimate.trace.habits_backend import (
+from tightfit.trace.attention import (
     CUDNN,
     EFFICIENT,
     FLASH,
     MATH,
     AttentionCall,
-    Software,
-    choose_backend,
-    default_cudnn,
+    AttentionOptions,
+    SoftwareVersions,
+    describe_attention_call,
+    find_default_cudnn,
     prefers_cudnn,
+    select_attention_backend,
 )
 
 V100, T4, A100, RTX3090, RTX4090, H100, B200 = (
@@ -30,7 +31,7 @@ V100, T4, A100, RTX3090, RTX4090, H100, B200 = (
     (10, 0),
 )
 AMPERE_UP = (A100, RTX3090, RTX4090, H100, B200)
-TORCH_211 = Software(torch=(2, 11), cudnn=91900)
+TORCH_211 = SoftwareVersions(torch=(2, 11), cudnn=91900)
 
 
 def make_call(**changes: Any) -> AttentionCall:
@@ -69,7 +70,7 @@ def test_half_precision_without_a_mask_runs_flash_or_cudnn_from_ampere_on(
             # cuDNN takes 256 wide heads on Hopper; on Blackwell no more than 128.
             has_cudnn = card == H100 or (card == B200 and width <= 128)
             expected = CUDNN if has_cudnn else FLASH
-            assert choose_backend(call, card, TORCH_211) == expected, (card, is_grouped)
+            assert select_attention_backend(call, card, TORCH_211) == expected, (card, is_grouped)
 
 
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
@@ -78,9 +79,11 @@ def test_a_mask_takes_flash_away(dtype: str, width: int) -> None:
     for card in AMPERE_UP:
         call = make_call(dtype=dtype, width=width, has_mask=True)
         has_cudnn = card == H100 or (card == B200 and width <= 128)
-        assert choose_backend(call, card, TORCH_211) == (CUDNN if has_cudnn else EFFICIENT)
+        assert select_attention_backend(call, card, TORCH_211) == (
+            CUDNN if has_cudnn else EFFICIENT
+        )
         grouped = make_call(dtype=dtype, width=width, has_mask=True, is_grouped=True)
-        assert choose_backend(grouped, card, TORCH_211) == (CUDNN if has_cudnn else MATH)
+        assert select_attention_backend(grouped, card, TORCH_211) == (CUDNN if has_cudnn else MATH)
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
@@ -88,20 +91,20 @@ def test_a_mask_takes_flash_away(dtype: str, width: int) -> None:
 def test_fp32_runs_efficient_everywhere_and_math_when_grouped(width: int, has_mask: bool) -> None:
     for card in (V100, T4, *AMPERE_UP):
         call = make_call(dtype="float32", width=width, has_mask=has_mask)
-        assert choose_backend(call, card, TORCH_211) == EFFICIENT
+        assert select_attention_backend(call, card, TORCH_211) == EFFICIENT
         grouped = make_call(dtype="float32", width=width, has_mask=has_mask, is_grouped=True)
-        assert choose_backend(grouped, card, TORCH_211) == MATH
+        assert select_attention_backend(grouped, card, TORCH_211) == MATH
 
 
 @pytest.mark.parametrize("card", [V100, T4])
 def test_volta_and_turing_have_the_efficient_kernel_for_fp16_alone(card: tuple[int, int]) -> None:
     for has_mask in (False, True):
-        assert choose_backend(make_call(dtype="float16", has_mask=has_mask), card, TORCH_211) == (
-            EFFICIENT
-        )
+        assert select_attention_backend(
+            make_call(dtype="float16", has_mask=has_mask), card, TORCH_211
+        ) == (EFFICIENT)
         grouped = make_call(dtype="float16", has_mask=has_mask, is_grouped=True)
-        assert choose_backend(grouped, card, TORCH_211) == MATH
-        assert choose_backend(make_call(has_mask=has_mask), card, TORCH_211) == MATH
+        assert select_attention_backend(grouped, card, TORCH_211) == MATH
+        assert select_attention_backend(make_call(has_mask=has_mask), card, TORCH_211) == MATH
 
 
 def test_small_cores_train_no_flash_between_192_and_224_wide() -> None:
@@ -112,39 +115,40 @@ def test_small_cores_train_no_flash_between_192_and_224_wide() -> None:
         (A100, 224, True, FLASH),
     ):
         call = make_call(width=width, needs_gradient=gradient)
-        assert choose_backend(call, card, TORCH_211) == expected
+        assert select_attention_backend(call, card, TORCH_211) == expected
     dropped = make_call(width=256, dropout=0.1)
-    assert choose_backend(dropped, RTX4090, TORCH_211) == EFFICIENT
+    assert select_attention_backend(dropped, RTX4090, TORCH_211) == EFFICIENT
 
 
 def test_what_kernels_cannot_read_goes_to_the_next() -> None:
     # Heads of 80 are no multiple of 32 but of 8; of 100 they suit nobody but flash, which pads.
-    assert choose_backend(make_call(width=80), H100, TORCH_211) == CUDNN
-    assert choose_backend(make_call(width=100), H100, TORCH_211) == FLASH
-    assert choose_backend(make_call(width=100, has_mask=True), A100, TORCH_211) == MATH
+    assert select_attention_backend(make_call(width=80), H100, TORCH_211) == CUDNN
+    assert select_attention_backend(make_call(width=100), H100, TORCH_211) == FLASH
+    assert select_attention_backend(make_call(width=100, has_mask=True), A100, TORCH_211) == MATH
     # DeepSeek's keys are wider than its values.
     wide = make_call(width=192, value_width=128)
-    assert choose_backend(wide, B200, TORCH_211) == CUDNN
-    assert choose_backend(wide, A100, TORCH_211) == EFFICIENT
+    assert select_attention_backend(wide, B200, TORCH_211) == CUDNN
+    assert select_attention_backend(wide, A100, TORCH_211) == EFFICIENT
     # One query against a cache is not square, so not flash's causal, and needs none.
     decode = make_call(num_queries=1, is_causal=False, needs_gradient=False)
-    assert choose_backend(decode, A100, TORCH_211) == FLASH
-    assert choose_backend(make_call(num_queries=16), A100, TORCH_211) == EFFICIENT
-    assert choose_backend(make_call(is_dense=False), H100, TORCH_211) == MATH
+    assert select_attention_backend(decode, A100, TORCH_211) == FLASH
+    assert select_attention_backend(make_call(num_queries=16), A100, TORCH_211) == EFFICIENT
+    assert select_attention_backend(make_call(is_dense=False), H100, TORCH_211) == MATH
 
 
 def test_cudnn_is_preferred_where_torch_and_cudnn_allow_it() -> None:
     wheels = {
-        minor: Software(torch=(2, minor), cudnn=default_cudnn((2, minor))) for minor in range(8, 14)
+        minor: SoftwareVersions(torch=(2, minor), cudnn=find_default_cudnn((2, minor)))
+        for minor in range(8, 14)
     }
     assert [minor for minor in wheels if prefers_cudnn(H100, wheels[minor])] == [9, 11, 12, 13]
-    assert prefers_cudnn(H100, Software(torch=(2, 10), cudnn=91501))
+    assert prefers_cudnn(H100, SoftwareVersions(torch=(2, 10), cudnn=91501))
     assert not prefers_cudnn(A100, wheels[13])
     # From 2.12 dropout must be a multiple of a sixteenth.
     dropped = make_call(dropout=0.1)
-    assert choose_backend(dropped, H100, wheels[11]) == CUDNN
-    assert choose_backend(dropped, H100, wheels[12]) == FLASH
-    assert choose_backend(make_call(dropout=0.125), H100, wheels[12]) == CUDNN
+    assert select_attention_backend(dropped, H100, wheels[11]) == CUDNN
+    assert select_attention_backend(dropped, H100, wheels[12]) == FLASH
+    assert select_attention_backend(make_call(dropout=0.125), H100, wheels[12]) == CUDNN
 
 
 def test_torchs_own_choice_on_the_cpu_agrees_where_the_rules_are_shared() -> None:
@@ -153,6 +157,6 @@ def test_torchs_own_choice_on_the_cpu_agrees_where_the_rules_are_shared() -> Non
     for num_keys, grouped in ((8, False), (2, True), (3, True), (2, False)):
         key = torch.empty(2, num_keys, 16, 64, dtype=torch.bfloat16)
         fused = torch._fused_sdp_choice(query, key, key, enable_gqa=grouped)
-        call = describe_call(query, key, key, AttentionOptions(enable_gqa=grouped))
-        is_fused = choose_backend(call, A100, TORCH_211) == FLASH
+        call = describe_attention_call(query, key, key, AttentionOptions(enable_gqa=grouped))
+        is_fused = select_attention_backend(call, A100, TORCH_211) == FLASH
         assert is_fused == (fused == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)

@@ -16,14 +16,13 @@ from made_calibrations import (
     make_matmuls,
     make_traffic,
 )
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.dtypes import Dtype
-from tightfit.core.quirks import Quirks
-from tightfit.core.strategy import Strategy
-from tightfit.core.workload import DataProfile
+from tightfit.core.strategy import Quirks, Strategy
 from tightfit.estimate.communication import find_links
 from tightfit.estimate.inference import InferenceJob, estimate_inference
 from tightfit.estimate.job import estimate_job
-from tightfit.estimate.measured import MatmulTable, attention_rates, bandwidth_at
+from tightfit.estimate.rates import MatmulTable, attention_rates, bandwidth_at
 from tightfit.estimate.result import Estimate
 from tightfit.hardware.calibration import AttentionTime, Calibration
 from tightfit.hardware.catalogue import find_gpu

@@ -7,24 +7,23 @@ from typing import Any
 import pytest
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.quirks import Quirks
 from tightfit.core.strategy import (
     Loss,
     Method,
     Offload,
+    Quirks,
     Sharding,
     Strategy,
 )
 from tightfit.core.units import GIB
-from tightfit.estimate.job import estimate_job
+from tightfit.estimate.job import estimate_job, kv_cache_bytes
 from tightfit.estimate.memory import (
+    estimate_batch_independent_bytes,
     estimate_moments,
     estimate_step_peak_bytes,
-    find_standing,
-    hold,
+    list_reserved_components,
     peak_moment,
 )
-from tightfit.estimate.phases import kv_cache_bytes
 from tightfit.estimate.weights import estimate_weight_bytes, num_trainable
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
@@ -277,7 +276,7 @@ def test_a_sliding_window_bounds_the_cache() -> None:
 def test_the_quick_answer_is_the_full_one() -> None:
     spec, strategy = resolve_model("Qwen2.5-7B"), Strategy(micro_batch=2, loss=Loss.FUSED)
     moments = estimate_moments(spec, strategy)
-    held = hold(peak_moment(moments), moments, strategy)
+    held = list_reserved_components(peak_moment(moments), moments, strategy)
 
     assert estimate_step_peak_bytes(spec, strategy) == sum(held.values())
 
@@ -299,7 +298,7 @@ def test_what_stands_is_the_same_at_every_micro_batch(
     spec = resolve_model("Qwen2.5-7B")
     strategy = Strategy(**fields)
     sized = strategy.model_copy(update={"micro_batch": size[0], "grad_accum": size[1]})
-    standing = find_standing(spec, strategy, is_cpu=is_cpu)
+    standing = estimate_batch_independent_bytes(spec, strategy, is_cpu=is_cpu)
 
     assert estimate_moments(spec, sized, is_cpu=is_cpu, standing=standing) == estimate_moments(
         spec, sized, is_cpu=is_cpu

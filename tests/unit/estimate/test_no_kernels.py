@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tightfit.core.errors import EnvironmentFaultError
-from tightfit.estimate.logits import count_slice_tokens
-from tightfit.estimate.trace.no_kernels import liger_without_kernels, triton_without_kernels
-from tightfit.estimate.trace.shadows import Shadows, give_shadow
+from tightfit.core.errors import SetupError
+from tightfit.estimate.loss import count_chunk_tokens
 from tightfit.models.resolve import resolve_model
+from tightfit.trace.concrete_values import ConcreteValues, set_concrete_value
+from tightfit.trace.kernel_stubs import liger_without_kernels, triton_without_kernels
 
 CARD = (9, 0)
 OLD_CARD = (7, 5)
@@ -36,7 +36,7 @@ class _Notebook(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.made: Made = []
         self._held: list[Any] = []
         self._known: set[int] = set()
-        self._shadows = Shadows()
+        self._shadows = ConcreteValues()
 
     def know(self, *tensors: Tensor) -> None:
         self._known |= {t.untyped_storage()._cdata for t in tensors}
@@ -75,7 +75,7 @@ def _run_fused_loss(*, is_head_trained: bool, capability: tuple[int, int] = CARD
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
         hidden, head = _values(TOKENS, WIDTH), _values(VOCAB, WIDTH, is_trained=is_head_trained)
-        targets = give_shadow(torch.empty(TOKENS, dtype=torch.long), TARGETS)
+        targets = set_concrete_value(torch.empty(TOKENS, dtype=torch.long), TARGETS)
         notebook.know(hidden, head, targets)
         notebook.made.clear()
         loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")(head, hidden, targets)
@@ -125,14 +125,14 @@ def test_our_slices_are_ligers_own(tokens: int, width: int, vocab: int, factor: 
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
         hidden, head = _values(tokens, width), _values(vocab, width, is_trained=False)
-        targets = give_shadow(torch.empty(tokens, dtype=torch.long), wanted)
+        targets = set_concrete_value(torch.empty(tokens, dtype=torch.long), wanted)
         notebook.know(hidden, head, targets)
         notebook.made.clear()
         liger_fused_linear_cross_entropy(hidden, head, targets, chunk_mem_const=factor)
     spec = resolve_model("Llama-2-7b").model_copy(
         update={"hidden_size": width, "vocab_size": vocab}
     )
-    rows = count_slice_tokens(spec, tokens=tokens, factor=factor)
+    rows = count_chunk_tokens(spec, tokens=tokens, factor=factor)
     slices = {shape for shape, dtype in notebook.made if shape[-1] == vocab}
     assert slices == {(rows, vocab)}
 
@@ -156,7 +156,7 @@ def test_cross_entropy_writes_its_gradient_over_the_logits() -> None:
         from liger_kernel.transformers import LigerCrossEntropyLoss
 
         logits = _values(TOKENS, VOCAB)
-        targets = give_shadow(torch.empty(TOKENS, dtype=torch.long), TARGETS)
+        targets = set_concrete_value(torch.empty(TOKENS, dtype=torch.long), TARGETS)
         notebook.know(logits, targets)
         notebook.made.clear()
         LigerCrossEntropyLoss(reduction="sum")(logits, targets).backward()
@@ -251,7 +251,7 @@ def test_nothing_stays() -> None:
 def test_without_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with (
-        pytest.raises(EnvironmentFaultError, match="not installed") as caught,
+        pytest.raises(SetupError, match="not installed") as caught,
         liger_without_kernels(CARD),
     ):
         pass

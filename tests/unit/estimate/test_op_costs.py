@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tightfit.estimate.trace.op_costs import describe
-from tightfit.estimate.trace.op_products import COMPUTING
-from tightfit.estimate.trace.op_work import Work
-from tightfit.estimate.trace.operations import ATTENTION
-from tightfit.estimate.trace.shadows import give_shadow
+from tightfit.trace.concrete_values import set_concrete_value
+from tightfit.trace.operation_work import COMPUTE_WORK, Work, describe_operation
+from tightfit.trace.operations import ATTENTION
 
 HEADS, WIDTH = 4, 64
 
@@ -22,7 +20,7 @@ def test_softmax_for_rows_that_may_be_hidden_is_four_kernels() -> None:
     scores = torch.ones(2, 8, 16, dtype=torch.bfloat16)
     softmax = torch.ops.aten._safe_softmax.default
 
-    work = describe(softmax, (scores, -1), {}, softmax(scores, -1))
+    work = describe_operation(softmax, (scores, -1), {}, softmax(scores, -1))
 
     assert work.num_bytes == (2 * 2 + 3 * 2 + 2) * scores.numel()
     assert (work.num_kernels, work.num_calls) == (4, 4)
@@ -34,7 +32,7 @@ def test_softmax_goes_back_by_a_product_that_is_written_out() -> None:
     back = torch.ops.aten._softmax_backward_data.default
 
     args = (result, result, -1, torch.float32)
-    work = describe(back, args, {}, back(*args))
+    work = describe_operation(back, args, {}, back(*args))
 
     assert work.num_bytes == 6 * 4 * result.numel()
     assert work.num_kernels == 2
@@ -46,9 +44,9 @@ def _attend(*lengths: int, is_known: bool = True) -> Work:
         query = torch.empty(num_tokens, HEADS, WIDTH, dtype=torch.bfloat16)
         ends = torch.empty(len(lengths) + 1, dtype=torch.int32)
     if is_known:
-        give_shadow(ends, torch.tensor((0, *lengths)).cumsum(0))
+        set_concrete_value(ends, torch.tensor((0, *lengths)).cumsum(0))
     args: dict[str, Any] = {"query": query, "key": query, "value": query, "cu_seq_q": ends}
-    return COMPUTING["torch_attn::_varlen_attn"](args | {"window_size": [-1, 0]}, query)
+    return COMPUTE_WORK["torch_attn::_varlen_attn"](args | {"window_size": [-1, 0]}, query)
 
 
 def test_documents_attend_among_themselves_at_the_pace_of_their_mean_length() -> None:

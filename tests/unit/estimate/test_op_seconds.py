@@ -8,10 +8,10 @@ import pytest
 
 from tightfit.core.strategy import Attention, Strategy
 from tightfit.estimate.result import StepTime
-from tightfit.estimate.trace import no_kernels
-from tightfit.estimate.trace.op_host import HostPace, find_host_pace
-from tightfit.estimate.trace.op_seconds import DeviceSeconds, estimate_traced_time
-from tightfit.estimate.trace.operations import (
+from tightfit.hardware.catalogue import find_gpu
+from tightfit.hardware.types import MeasuredRates
+from tightfit.trace import kernel_stubs
+from tightfit.trace.operations import (
     ADAPTER,
     ATTENTION,
     BACKWARD,
@@ -24,11 +24,15 @@ from tightfit.estimate.trace.operations import (
     UPDATE,
     Operation,
     OperationLog,
-    Stretch,
+    RepeatedOperations,
 )
-from tightfit.estimate.trace.step_time import with_traced_time
-from tightfit.hardware.catalogue import find_gpu
-from tightfit.hardware.measured_rates import MeasuredRates
+from tightfit.trace.traced_time import (
+    DeviceSeconds,
+    HostCosts,
+    estimate_traced_time,
+    find_host_costs,
+    with_traced_time,
+)
 
 GPU = find_gpu("H200-SXM")
 STRATEGY = Strategy(method="lora", micro_batch=1, seq_len=1024)
@@ -77,7 +81,9 @@ ADAM = Operation(
 
 def _log(*operations: Operation, count: int = 4) -> OperationLog:
     places = tuple(range(len(operations)))
-    return OperationLog(operations=operations, stretches=(Stretch(operations=places, count=count),))
+    return OperationLog(
+        operations=operations, stretches=(RepeatedOperations(operations=places, count=count),)
+    )
 
 
 EVERYTHING = _log(PRODUCT, MOVE, VIEW, SCORES, UNPACK, ADAM)
@@ -122,7 +128,7 @@ def test_a_measured_product_takes_what_it_took() -> None:
 
 @pytest.mark.parametrize("part", ["forward", "backward", "gap"])
 def test_a_slower_host_is_never_faster(part: str) -> None:
-    plain = HostPace(forward=1e-5, backward=1e-5, gap=1e-6)
+    plain = HostCosts(forward=1e-5, backward=1e-5, gap=1e-6)
     slower = replace(plain, **{part: 50 * getattr(plain, part)})
     fast, slow = (
         estimate_traced_time(EVERYTHING, GPU, STRATEGY, pace=pace) for pace in (plain, slower)
@@ -140,14 +146,18 @@ def test_layers_that_take_alike_are_not_walked_one_by_one(
     """The host ahead, just behind and far behind, from a start where it is neither."""
     operations = (VIEW, MOVE, *layer, ADAM)
     first, layers, last = (0, 1), tuple(range(2, 2 + len(layer))), (2 + len(layer),)
-    at_once = Stretch(operations=layers, count=24)
-    one_by_one = [Stretch(operations=layers)] * 24
-    pace = HostPace(forward=slowness * 1e-5, backward=slowness * 1e-5, gap=1e-6)
+    at_once = RepeatedOperations(operations=layers, count=24)
+    one_by_one = [RepeatedOperations(operations=layers)] * 24
+    pace = HostCosts(forward=slowness * 1e-5, backward=slowness * 1e-5, gap=1e-6)
     quick, slow = (
         estimate_traced_time(
             OperationLog(
                 operations=operations,
-                stretches=(Stretch(operations=first), *middle, Stretch(operations=last)),
+                stretches=(
+                    RepeatedOperations(operations=first),
+                    *middle,
+                    RepeatedOperations(operations=last),
+                ),
             ),
             GPU,
             STRATEGY,
@@ -161,7 +171,7 @@ def test_layers_that_take_alike_are_not_walked_one_by_one(
 
 
 def test_a_host_that_reads_a_value_waits_for_the_device() -> None:
-    pace = HostPace(forward=1e-4, backward=1e-4, gap=0.0)
+    pace = HostCosts(forward=1e-4, backward=1e-4, gap=0.0)
     read = MOVE.model_copy(update={"num_bytes": 0.0, "waits": True})
     work = DeviceSeconds(GPU, STRATEGY).of(MOVE)
     assert work < 1e-4
@@ -177,8 +187,10 @@ def test_measured_hosts_set_the_pace() -> None:
     rates = _measured().model_copy(
         update={"host_forward_seconds": 7e-5, "host_adapter_forward_seconds": 1e-3}
     )
-    slow = find_host_pace(DeviceSeconds(GPU.model_copy(update={"measured": rates}), STRATEGY).rates)
-    usual = find_host_pace(DeviceSeconds(GPU, STRATEGY).rates)
+    slow = find_host_costs(
+        DeviceSeconds(GPU.model_copy(update={"measured": rates}), STRATEGY).rates
+    )
+    usual = find_host_costs(DeviceSeconds(GPU, STRATEGY).rates)
     assert slow.forward == pytest.approx(2 * usual.forward)
     assert slow.backward == usual.backward
     assert slow.around["adapter"] > usual.around["adapter"]
@@ -237,11 +249,11 @@ def test_launches_that_do_nothing_are_heard() -> None:
     def hear(args: tuple[object, ...], _kwargs: dict[str, object]) -> None:
         heard.append(args)
 
-    no_kernels.LISTENERS.append(hear)
+    kernel_stubs.LAUNCH_LISTENERS.append(hear)
     try:
-        no_kernels._Kernel(print)[(1,)]("a", "b")
+        kernel_stubs._Kernel(print)[(1,)]("a", "b")
     finally:
-        no_kernels.LISTENERS.remove(hear)
+        kernel_stubs.LAUNCH_LISTENERS.remove(hear)
     assert heard == [("a", "b")]
 
 
@@ -256,7 +268,7 @@ def _seconds(log: OperationLog, rates: MeasuredRates) -> float:
 
 def test_products_fall_to_the_power_limit_by_their_share_of_the_step() -> None:
     """Alone by all of it, beside memory traffic by less."""
-    gaps = 1e3 * PRODUCT.num_kernels * find_host_pace(DeviceSeconds(GPU, STRATEGY).rates).gap
+    gaps = 1e3 * PRODUCT.num_kernels * find_host_costs(DeviceSeconds(GPU, STRATEGY).rates).gap
     alone = _log(PRODUCT, count=1000)
     rested, limited = _seconds(alone, _hot()) - gaps, _seconds(alone, _hot(sustained_fraction=0.8))
     assert limited - gaps == pytest.approx(rested / 0.8, rel=0.01)
@@ -291,7 +303,7 @@ def test_masks_and_documents_have_rates_of_their_own() -> None:
 
 def test_an_optimizer_that_waits_for_every_tensor_hides_nothing() -> None:
     each = ADAM.model_copy(update={"count": 50, "shape": (10**6,), "num_bytes": 1.4e7})
-    pace = HostPace(forward=1e-3, backward=1e-3, gap=0.0)
+    pace = HostCosts(forward=1e-3, backward=1e-3, gap=0.0)
     flows, stops = (
         estimate_traced_time(
             _log(each.model_copy(update={"waits": waits}), count=1), GPU, STRATEGY, pace=pace
@@ -311,7 +323,7 @@ def _lora_log(*, backward_around: str = "") -> OperationLog:
 
 def test_the_engines_time_for_adapters_is_spread_over_its_calls() -> None:
     """Two adapters in each of ten rounds: all of their time, over ten calls of the engine."""
-    pace = HostPace(forward=1e-5, backward=2e-5, gap=0.0, adapter_backward=3e-5)
+    pace = HostCosts(forward=1e-5, backward=2e-5, gap=0.0, adapter_backward=3e-5)
 
     slower = pace.with_adapters(_lora_log())
 
@@ -320,7 +332,7 @@ def test_the_engines_time_for_adapters_is_spread_over_its_calls() -> None:
 
 
 def test_folded_adapters_and_none_leave_the_engine_as_it_is() -> None:
-    pace = HostPace(forward=1e-5, backward=2e-5, gap=0.0, adapter_backward=3e-5)
+    pace = HostCosts(forward=1e-5, backward=2e-5, gap=0.0, adapter_backward=3e-5)
 
     assert pace.with_adapters(_lora_log(backward_around=ADAPTER)) == pace
     assert pace.with_adapters(EVERYTHING) == pace

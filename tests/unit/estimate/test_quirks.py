@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from tightfit.core.quirks import Quirks
-from tightfit.core.strategy import Strategy
-from tightfit.estimate.activations import estimate_layer_bytes
-from tightfit.estimate.logits import estimate_loss_bytes
-from tightfit.estimate.memory import estimate_moments, peak_moment
-from tightfit.estimate.model_activations import (
+from tightfit.core.strategy import Quirks, Strategy
+from tightfit.estimate.activations import (
     ActivationBytes,
     estimate_activation_bytes,
+    estimate_layer_bytes,
     list_layers,
 )
+from tightfit.estimate.loss import estimate_loss_bytes
+from tightfit.estimate.memory import estimate_moments, peak_moment
 from tightfit.estimate.state import estimate_state_bytes
 from tightfit.models.resolve import resolve_model
 

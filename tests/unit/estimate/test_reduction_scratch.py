@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tightfit.estimate.trace import habits_reduce
-from tightfit.estimate.trace.card_habits import CardHabits
-from tightfit.estimate.trace.habits_reduce import find_multiprocessors, reduce_scratch
-from tightfit.estimate.trace.seen_as_card import seen_as_card
+from tightfit.trace import kernel_workspace
+from tightfit.trace.gpu_emulation import GpuEmulation
+from tightfit.trace.kernel_stubs import pretend_cuda
+from tightfit.trace.kernel_workspace import find_multiprocessors, reduction_workspace
 
 H200 = find_multiprocessors((9, 0))
 
@@ -17,7 +17,7 @@ H200 = find_multiprocessors((9, 0))
 def sums(shape: tuple[int, ...], dims: list[int] | None, **options: torch.dtype) -> list[int]:
     with FakeTensorMode():
         source = torch.empty(shape, dtype=options.pop("source", torch.bfloat16))
-    return reduce_scratch((source,) if dims is None else (source, dims), dict(options), H200)
+    return reduction_workspace((source,) if dims is None else (source, dims), dict(options), H200)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_half_precision_is_widened_inside_other_types_before() -> None:
 def test_layout_decides_not_the_order_of_dimensions() -> None:
     with FakeTensorMode():
         tokens_first = torch.empty(8192, 2048, dtype=torch.bfloat16)
-        plain = reduce_scratch((tokens_first, [0]), {}, H200)
-        assert reduce_scratch((tokens_first.t(), [1]), {}, H200) == plain
-        assert reduce_scratch((tokens_first.view(4, 2048, 2048), [0, 1]), {}, H200) == plain
-        assert reduce_scratch((tokens_first.view(8192, 1, 2048), [0, 1]), {}, H200) == plain
+        plain = reduction_workspace((tokens_first, [0]), {}, H200)
+        assert reduction_workspace((tokens_first.t(), [1]), {}, H200) == plain
+        assert reduction_workspace((tokens_first.view(4, 2048, 2048), [0, 1]), {}, H200) == plain
+        assert reduction_workspace((tokens_first.view(8192, 1, 2048), [0, 1]), {}, H200) == plain
 
 
 def test_odd_widths_are_read_one_by_one() -> None:
@@ -84,7 +84,7 @@ def test_smaller_cards_spread_less() -> None:
     with FakeTensorMode():
         args = (torch.empty(65536, 2048, dtype=torch.bfloat16), [0])
         found = [
-            reduce_scratch(args, {}, find_multiprocessors(card, count))[0]
+            reduction_workspace(args, {}, find_multiprocessors(card, count))[0]
             for card, count in (((7, 5), None), ((8, 9), None), ((9, 0), None), ((9, 0), 264))
         ]
     assert found == sorted(found)
@@ -106,7 +106,7 @@ def test_cards_that_are_not_in_the_table_count_as_the_next_older() -> None:
 
 
 def test_habits_know_reductions_by_their_operations() -> None:
-    habits = CardHabits((9, 0), "2.11.0", 91900)
+    habits = GpuEmulation((9, 0), "2.11.0", 91900)
     with FakeTensorMode():
         source = torch.empty(8192, 2048, dtype=torch.bfloat16)
     aten = torch.ops.aten
@@ -120,7 +120,7 @@ def test_habits_know_reductions_by_their_operations() -> None:
 
 @pytest.mark.parametrize("card", [(7, 5), (8, 0), (9, 0)])
 def test_a_library_that_asks_is_told_of_as_many(card: tuple[int, int]) -> None:
-    with seen_as_card("tightfit.estimate", card):
-        count = vars(habits_reduce)["torch"].cuda.get_device_properties(0).multi_processor_count
+    with pretend_cuda("tightfit.trace", card):
+        count = vars(kernel_workspace)["torch"].cuda.get_device_properties(0).multi_processor_count
 
     assert count == find_multiprocessors(card).count

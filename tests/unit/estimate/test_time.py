@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from machine_pace import allow
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.strategy import Strategy
-from tightfit.core.workload import DataProfile
 from tightfit.estimate.result import StepTime
-from tightfit.estimate.row_lengths import padding_waste
-from tightfit.estimate.time import estimate_step_time
+from tightfit.estimate.step_time import estimate_step_time, padding_waste
 from tightfit.estimate.weights import num_trainable
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
@@ -180,7 +179,7 @@ def test_tiny_batches_wait_for_the_host() -> None:
 
 @pytest.mark.parametrize(("name", "reached"), [("T4", 24e12), ("V100-SXM2-32GB", 95e12)])
 def test_old_cards_stay_below_their_measured_matmul_rate(name: str, reached: float) -> None:
-    """24e12 on T4 (power limit), 95e12 on V100: sources in estimate/efficiency.py."""
+    """24e12 on T4 (power limit), 95e12 on V100: sources in estimate/rates.py."""
     node = Node(gpu=find_gpu(name), num_gpus=1)
     step = estimate(
         node=node,

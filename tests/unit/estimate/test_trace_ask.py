@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tightfit.estimate.trace.ask import Answer, Tracer
+from tightfit.trace.tracer import Tracer, TraceResponse
 from trace_cases import record_full_tuning, trace
 
-ANSWER = Answer(traced=trace(record_full_tuning(num_layers=2, tokens=64)))
+ANSWER = TraceResponse(traced=trace(record_full_tuning(num_layers=2, tokens=64)))
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def make_worker(folder: Path, body: str) -> str:
     return "stand_in_worker"
 
 
-def ask(module: str, *jobs: dict[str, Any], **settings: Any) -> list[Answer]:
+def ask(module: str, *jobs: dict[str, Any], **settings: Any) -> list[TraceResponse]:
     return Tracer(module=module, **settings).ask(jobs)
 
 

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tightfit.estimate.trace.depth import CannotExtend, Growth, plan_depths
-from tightfit.estimate.trace.depth_match import sort_ends
-from tightfit.estimate.trace.recording import Allocation, Recording
-from tightfit.estimate.trace.selective import find_fewest_recomputed
+from tightfit.trace.depth import (
+    CannotExtend,
+    DepthExtrapolation,
+    find_fewest_recomputed,
+    plan_depths,
+    sort_ends,
+)
+from tightfit.trace.recording import Allocation, Recording
 
 Sizes = Callable[[int], int]
 
@@ -116,7 +120,7 @@ class Toy:
 def _grow(kinds: Sequence[int], **toy: object) -> Recording:
     plan = plan_depths(kinds)
     grown = [Toy(deeper, **toy).run() for deeper in plan.grown]  # type: ignore[arg-type]
-    growth = Growth(plan, Toy(plan.base, **toy).run(), grown)  # type: ignore[arg-type]
+    growth = DepthExtrapolation(plan, Toy(plan.base, **toy).run(), grown)  # type: ignore[arg-type]
     return growth.extend(plan.num_more)
 
 
@@ -130,7 +134,9 @@ def test_the_deep_recording_is_the_one_that_the_deep_job_makes(
 
 def test_one_growth_serves_every_split_of_the_layers() -> None:
     plan = plan_depths((8, 8))
-    growth = Growth(plan, Toy(plan.base).run(), [Toy(deeper).run() for deeper in plan.grown])
+    growth = DepthExtrapolation(
+        plan, Toy(plan.base).run(), [Toy(deeper).run() for deeper in plan.grown]
+    )
     for num_recomputed in range(3, 13):
         kinds = (num_recomputed, 16 - num_recomputed)
         num_more = [count - base for count, base in zip(kinds, plan.base, strict=True)]
@@ -159,7 +165,7 @@ def test_first_and_last_layers_of_their_own_are_kept(second: int) -> None:
         return Toy(kinds, extra=lambda layer: own.get(layer, 0)).run()
 
     plan = plan_depths((14,))
-    growth = Growth(plan, make(plan.base), [make(deeper) for deeper in plan.grown])
+    growth = DepthExtrapolation(plan, make(plan.base), [make(deeper) for deeper in plan.grown])
 
     assert growth.extend(plan.num_more) == make((14,))
 
@@ -185,18 +191,20 @@ def test_the_order_of_ends_in_a_row_does_not_matter() -> None:
         for seed, kinds in enumerate((plan.base, plan.grown[0], (11,)))
     )
 
-    assert sort_ends(Growth(plan, base, [grown]).extend(plan.num_more)) == sort_ends(whole)
+    assert sort_ends(DepthExtrapolation(plan, base, [grown]).extend(plan.num_more)) == sort_ends(
+        whole
+    )
 
 
 def test_what_was_traced_in_vain_is_refused_and_not_guessed() -> None:
     plan = plan_depths((12,))
     base = Toy((3,)).run()
     with pytest.raises(CannotExtend):
-        Growth(plan, base, [Toy((4,)).run()])
+        DepthExtrapolation(plan, base, [Toy((4,)).run()])
     with pytest.raises(CannotExtend, match="fewer"):
-        Growth(plan, base, [Toy((2,)).run()])
+        DepthExtrapolation(plan, base, [Toy((2,)).run()])
     with pytest.raises(ValueError, match="depth"):
-        Growth(plan, base, [Toy((5,)).run()]).extend([-1])
+        DepthExtrapolation(plan, base, [Toy((5,)).run()]).extend([-1])
 
 
 def test_few_layers_are_traced_as_they_are() -> None:

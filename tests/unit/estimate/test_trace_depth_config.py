@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.estimate.trace.depth_config import find_depth_refusal, read_depth, with_depth
+from tightfit.trace.depth_config import find_extrapolation_obstacle, read_depth, with_depth
 
 ALIKE = {"model_type": "llama", "num_hidden_layers": 32}
 CATALOGUE = [
@@ -21,8 +21,10 @@ MIXED = {"gemma2", "gemma3_text", "gpt_oss", "t5"}
 
 def test_the_catalogue_is_told_apart_by_family() -> None:
     assert len(CATALOGUE) > 90
-    refused = {config["model_type"] for config in CATALOGUE if find_depth_refusal(config)}
-    allowed = {config["model_type"] for config in CATALOGUE if not find_depth_refusal(config)}
+    refused = {config["model_type"] for config in CATALOGUE if find_extrapolation_obstacle(config)}
+    allowed = {
+        config["model_type"] for config in CATALOGUE if not find_extrapolation_obstacle(config)
+    }
 
     assert refused == MIXED
     assert {"llama", "qwen2", "bloom", "falcon", "gpt2", "mistral", "mixtral"} <= allowed
@@ -49,13 +51,13 @@ def test_a_nested_text_part_is_changed_and_nothing_else() -> None:
     assert with_depth(config, 4)["text_config"]["num_hidden_layers"] == 4
     assert with_depth(config, 4)["vision_config"] == config["vision_config"]
     assert config["text_config"]["num_hidden_layers"] == 32
-    assert not find_depth_refusal(config)
+    assert not find_extrapolation_obstacle(config)
 
 
 def test_lists_with_an_entry_per_layer_are_cut() -> None:
     config = ALIKE | {"layer_types": ["full_attention"] * 32, "eos_token_id": [1, 2]}
 
-    assert not find_depth_refusal(config)
+    assert not find_extrapolation_obstacle(config)
     assert with_depth(config, 3)["layer_types"] == ["full_attention"] * 3
     assert with_depth(config, 40)["layer_types"] == ["full_attention"] * 40
     assert with_depth(config, 3)["eos_token_id"] == [1, 2]
@@ -84,7 +86,7 @@ def test_lists_with_an_entry_per_layer_are_cut() -> None:
     ids=str,
 )
 def test_settings_that_make_layers_differ_are_refused(setting: dict[str, Any]) -> None:
-    assert find_depth_refusal(ALIKE | setting)
+    assert find_extrapolation_obstacle(ALIKE | setting)
 
 
 @pytest.mark.parametrize(
@@ -103,4 +105,4 @@ def test_settings_that_make_layers_differ_are_refused(setting: dict[str, Any]) -
     ids=str,
 )
 def test_settings_that_leave_layers_alike_are_not(setting: dict[str, Any]) -> None:
-    assert find_depth_refusal(ALIKE | setting) == ""
+    assert find_extrapolation_obstacle(ALIKE | setting) == ""

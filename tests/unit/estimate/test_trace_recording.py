@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.estimate.trace.recording import repeat_events
+from tightfit.trace.recording import repeat_events
 
 
 def test_a_step_is_repeated_with_numbers_of_its_own() -> None:

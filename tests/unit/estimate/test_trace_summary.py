@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.estimate.trace.caching_allocator import AllocatorSettings, CachingAllocator, replay
-from tightfit.estimate.trace.recording import CATEGORIES, Allocation, Recording
-from tightfit.estimate.trace.summary import (
+from tightfit.trace.caching_allocator import AllocatorSettings, CachingAllocator, replay
+from tightfit.trace.recording import (
+    CATEGORIES,
+    Allocation,
+    Recording,
     build_timeline,
     describe_peak,
     list_stage_peaks,

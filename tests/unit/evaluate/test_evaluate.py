@@ -16,14 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from made_runs import make_plan
 from tightfit.cli.app import main
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
 from tightfit.core.training import Training
 from tightfit.evaluate.evaluate import EvaluateRequest, evaluate_model
-from tightfit.evaluate.intervals import estimate_interval
 from tightfit.evaluate.metrics import Metric
-from tightfit.evaluate.scores import AnswerRow, Scores
-from tightfit.evaluate.target import find_target
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.evaluate.scored_models import find_eval_target
+from tightfit.evaluate.scores import AnswerRow, Scores, estimate_interval
+from tightfit.runs.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +133,7 @@ def test_gold_answers_score_full_marks(
     gold = [json.loads(line)["answer"] for line in sql_rows.read_text().splitlines()]
     gold[3] = "SELECT  MAX(age)\nFROM pets"
     monkeypatch.setattr(
-        "tightfit.evaluate.contestants.generate_answers",
+        "tightfit.evaluate.scored_models.generate_answers",
         lambda *_: [tokenizer.encode(text) for text in gold],
     )
 
@@ -222,7 +221,7 @@ def test_a_place_that_cannot_be_written_is_found_first(
     )
     (tmp_path / "file").touch()
 
-    with pytest.raises(EnvironmentFaultError, match="Cannot write scores"):
+    with pytest.raises(SetupError, match="Cannot write scores"):
         evaluate_model(
             EvaluateRequest(target=str(llama), data=str(sql_rows), save_to=tmp_path / "file" / "x")
         )
@@ -313,7 +312,7 @@ def test_weights_make_a_ratio_of_sums() -> None:
 def test_longer_rows_than_were_trained_are_scored_whole(run: RunFolder) -> None:
     """The plan's length is that of its longest row; it says nothing about what is scored."""
     assert run.read_plan().strategy.seq_len == 96
-    assert find_target(str(run.path)).seq_len == 512  # all the positions the model has
+    assert find_eval_target(str(run.path)).seq_len == 512  # all the positions the model has
 
 
 def test_an_artefact_beside_is_scored_by_its_engine(

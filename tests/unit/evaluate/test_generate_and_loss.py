@@ -16,9 +16,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from tightfit.core.training import DataSource
 from tightfit.data.encode import EncodeRequest, encode_dataset
 from tightfit.data.token_store import TokenStore
-from tightfit.evaluate import generate
-from tightfit.evaluate.generate import GenerateRequest, generate_answers
-from tightfit.evaluate.loss import MAX_LOGITS, list_batches, measure_loss
+from tightfit.evaluate import model_outputs
+from tightfit.evaluate.model_outputs import (
+    MAX_LOGITS,
+    GenerateRequest,
+    generate_answers,
+    list_batches,
+    measure_loss,
+)
 
 PAD, STOP = 0, 3
 
@@ -98,7 +103,7 @@ def test_a_batch_too_large_is_halved(llama: Path, monkeypatch: pytest.MonkeyPatc
     prompts = make_prompts(7)
     request = GenerateRequest(max_new_tokens=4, stop_ids=(STOP,), pad_id=PAD, batch=7)
     expected = generate_answers(model, prompts, request)
-    real, sizes = generate._generate, []
+    real, sizes = model_outputs._generate, []
 
     def short_of_memory(prompts: Any, *rest: Any) -> Any:
         sizes.append(len(prompts))
@@ -106,7 +111,7 @@ def test_a_batch_too_large_is_halved(llama: Path, monkeypatch: pytest.MonkeyPatc
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return real(prompts, *rest)
 
-    monkeypatch.setattr(generate, "_generate", short_of_memory)
+    monkeypatch.setattr(model_outputs, "_generate", short_of_memory)
 
     assert generate_answers(model, prompts, request) == expected
     assert sizes == [7, 4, 2, 2, 2, 1]
@@ -131,7 +136,7 @@ def write_rows(path: Path) -> Path:
 def test_loss_is_the_models_own_row_by_row(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_logits: int
 ) -> None:
-    monkeypatch.setattr("tightfit.evaluate.loss.MAX_LOGITS", max_logits)
+    monkeypatch.setattr("tightfit.evaluate.model_outputs.MAX_LOGITS", max_logits)
     store = encode(llama, write_rows(tmp_path / "rows.jsonl"))
     model = load(AutoModelForCausalLM, llama)
     expected = []

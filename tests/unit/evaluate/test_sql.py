@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import NotFoundError, UsageError
-from tightfit.evaluate.sql import find_database, judge_answer, make_task
-from tightfit.evaluate.sql_compare import rows_agree
-from tightfit.evaluate.sql_sandbox import QueryFaultError, QueryLimits, Rows
-from tightfit.evaluate.sql_text import extract_query, find_literals, find_tables, has_order
+from tightfit.evaluate.sql import (
+    extract_query,
+    find_database,
+    find_literals,
+    find_tables,
+    has_order,
+    judge_answer,
+    make_task,
+    rows_agree,
+)
+from tightfit.evaluate.sql_sandbox import QueryError, QueryLimits, QueryRows
 
 LIMITS = QueryLimits(seconds=2)
 SCHEMA = (
@@ -64,7 +71,7 @@ def test_when_order_counts(query: str, is_ordered: bool) -> None:
     assert has_order(query) is is_ordered
 
 
-_ONE: Rows = [("a", 1), ("b", 2)]
+_ONE: QueryRows = [("a", 1), ("b", 2)]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +101,7 @@ _ONE: Rows = [("a", 1), ("b", 2)]
         ([(float("inf"),)], [(float("inf"),)], True, True),
     ],
 )
-def test_comparison(gold: Rows, found: Rows, unordered: bool, ordered: bool) -> None:
+def test_comparison(gold: QueryRows, found: QueryRows, unordered: bool, ordered: bool) -> None:
     assert rows_agree(gold, found, is_ordered=False) is unordered
     assert rows_agree(found, gold, is_ordered=False) is unordered
     assert rows_agree(gold, found, is_ordered=True) is ordered
@@ -205,7 +212,7 @@ def test_synthetic_rows_are_the_same_every_time() -> None:
     ],
 )
 def test_a_row_without_truth_is_a_fault_of_the_row(prompt: str, gold: str) -> None:
-    with pytest.raises(QueryFaultError):
+    with pytest.raises(QueryError):
         make_task({}, prompt=prompt, gold_answer=gold, folder=None, limits=LIMITS)
 
 

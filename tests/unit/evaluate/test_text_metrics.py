@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tightfit.core.errors import EnvironmentFaultError
-from tightfit.evaluate.text_metrics import make_rouge, match_exactly, match_loosely
+from tightfit.core.errors import SetupError
+from tightfit.evaluate.metrics import make_rouge, match_exactly, match_loosely
 
 PAIRS = [
     ("Ann will bring the cakes.", "Ann is bringing cakes to the party."),
@@ -46,7 +46,7 @@ def test_rouge_is_the_librarys() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
 
-    with pytest.raises(EnvironmentFaultError, match="rouge-score") as caught:
+    with pytest.raises(SetupError, match="rouge-score") as caught:
         make_rouge()
 
     assert "pip install" in caught.value.remedy

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from small_models import make_llama
-from tightfit.export.quantize.bits import pack_bits
-from tightfit.export.quantize.targets import Target
+from tightfit.export.formats import ExportFormat
+from tightfit.export.quantize.quantizer import pack_bits
 
 pytest.importorskip("bitsandbytes", reason="pip install 'tightfit[bits]'")
 pytestmark = [
@@ -21,10 +21,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("target", "least", "most_bytes"), [(Target.NF4, 0.9, 0.2), (Target.INT8, 0.99, 0.35)]
+    ("target", "least", "most_bytes"),
+    [(ExportFormat.NF4, 0.9, 0.2), (ExportFormat.INT8, 0.99, 0.35)],
 )
 def test_transformers_loads_it_and_it_says_nearly_the_same(
-    tmp_path: Path, target: Target, least: float, most_bytes: float
+    tmp_path: Path, target: ExportFormat, least: float, most_bytes: float
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

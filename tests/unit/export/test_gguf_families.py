@@ -14,17 +14,16 @@ import torch
 from tokenizers import Tokenizer
 
 from small_models import FAMILIES, SENTENCES, make_family, make_llama
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
-from tightfit.export.convert.convert import (
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.export.convert import (
     ConvertRequest,
     GgufRequest,
     convert_gguf_to_hf,
     convert_model,
     convert_to_gguf,
 )
-from tightfit.export.convert.gguf_tokenizer_check import TEXTS, compare_scheme
-from tightfit.export.convert.gguf_vocabulary import Scheme, read_vocabulary
-from tightfit.runtime.llama_model import LlamaModel
+from tightfit.export.gguf_tokenizer import TEXTS, Scheme, compare_scheme, read_vocabulary
+from tightfit.runtime.llama_cpp import LlamaModel
 
 gguf: Any = pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
 pytest.importorskip("xllamacpp", reason="pip install 'tightfit[gguf]'")
@@ -209,7 +208,7 @@ def test_a_layout_left_as_it_was_shows(
     make: Maker, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The models are such that the tests above can fail."""
-    monkeypatch.setattr("tightfit.export.convert.gguf_tensors.choose_change", lambda *_: None)
+    monkeypatch.setattr("tightfit.export.gguf_writer.choose_change", lambda *_: None)
 
     file = export(make(family), tmp_path / "model.gguf", "f32")
 
@@ -418,7 +417,7 @@ def test_a_full_disk_is_seen_before_writing(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=10_000))
 
-    with pytest.raises(EnvironmentFaultError, match="free"):
+    with pytest.raises(SetupError, match="free"):
         export(make("gpt2"), tmp_path / "model.gguf")
     assert list(tmp_path.iterdir()) == []
 

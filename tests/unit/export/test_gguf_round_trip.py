@@ -13,15 +13,15 @@ from tokenizers import Tokenizer
 
 from small_models import FAMILIES, make_family
 from tightfit.core.errors import InvalidInputError
-from tightfit.export.convert.convert import (
+from tightfit.export.convert import (
     ConvertRequest,
     GgufRequest,
     convert_gguf_to_hf,
     convert_model,
     convert_to_gguf,
 )
-from tightfit.export.convert.gguf_tokenizer_check import TEXTS
-from tightfit.runtime.llama_model import LlamaModel
+from tightfit.export.gguf_tokenizer import TEXTS
+from tightfit.runtime.llama_cpp import LlamaModel
 
 gguf: Any = pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
 pytest.importorskip("xllamacpp", reason="pip install 'tightfit[gguf]'")

@@ -12,10 +12,15 @@ import psutil
 import pytest
 
 from small_models import make_llama
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.export.quantize import gptq_worker
-from tightfit.export.quantize.gptq_group import choose_group_size, explain_group_size
-from tightfit.export.quantize.gptq_process import Worked, run_gptq, worker_command
+from tightfit.export.quantize.gptq import (
+    GptqMeasurement,
+    choose_group_size,
+    explain_group_size,
+    run_gptq,
+    worker_command,
+)
 from tightfit.export.quantize.gptq_worker import GptqJob, gptqmodel_arguments, read_job
 
 pytest.importorskip("auto_round", reason="pip install 'tightfit[quantize]'")
@@ -72,7 +77,7 @@ def test_eight_bits_come_out_as_every_loader_reads_them(tmp_path: Path) -> None:
     assert json.loads((out / "quantize_config.json").read_text()) == stated
     assert compare(model, out) > 0.999
     assert heard[-1] == (2, 2)
-    assert isinstance(done, Worked)
+    assert isinstance(done, GptqMeasurement)
     assert done.peak_rss_bytes > 100 << 20
     assert list_dtypes(out)["model.embed_tokens.weight"] == "F16"
     assert "lm_head.qweight" not in list_dtypes(out)
@@ -108,14 +113,14 @@ def test_an_interrupted_job_goes_on_behind_the_last_whole_layer(tmp_path: Path) 
 
 
 def test_a_missing_tool_is_named_with_a_way_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError, match="gptqmodel") as caught:
+    with pytest.raises(SetupError, match="gptqmodel") as caught:
         run_gptq(make_job(tmp_path, tool="gptqmodel"), tmp_path / "work")
 
     assert "--python" in caught.value.remedy
 
 
 def test_a_worker_that_dies_is_told_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError, match="stopped with code 1") as caught:
+    with pytest.raises(SetupError, match="stopped with code 1") as caught:
         run_gptq(make_job(tmp_path, rows=str(tmp_path / "none.npy")), tmp_path / "work")
 
     assert "log.txt" in caught.value.remedy

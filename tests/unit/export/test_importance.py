@@ -10,15 +10,16 @@ import pytest
 
 from small_models import SENTENCES, make_llama
 from tightfit.core.errors import InvalidInputError
-from tightfit.export.convert.convert import GgufRequest, convert_to_gguf
+from tightfit.export.convert import GgufRequest, convert_to_gguf
+from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize.calibration import (
     Calibration,
     CalibrationRequest,
+    measure_importance,
     read_calibration,
+    read_importance,
 )
 from tightfit.export.quantize.gguf import plan_mixture, quantize_rows
-from tightfit.export.quantize.importance import measure_importance, read_importance
-from tightfit.export.quantize.targets import Target
 
 gguf = pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
 
@@ -63,7 +64,7 @@ def test_it_is_the_mean_square_of_each_input(model: Path) -> None:
 
 def test_every_quantized_matrix_but_embedding_and_head_has_one(model: Path, tmp_path: Path) -> None:
     plain = convert_to_gguf(GgufRequest(source=model, target=tmp_path / "m.gguf", dtype="f32"))
-    wanted = set(plan_mixture(gguf.GGUFReader(plain), Target.Q4_K_M).types)
+    wanted = set(plan_mixture(gguf.GGUFReader(plain), ExportFormat.Q4_K_M).types)
 
     found = read_importance(measure_importance(model, make_calibration(), architecture="llama"))
 
@@ -73,7 +74,7 @@ def test_every_quantized_matrix_but_embedding_and_head_has_one(model: Path, tmp_
 def test_it_is_measured_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = measure_importance(model, make_calibration(), architecture="llama")
     monkeypatch.setattr(
-        "tightfit.export.quantize.importance.load_base", lambda *_: pytest.fail("loaded")
+        "tightfit.export.quantize.calibration.load_base", lambda *_: pytest.fail("loaded")
     )
 
     assert measure_importance(model, make_calibration(), architecture="llama") == first

@@ -15,7 +15,7 @@ from merge_cases import ADAPTERS, load_adapted, load_plain, make_adapter, make_b
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UsageError
-from tightfit.export.merge.merge import Merged, MergeRequest, merge_adapter
+from tightfit.export.merge import MergeRequest, MergeResult, merge_adapter
 from tightfit.runtime.artefacts import find_artefact
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -32,7 +32,7 @@ def base_of(home: Path, name: str, **options: Any) -> Path:
     return folder if folder.exists() else make_base(folder, name, **options)
 
 
-def merge(adapter: Path, target: Path, **settings: Any) -> Merged:
+def merge(adapter: Path, target: Path, **settings: Any) -> MergeResult:
     artefact = find_artefact(str(adapter))
     return merge_adapter(MergeRequest(artefact=artefact, target=target, **settings))
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from small_models import SENTENCES
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
-from tightfit.export.convert.convert import ConvertRequest, convert_meta, convert_model
-from tightfit.export.convert.meta import feed_forward_width
+from tightfit.export.convert import ConvertRequest, convert_meta, convert_model
+from tightfit.export.meta_checkpoint import feed_forward_width
 
 transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -230,7 +230,7 @@ def test_the_reference_sees_a_missing_rotary_order(
 ) -> None:
     made = make_llama_2(tmp_path / "meta")
     monkeypatch.setattr(
-        "tightfit.export.convert.meta_weights.split_rotary", lambda values, _heads: values
+        "tightfit.export.meta_checkpoint.split_rotary", lambda values, _heads: values
     )
 
     assert furthest(convert_meta(tmp_path / "meta", tmp_path / "hf"), made) > 0.1
@@ -326,12 +326,10 @@ def test_published_feed_forward_widths() -> None:
 def test_shards_with_an_index_and_in_half_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tightfit.export.convert.meta import plan_meta, write_meta
+    from tightfit.export.meta_checkpoint import plan_meta, write_meta
 
     made = make_llama_2(tmp_path / "meta", count=2)
-    monkeypatch.setattr(
-        "tightfit.export.convert.meta_weights.REOPEN_BYTES", 10_000
-    )  # many times over
+    monkeypatch.setattr("tightfit.export.meta_checkpoint.REOPEN_BYTES", 10_000)  # many times over
 
     plan = plan_meta(tmp_path / "meta", torch.bfloat16)
     write_meta(plan, tmp_path / "hf", max_shard_bytes=60_000)

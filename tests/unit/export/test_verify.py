@@ -17,12 +17,17 @@ from safetensors.torch import load_file, save_file
 from small_models import make_llama
 from tightfit.cli.app import main
 from tightfit.core.errors import InvalidInputError
-from tightfit.export.merge.merge import MergeRequest, merge_adapter
-from tightfit.export.verify.chain import VerifyRequest, verify_chain
-from tightfit.export.verify.limits import LIMITS, recognise_step
-from tightfit.export.verify.scores import ScoreStore, compare_scores
-from tightfit.export.verify.statistics import estimate_mean, estimate_share, summarise
+from tightfit.export.merge import MergeRequest, merge_adapter
+from tightfit.export.verify.judge import LIMITS, recognise_step
+from tightfit.export.verify.scores import (
+    ScoreStore,
+    compare_scores,
+    estimate_mean,
+    estimate_share,
+    summarise,
+)
 from tightfit.export.verify.verdict import Comparison, Level, StepKind, Verdict
+from tightfit.export.verify.verify import VerifyRequest, verify_models
 from tightfit.runtime.artefacts import find_artefact
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -50,7 +55,7 @@ def check(reference: Path, *others: Path, **settings: Any) -> Verdict:
         others=tuple(find_artefact(str(other)) for other in others),
         **(given | settings),
     )
-    return verify_chain(request)
+    return verify_models(request)
 
 
 def only(verdict: Verdict) -> Comparison:

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from small_models import make_llama
-from tightfit.export.convert.convert import GgufRequest, convert_to_gguf
-from tightfit.export.verify.chain import VerifyRequest, verify_chain
+from tightfit.export.convert import GgufRequest, convert_to_gguf
 from tightfit.export.verify.verdict import Comparison, StepKind
+from tightfit.export.verify.verify import VerifyRequest, verify_models
 from tightfit.runtime.artefacts import find_artefact
-from tightfit.runtime.ggml import has_llama
+from tightfit.runtime.llama_cpp import has_llama
 
 pytestmark = pytest.mark.skipif(
     not has_llama(), reason="needs llama.cpp: pip install 'tightfit[gguf]'"
@@ -41,7 +41,7 @@ def convert(folder: Path, target: Path) -> Path:
 
 
 def check(reference: Path, other: Path) -> Comparison:
-    verdict = verify_chain(
+    verdict = verify_models(
         VerifyRequest(
             reference=find_artefact(str(reference)),
             others=(find_artefact(str(other)),),
@@ -142,7 +142,7 @@ def test_a_truncated_file_is_caught(model: Path, tmp_path: Path) -> None:
     other = find_artefact(str(path))
     path.write_bytes(path.read_bytes()[:-20_000])
 
-    verdict = verify_chain(
+    verdict = verify_models(
         VerifyRequest(
             reference=find_artefact(str(model)), others=(other,), num_tokens=64, prompts=()
         )

@@ -15,26 +15,25 @@ from typing import Any
 import pytest
 
 from farm_trial import TrialEngine, check_answers, make_order, make_prompts, open_trial, run_trial
-from tightfit.core.errors import EnvironmentFaultError, UsageError
-from tightfit.farm import sole
-from tightfit.farm.collect import collect
-from tightfit.farm.field import Field
+from tightfit.core.errors import SetupError, UsageError
+from tightfit.farm import submit
+from tightfit.farm.backends.local import LocalStarter
 from tightfit.farm.folder import farm_path, make_farm, read_farm
-from tightfit.farm.leases import Lease, LeaseNote, Leases, Why
-from tightfit.farm.places import local_place
-from tightfit.farm.start_local import LocalStarter
+from tightfit.farm.in_flight import MAX_SOLO_ATTEMPTS, InFlightChunks, _record_attempt
+from tightfit.farm.leases import Lease, LeaseReason, LeaseRecord, Leases
+from tightfit.farm.results import collect_output
 from tightfit.farm.store import FolderStore
 from tightfit.farm.submit import Submitter, open_farm
-from tightfit.farm.suspects import LONE_TRIES, _note_try
 from tightfit.farm.worker import run_worker
+from tightfit.farm.worker_pool import make_local_group
 
-LOCAL = local_place(num_gpus=0, num_workers=1, gpu=None)
+LOCAL = make_local_group(num_gpus=0, num_workers=1, gpu=None)
 
 
 def pretend_to_be(monkeypatch: pytest.MonkeyPatch, process: subprocess.Popen[bytes]) -> None:
     told = {"host": socket.gethostname(), "pid": process.pid}
-    told["began"] = sole._began(process.pid)
-    monkeypatch.setattr(sole, "_describe_myself", lambda: told)
+    told["began"] = submit._process_start_time(process.pid)
+    monkeypatch.setattr(submit, "_describe_this_process", lambda: told)
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def test_a_context_that_no_worker_loads_is_told_at_once_though_others_had_loaded
     assert run_trial(order, [LOCAL]).statistics.num_failed == 1
     (tmp_path / "model" / "tokenizer.json").unlink()
 
-    with pytest.raises(EnvironmentFaultError, match="No worker could load"):
+    with pytest.raises(SetupError, match="No worker could load"):
         run_trial(order, [LOCAL])
 
 
@@ -116,7 +115,7 @@ def test_a_folder_taken_away_ends_the_command_and_its_workers(tmp_path: Path) ->
         if any(folder.glob("done/*/*")):
             shutil.rmtree(folder, ignore_errors=True)
 
-    with pytest.raises(EnvironmentFaultError, match="taken away"):
+    with pytest.raises(SetupError, match="taken away"):
         submitter.run(take_away, lambda _: None)
     assert not submitter._crew.count_alive(LOCAL)
     shutil.rmtree(folder, ignore_errors=True)
@@ -137,9 +136,9 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(FolderStore, "publish", publish_on_a_full_disk)
 
     assert run_worker(folder, open_engine=lambda _: TrialEngine("fast")) == 0
-    heads = collect(folder, farm, order.out).heads
+    heads = collect_output(folder, farm, order.out).heads
     check_answers(order.out, 20)
-    assert {head.why for head in heads} == {Why.FRESH}, "nobody had to do it again"
+    assert {head.why for head in heads} == {LeaseReason.FRESH}, "nobody had to do it again"
 
 
 def test_a_disk_that_stays_full_makes_no_prompt_suspect(
@@ -159,21 +158,23 @@ def test_a_disk_that_stays_full_makes_no_prompt_suspect(
     later.join()
     lease = later.claim_left()
     assert lease is not None
-    while lease is not None and lease.note.why is Why.FRESH:
+    while lease is not None and lease.note.why is LeaseReason.FRESH:
         lease = later.claim_left()
     assert lease is not None
-    assert (lease.note.why, lease.note.deaths) == (Why.RETURNED, 0)
+    assert (lease.note.why, lease.note.deaths) == (LeaseReason.RETURNED, 0)
 
 
 def test_a_worker_told_to_stop_has_not_died_of_its_prompt(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     (tmp_path / "suspect").mkdir()
     for _ in range(5):
-        note = _note_try(store, "suspect/0/7")
+        note = _record_attempt(store, "suspect/0/7")
         assert note is not None
         store.create(f"{note}.stopped")
 
-    assert [_note_try(store, "suspect/0/7") is None for _ in range(LONE_TRIES + 1)] == [
+    assert [
+        _record_attempt(store, "suspect/0/7") is None for _ in range(MAX_SOLO_ATTEMPTS + 1)
+    ] == [
         False,
         False,
         True,
@@ -185,8 +186,8 @@ def test_a_chunk_that_comes_back_to_its_first_worker_is_closed_twice(tmp_path: P
     order = make_order(tmp_path / "answers.jsonl", make_prompts(1), num_workers=1)
     _, farm, _ = open_farm(order)
     engine = TrialEngine("fast")
-    work = Field(engine, farm, lambda _: list(order.job.prompts))
-    note = LeaseNote(worker="me")
+    work = InFlightChunks(engine, farm, lambda _: list(order.job.prompts))
+    note = LeaseRecord(worker="me")
     committed: list[int] = []
 
     first = work.begin(Lease(chunk=0, generation=0, note=note), list(order.job.prompts))
@@ -206,7 +207,7 @@ def test_a_worker_that_died_is_replaced_on_its_own_card(
     (tmp_path / "logs").mkdir()
     script = tmp_path / "sleep.py"
     script.write_text("import time; time.sleep(60)")
-    place = local_place(num_gpus=3, num_workers=None, gpu=None)
+    place = make_local_group(num_gpus=3, num_workers=None, gpu=None)
     starter = LocalStarter(tmp_path, (str(script),))
     job = starter.start(place, 3)
     try:

@@ -9,34 +9,45 @@ from pathlib import Path
 import pytest
 
 from small_models import make_llama
-from tightfit.cli.watch_farm import revise
+from tightfit.cli.farm import revise
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest, open_engine, open_prompter
 from tightfit.engines.protocol import Sampling
-from tightfit.farm.bounds import Bounds
-from tightfit.farm.estimate import Amount, FarmEstimate, TypeEstimate, estimate_farm, remember_alone
-from tightfit.farm.measured import Basis, record, record_farm
-from tightfit.farm.places import NodeType, Place, PlaceKind, local_place
-from tightfit.farm.progress import Progress
+from tightfit.farm.estimate import (
+    Bounds,
+    EstimateBasis,
+    FarmEstimate,
+    FarmWorkload,
+    NodeTypeEstimate,
+    estimate_farm,
+    record_farm_rates,
+    record_node_rate,
+    record_single_engine,
+)
+from tightfit.farm.progress import FarmProgress
 from tightfit.farm.statistics import FarmStatistics, NodeStatistics
+from tightfit.farm.worker_pool import NodeType, WorkerBackend, WorkerGroup, make_local_group
 from tightfit.hardware.machine import read_machine
-from tightfit.ledger.answer_rates import MOST_KEPT, read_rates
+from tightfit.runs.measured_rates import MOST_KEPT, read_rates
 from tightfit.runtime.artefacts import find_artefact
-from tightfit.serve.generate.job import GenerateJob
+from tightfit.serve.generate.job import GenerateJob, describe_settings
 from tightfit.serve.generate.journal import open_journal
-from tightfit.serve.generate.plan import Prediction, measure_prompts, predict
+from tightfit.serve.generate.prediction import (
+    InferencePrediction,
+    measure_prompts,
+    predict_inference,
+)
 from tightfit.serve.generate.prompts import Prompt
 from tightfit.serve.generate.run import run_engine
-from tightfit.serve.generate.settings import describe_settings
 
-HERE = local_place(num_gpus=0, num_workers=1, gpu=None)
-SLURM = Place(
+HERE = make_local_group(num_gpus=0, num_workers=1, gpu=None)
+SLURM = WorkerGroup(
     name="cpu",
-    kind=PlaceKind.SLURM,
+    kind=WorkerBackend.SLURM,
     num_workers=1,
     types=(NodeType(name="CPU", gpu=None, num_workers=1, num_cores=1),),
 )
-AMOUNT = Amount(num_answers=1000, num_new_tokens=16_000)
+AMOUNT = FarmWorkload(num_answers=1000, num_new_tokens=16_000)
 JOB = GenerateJob(
     prompts=[
         Prompt(index=n, place=f"line {n}", messages=(Message("user", "how many singers"),))
@@ -59,14 +70,14 @@ def request_here(tmp_path_factory: pytest.TempPathFactory) -> EngineRequest:
 
 
 @pytest.fixture(scope="module")
-def prediction(request_here: EngineRequest) -> Prediction:
+def prediction(request_here: EngineRequest) -> InferencePrediction:
     lengths = measure_prompts(JOB.prompts, open_prompter(request_here), is_raw=False)
-    found = predict(request_here, lengths, JOB.sampling)
+    found = predict_inference(request_here, lengths, JOB.sampling)
     assert found is not None
     return found
 
 
-def only(estimate: FarmEstimate) -> TypeEstimate:
+def only(estimate: FarmEstimate) -> NodeTypeEstimate:
     (kind,) = estimate.types
     return kind
 
@@ -77,7 +88,7 @@ def rate_of(estimate: FarmEstimate) -> Bounds:
 
 
 def test_a_tiny_model_is_as_slow_as_its_host(
-    request_here: EngineRequest, prediction: Prediction, tmp_path: Path
+    request_here: EngineRequest, prediction: InferencePrediction, tmp_path: Path
 ) -> None:
     """By CPU time, which other work on the machine does not stretch as it does the clock's."""
     out = tmp_path / "answers.jsonl"
@@ -93,17 +104,17 @@ def test_a_tiny_model_is_as_slow_as_its_host(
     num_new = sum(timing.num_new_tokens for timing in run.outcome.timings)
     reached = num_new / took
 
-    amount = Amount(num_answers=64, num_new_tokens=num_new)
+    amount = FarmWorkload(num_answers=64, num_new_tokens=num_new)
     told = rate_of(estimate_farm([HERE], prediction, amount))
 
     assert prediction.estimate.new_tokens_per_second > 10 * reached, "data sheets know no host"
     assert told.low / 2 <= reached <= 2 * told.high
 
 
-def test_starting_is_counted_and_every_figure_is_a_range(prediction: Prediction) -> None:
+def test_starting_is_counted_and_every_figure_is_a_range(prediction: InferencePrediction) -> None:
     told = estimate_farm([HERE], prediction, AMOUNT)
 
-    assert told.basis is Basis.PREDICTED
+    assert told.basis is EstimateBasis.PREDICTED
     assert told.start_seconds is not None
     assert told.seconds is not None
     answering = rate_of(told).seconds_for(AMOUNT.num_new_tokens)
@@ -112,9 +123,9 @@ def test_starting_is_counted_and_every_figure_is_a_range(prediction: Prediction)
     assert 0 < told.seconds.low < told.seconds.high
 
 
-def test_workers_share_the_cores_of_this_machine(prediction: Prediction) -> None:
+def test_workers_share_the_cores_of_this_machine(prediction: InferencePrediction) -> None:
     def rate(count: int) -> float:
-        place = local_place(num_gpus=0, num_workers=count, gpu=None)
+        place = make_local_group(num_gpus=0, num_workers=count, gpu=None)
         return rate_of(estimate_farm([place], prediction, AMOUNT)).high
 
     cores = read_machine().num_usable_cores
@@ -122,7 +133,7 @@ def test_workers_share_the_cores_of_this_machine(prediction: Prediction) -> None
     assert rate(64 * cores) <= 1.01 * cores * rate(1)
 
 
-def test_few_answers_do_not_fill_the_slots(prediction: Prediction) -> None:
+def test_few_answers_do_not_fill_the_slots(prediction: InferencePrediction) -> None:
     few = replace(AMOUNT, num_answers=1)
 
     assert rate_of(estimate_farm([HERE], prediction, few)).high < (
@@ -130,25 +141,25 @@ def test_few_answers_do_not_fill_the_slots(prediction: Prediction) -> None:
     )
 
 
-def test_earlier_runs_are_believed_where_they_were(prediction: Prediction) -> None:
+def test_earlier_runs_are_believed_where_they_were(prediction: InferencePrediction) -> None:
     guess = only(estimate_farm([HERE], prediction, AMOUNT))
     assert guess.predicted_tokens_per_second is not None
     slow = guess.predicted_tokens_per_second / 10
-    remember_alone(prediction, replace(AMOUNT, num_new_tokens=100_000), rate=slow)
+    record_single_engine(prediction, replace(AMOUNT, num_new_tokens=100_000), rate=slow)
 
     told = estimate_farm([HERE], prediction, AMOUNT)
 
-    assert told.basis is Basis.MEASURED
+    assert told.basis is EstimateBasis.MEASURED
     assert rate_of(told).low < slow < rate_of(told).high < 2 * slow
     elsewhere = estimate_farm([SLURM], prediction, AMOUNT)
-    assert elsewhere.basis is Basis.PREDICTED, "another CPU is another device"
+    assert elsewhere.basis is EstimateBasis.PREDICTED, "another CPU is another device"
     both = estimate_farm([HERE, SLURM], prediction, AMOUNT)
-    assert both.basis is Basis.MIXED
+    assert both.basis is EstimateBasis.MIXED
 
 
-def test_a_start_that_was_measured_is_expected_again(prediction: Prediction) -> None:
+def test_a_start_that_was_measured_is_expected_again(prediction: InferencePrediction) -> None:
     guess = only(estimate_farm([HERE], prediction, AMOUNT))
-    record(guess, num_new=5000, rate=100.0, start_seconds=100.0)
+    record_node_rate(guess, num_new=5000, rate=100.0, start_seconds=100.0)
 
     told = only(estimate_farm([HERE], prediction, AMOUNT))
 
@@ -156,14 +167,14 @@ def test_a_start_that_was_measured_is_expected_again(prediction: Prediction) -> 
     assert told.start_seconds.low < 100 < told.start_seconds.high
 
 
-def test_short_runs_are_not_kept_and_long_memories_are_cut(prediction: Prediction) -> None:
+def test_short_runs_are_not_kept_and_long_memories_are_cut(prediction: InferencePrediction) -> None:
     guess = only(estimate_farm([HERE], prediction, AMOUNT))
     assert guess.work is not None
-    record(guess, num_new=10, rate=1.0)
-    record(guess, num_new=10_000, rate=100_000.0)
+    record_node_rate(guess, num_new=10, rate=1.0)
+    record_node_rate(guess, num_new=10_000, rate=100_000.0)
     assert read_rates(guess.work) == ()
     for _ in range(MOST_KEPT + 3):
-        record(guess, num_new=5000, rate=100.0)
+        record_node_rate(guess, num_new=5000, rate=100.0)
     assert len(read_rates(guess.work)) == MOST_KEPT
 
 
@@ -207,15 +218,15 @@ def made_statistics(*, num_workers: int, num_lost: int) -> FarmStatistics:
     )
 
 
-def test_a_farm_whose_workers_all_lived_is_remembered(prediction: Prediction) -> None:
+def test_a_farm_whose_workers_all_lived_is_remembered(prediction: InferencePrediction) -> None:
     estimate = estimate_farm([HERE], prediction, AMOUNT)
     work = only(estimate).work
     assert work is not None
-    record_farm(estimate, made_statistics(num_workers=1, num_lost=1))
-    record_farm(estimate, made_statistics(num_workers=2, num_lost=0))
+    record_farm_rates(estimate, made_statistics(num_workers=1, num_lost=1))
+    record_farm_rates(estimate, made_statistics(num_workers=2, num_lost=0))
     assert read_rates(work) == (), "what died, or was started again, says nothing of the next"
 
-    record_farm(estimate, made_statistics(num_workers=1, num_lost=0))
+    record_farm_rates(estimate, made_statistics(num_workers=1, num_lost=0))
 
     (kept,) = read_rates(work)
     assert kept.new_tokens_per_second == 300.0
@@ -223,11 +234,11 @@ def test_a_farm_whose_workers_all_lived_is_remembered(prediction: Prediction) ->
     assert kept.start_seconds > 8.0
 
 
-def test_the_first_chunks_revise_time_and_cost(prediction: Prediction) -> None:
+def test_the_first_chunks_revise_time_and_cost(prediction: InferencePrediction) -> None:
     estimate = estimate_farm([HERE], prediction, AMOUNT)
     kind = replace(only(estimate), usd_per_hour=36.0)
     estimate = replace(estimate, types=(kind,), seconds=Bounds(10.0, 20.0))
-    progress = Progress(
+    progress = FarmProgress(
         num_chunks=100,
         num_done=10,
         nodes=(),

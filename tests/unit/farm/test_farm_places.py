@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
+from tightfit.clusters.site import KubernetesSite, Site, Volume
 from tightfit.core.errors import NotFoundError, UsageError
-from tightfit.farm.crew import StartedJob
-from tightfit.farm.estimate import Amount, estimate_farm
-from tightfit.farm.places import Place, PlaceKind, choose_slurm_places, read_partitions
-from tightfit.farm.start_kubernetes import KubernetesStarter, choose_pods
-from tightfit.farm.start_slurm import SlurmStarter
-from tightfit.hardware.slurm import build_inventory
-from tightfit.hardware.slurm_text import parse_nodes
-from tightfit.launch.site import KubernetesSite, Site, Volume
+from tightfit.farm.backends.kubernetes import KubernetesStarter, choose_pod_groups
+from tightfit.farm.backends.slurm import SlurmStarter
+from tightfit.farm.estimate import FarmWorkload, estimate_farm
+from tightfit.farm.worker_pool import (
+    StartedWorkers,
+    WorkerBackend,
+    WorkerGroup,
+    choose_slurm_groups,
+    read_partitions,
+)
+from tightfit.hardware.slurm import build_inventory, parse_nodes
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "farm"
 SINFO = """\
@@ -31,8 +35,8 @@ cpu09|low|up|(null)|16000|8|idle|1:00:00|0|(null)
 """
 
 
-def find(*words: str, most: int | None = None) -> tuple[Place, ...]:
-    return choose_slurm_places(build_inventory(parse_nodes(SINFO), details=None), words, most=most)
+def find(*words: str, most: int | None = None) -> tuple[WorkerGroup, ...]:
+    return choose_slurm_groups(build_inventory(parse_nodes(SINFO), details=None), words, most=most)
 
 
 def test_every_node_once_however_many_partitions_it_is_in() -> None:
@@ -82,7 +86,7 @@ def test_tasks_that_are_over_are_not_counted() -> None:
         return "\n".join(f"{name:48}{state:24}{'0':12}{'None':80}{'':256}" for name, state in rows)
 
     starter = SlurmStarter(Path("/shared/f"), Site(), run=run)
-    job = StartedJob(place="gpu", kind=PlaceKind.SLURM, names=("7",), num_workers=4)
+    job = StartedWorkers(place="gpu", kind=WorkerBackend.SLURM, names=("7",), num_workers=4)
 
     assert starter.count_alive([job]) == 2
 
@@ -101,7 +105,7 @@ def test_pods_see_the_folder_under_its_own_path(tmp_path: Path) -> None:
     folder.mkdir()
     starter = KubernetesStarter(folder, site, open_cluster=NoCluster)  # type: ignore[arg-type]
     inventory = build_inventory(parse_nodes(SINFO), details=None)
-    places = choose_pods(inventory, most=None)
+    places = choose_pod_groups(inventory, most=None)
     assert [(place.name, place.num_workers) for place in places] == [("k8s-gpu", 3), ("k8s-cpu", 2)]
 
     (job,) = starter.write_objects(places[0], 3)
@@ -118,7 +122,7 @@ def test_pods_see_the_folder_under_its_own_path(tmp_path: Path) -> None:
 
 
 def test_without_a_prediction_only_the_rent_is_known() -> None:
-    estimate = estimate_farm(find("all"), None, Amount(num_answers=10, num_new_tokens=1000))
+    estimate = estimate_farm(find("all"), None, FarmWorkload(num_answers=10, num_new_tokens=1000))
 
     assert estimate.seconds is None
     assert estimate.usd is None

@@ -8,15 +8,14 @@ from small_models import make_llama
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import Sampling
-from tightfit.farm.collect import collect
-from tightfit.farm.submit import FarmOrder, open_farm
+from tightfit.farm.results import collect_output
+from tightfit.farm.submit import FarmJob, open_farm
 from tightfit.farm.worker import run_worker
 from tightfit.runtime.artefacts import find_artefact
-from tightfit.serve.generate.job import GenerateJob
+from tightfit.serve.generate.job import GenerateJob, describe_settings
 from tightfit.serve.generate.journal import open_journal
 from tightfit.serve.generate.prompts import Prompt
 from tightfit.serve.generate.run import run_engine
-from tightfit.serve.generate.settings import describe_settings
 
 
 def test_a_farm_answers_as_generate_does(tmp_path: Path) -> None:
@@ -37,12 +36,12 @@ def test_a_farm_answers_as_generate_does(tmp_path: Path) -> None:
         journal.finish(is_complete=True)
 
     out = tmp_path / "farmed.jsonl"
-    order = FarmOrder(
+    order = FarmJob(
         out=out, job=job, request=request, settings=settings, num_workers=3, lease_seconds=60
     )
     folder, farm, _ = open_farm(order)
     assert run_worker(folder) == 0
-    collect(folder, farm, out)
+    collect_output(folder, farm, out)
 
     assert out.read_bytes() == whole.read_bytes()
     assert out.read_bytes().count(b"\n") == 40

@@ -17,21 +17,21 @@ import pytest
 
 import farm_trial
 from farm_trial import TrialEngine, check_answers, make_order, make_prompts, run_trial
-from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.clusters.exit_codes import EXIT_REQUEUE
+from tightfit.core.errors import SetupError, UsageError
 from tightfit.engines.protocol import Listener, Request
-from tightfit.farm.collect import collect
 from tightfit.farm.folder import FarmFile, farm_path
-from tightfit.farm.leases import FINISHED, Leases, Why
-from tightfit.farm.places import local_place
-from tightfit.farm.progress import Lookout
+from tightfit.farm.heartbeat import read_statuses
+from tightfit.farm.leases import FINISHED, LeaseReason, Leases
+from tightfit.farm.progress import ProgressReader
+from tightfit.farm.results import collect_output
 from tightfit.farm.statistics import sum_farm
-from tightfit.farm.status import read_statuses
 from tightfit.farm.store import FolderStore
 from tightfit.farm.submit import open_farm
 from tightfit.farm.worker import run_worker
-from tightfit.launch.exits import EXIT_REQUEUE
+from tightfit.farm.worker_pool import make_local_group
 
-LOCAL = local_place(num_gpus=0, num_workers=2, gpu=None)
+LOCAL = make_local_group(num_gpus=0, num_workers=2, gpu=None)
 PAUSE_SECONDS = 3.0
 
 
@@ -66,13 +66,13 @@ def test_one_worker_does_everything_and_says_so(tmp_path: Path) -> None:
     assert work_here(folder) == 0
 
     assert (folder / FINISHED).exists()
-    collected = collect(folder, farm, out)
+    collected = collect_output(folder, farm, out)
     check_answers(out, 300)
     assert sum(head.num_answers for head in collected.heads) == 300
     (status,) = read_statuses(folder)
     assert status.state == "ended"
     assert status.num_answers == 300
-    assert Lookout(folder, farm).look().is_finished
+    assert ProgressReader(folder, farm).look().is_finished
 
 
 class _GatedEngine(TrialEngine):
@@ -103,7 +103,7 @@ def test_threads_share_the_work(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
 
-    collect(folder, farm, out)
+    collect_output(folder, farm, out)
     check_answers(out, 300)
     statuses = read_statuses(folder)
     assert sum(status.num_answers for status in statuses) == 300
@@ -120,10 +120,12 @@ def test_a_stopped_worker_gives_back_at_once(tmp_path: Path, number: signal.Sign
     assert process.wait(60) == EXIT_REQUEUE
     assert not (folder / FINISHED).exists()
     assert work_here(folder) == 0
-    collected = collect(folder, farm, out)
+    collected = collect_output(folder, farm, out)
     check_answers(out, 400)
     whys = {head.why for head in collected.heads}
-    assert whys <= {Why.FRESH, Why.RETURNED}, "no lease of ten minutes stood in the way"
+    assert whys <= {LeaseReason.FRESH, LeaseReason.RETURNED}, (
+        "no lease of ten minutes stood in the way"
+    )
 
 
 def test_a_killed_worker_is_replaced_after_its_lease(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_a_killed_worker_is_replaced_after_its_lease(tmp_path: Path) -> None:
     process.wait()
 
     assert work_here(folder) == 0
-    collected = collect(folder, farm, out)
+    collected = collect_output(folder, farm, out)
     check_answers(out, 200)
     whys = {head.why.value for head in collected.heads}
     assert {"dead", "slow"} & whys, "the first to come takes it over, before or after the lease"
@@ -181,7 +183,7 @@ def test_a_model_that_no_worker_loads_ends_the_farm(tmp_path: Path) -> None:
     order = make_order(out, make_prompts(10), num_workers=2)
     (tmp_path / "model" / "tokenizer.json").unlink()
 
-    with pytest.raises(EnvironmentFaultError, match=r"No worker could load .* has no tokenizer"):
+    with pytest.raises(SetupError, match=r"No worker could load .* has no tokenizer"):
         run_trial(order, [LOCAL])
     assert not list(farm_path(out).glob("lease/*/*"))
 
@@ -207,7 +209,7 @@ def test_a_pause_between_two_commands_is_no_working_time(
     process.wait()
     time.sleep(PAUSE_SECONDS)
     assert work_here(folder) == 0
-    collected = collect(folder, farm, out)
+    collected = collect_output(folder, farm, out)
     statuses = read_statuses(folder)
 
     told = sum_farm(
@@ -229,7 +231,7 @@ def test_what_is_left_is_told_by_the_chunks_that_came(
     # By a clock of our own: a machine that stands still for seconds is no pace of a worker.
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("tightfit.farm.progress.time", clock)
-    lookout = Lookout(folder, farm)
+    lookout = ProgressReader(folder, farm)
     leases = Leases(FolderStore(folder), farm.shape, "by hand", seconds=600, chance=chance)
 
     def publish_one() -> None:

@@ -15,10 +15,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.farm.leases import Lease, Leases, Leave, beat_path
-from tightfit.farm.memory_store import MemoryStore
-from tightfit.farm.shape import Shape, done_path
-from tightfit.farm.store import Store
+from tightfit.farm.folder import ChunkLayout, done_path
+from tightfit.farm.leases import Lease, Leases, LeaveReason, heartbeat_path
+from tightfit.farm.store import MemoryStore, Store
 
 LEASE_SECONDS = 10.0
 MOST_STEPS = 20_000
@@ -93,7 +92,7 @@ class SteppedStore:
 class World:
     """Workers, chunks, and what happened."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ChunkLayout) -> None:
         self.shape = shape
         self.now_s = 1000.0
         self.store = MemoryStore(lambda: self.now_s)
@@ -125,13 +124,13 @@ class World:
         self.claims[(lease.chunk, lease.generation)] += 1
         turn.wait()
         if turn.name == "w1":  # one that gives back what it has, and commits it all the same
-            leases.leave(Leave.STOPPED)
+            leases.leave(LeaveReason.STOPPED)
             turn.wait()
         content = f"{turn.name} {lease.chunk}.{lease.generation}".encode()
         if leases.commit(lease, content):
             self.commits.setdefault(lease.chunk, []).append(content)
         if turn.name == "w1":
-            self.store.replace(beat_path(turn.name), b"")
+            self.store.replace(heartbeat_path(turn.name), b"")
 
 
 actions = st.lists(
@@ -158,7 +157,9 @@ def test_never_twice_and_never_lost(
     story: list[tuple[str, int, int]], num_chunks: int, chunks_per_bucket: int, late: list[int]
 ) -> None:
     world = World(
-        Shape(num_prompts=num_chunks, prompts_per_chunk=1, chunks_per_bucket=chunks_per_bucket)
+        ChunkLayout(
+            num_prompts=num_chunks, prompts_per_chunk=1, chunks_per_bucket=chunks_per_bucket
+        )
     )
     for _ in range(4):
         world.add()

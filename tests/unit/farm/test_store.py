@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tightfit.farm.folder import ChunkLayout
 from tightfit.farm.leases import Leases
-from tightfit.farm.shape import Shape
 from tightfit.farm.store import FolderStore
 
 
@@ -116,7 +116,7 @@ def test_beats_are_of_the_files_own_clock(
     monkeypatch.setattr(time, "time", refuse)
     import random
 
-    shape = Shape(num_prompts=2, prompts_per_chunk=1)
+    shape = ChunkLayout(num_prompts=2, prompts_per_chunk=1)
     dead = Leases(store, shape, "dead", seconds=60, chance=random.Random(1))
     heir = Leases(store, shape, "heir", seconds=60, chance=random.Random(2))
     dead.join()

@@ -14,14 +14,11 @@ import pytest
 from fake_nvml import H100, MIB, T4, V100, Card, FakeNvml
 
 from machine_pace import allow
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.core.units import GIB
-from tightfit.hardware.checkup import Checkup, Finding, Status, run_checkup
-from tightfit.hardware.checkup_packages import oldest_capability
-from tightfit.hardware.machine import Machine, read_free_disk
-from tightfit.hardware.nvml import read_driver
-from tightfit.hardware.surroundings import (
-    Surroundings,
+from tightfit.hardware.checkup import Checkup, Finding, Status, oldest_capability, run_checkup
+from tightfit.hardware.environment import (
+    SystemProbes,
     TorchBuild,
     has_nvidia_card,
     has_nvswitch,
@@ -29,6 +26,8 @@ from tightfit.hardware.surroundings import (
     read_torch_build,
     read_version,
 )
+from tightfit.hardware.machine import Machine, read_free_disk
+from tightfit.hardware.nvml import read_driver
 
 ROOMY = Machine(
     memory_bytes=512 * GIB,
@@ -44,10 +43,10 @@ CUDA_126 = TorchBuild(version="2.11.0+cu126", cuda=(12, 6))
 
 
 def _no_command(arguments: Sequence[str], _seconds: float) -> str:
-    raise EnvironmentFaultError(f"`{arguments[0]}` is not on this machine.", remedy="install it")
+    raise SetupError(f"`{arguments[0]}` is not on this machine.", remedy="install it")
 
 
-HEALTHY = Surroundings(
+HEALTHY = SystemProbes(
     read_gpus=lambda: read_driver(FakeNvml(cards=[T4]), environ={}),
     read_host=lambda: ROOMY,
     read_free_disk=lambda _path: 500 * GIB,
@@ -62,7 +61,7 @@ HEALTHY = Surroundings(
 )
 
 
-def _with_cards(*cards: Card, driver: str = "550.54.15") -> Surroundings:
+def _with_cards(*cards: Card, driver: str = "550.54.15") -> SystemProbes:
     return dataclasses.replace(
         HEALTHY, read_gpus=lambda: read_driver(FakeNvml(cards=cards, driver=driver), environ={})
     )
@@ -330,7 +329,7 @@ def _answers(table: dict[str, str | None]) -> Callable[[Sequence[str], float], s
         assert seconds <= 3
         answer = table.get(" ".join(arguments[:2]))
         if answer is None:
-            raise EnvironmentFaultError(f"`{arguments[0]}` failed: refused", remedy="try")
+            raise SetupError(f"`{arguments[0]}` failed: refused", remedy="try")
         return answer
 
     return run
@@ -381,7 +380,7 @@ def test_a_model_cache_that_is_a_file_is_a_fault(tmp_path: Path) -> None:
     assert finding.status is Status.FAULT
     assert str(tmp_path / "hf") in finding.detail
     assert "HF_HOME" in (finding.remedy or "")
-    assert checkup.exit_code == EnvironmentFaultError.exit_code
+    assert checkup.exit_code == SetupError.exit_code
 
 
 def test_a_model_cache_yet_to_be_made_is_no_fault(tmp_path: Path) -> None:

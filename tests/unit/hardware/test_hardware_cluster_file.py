@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
+from tightfit.core.units import parse_link_speed, parse_time_limit
 from tightfit.hardware import cluster_file
-from tightfit.hardware.card import CARD_KEYS
 from tightfit.hardware.catalogue import find_gpu
-from tightfit.hardware.cluster_file import parse_cluster, read_cluster_file
-from tightfit.hardware.link_speed import parse_link_speed
-from tightfit.hardware.time_limit import parse_time_limit
+from tightfit.hardware.cluster_file import CUSTOM_GPU_KEYS, parse_cluster, read_cluster_file
 from tightfit.hardware.types import Gpu
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "cluster-file.example.yaml"
@@ -46,7 +44,7 @@ def test_the_example_shows_every_key() -> None:
     for key in (*cluster_file._CLUSTER_KEYS, *cluster_file._GROUP_KEYS):
         assert f"{key}:" in text
         assert f"{key}:" in inspect.getdoc(cluster_file)  # type: ignore[operator]
-    assert all(f"{key}:" in text for key in CARD_KEYS)
+    assert all(f"{key}:" in text for key in CUSTOM_GPU_KEYS)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ _LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just("T4")
 )
 _KEYS = st.one_of(
-    st.sampled_from([*cluster_file._CLUSTER_KEYS, *cluster_file._GROUP_KEYS, *CARD_KEYS]),
+    st.sampled_from([*cluster_file._CLUSTER_KEYS, *cluster_file._GROUP_KEYS, *CUSTOM_GPU_KEYS]),
     st.text(max_size=6),
 )
 _TREES = st.recursive(

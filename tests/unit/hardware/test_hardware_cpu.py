@@ -9,13 +9,7 @@ import pytest
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.units import GIB
-from tightfit.hardware.cpu import (
-    CpuReading,
-    describe_cpu,
-    describe_cpu_node,
-    probe_cpu,
-    read_cpu,
-)
+from tightfit.hardware.local import CpuReading, describe_cpu, describe_cpu_node, probe_cpu, read_cpu
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.words import read_cpu_words

@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UserError
-from tightfit.hardware.inventory import NodeState
+from tightfit.core.errors import NotFoundError, SetupError, UserError
+from tightfit.hardware.inventory import NodeState, plannable_cluster
 from tightfit.hardware.kubernetes import (
     build_inventory,
+    parse_quantity,
     probe_kubernetes,
     probe_kubernetes_inventory,
 )
-from tightfit.hardware.kubernetes_objects import parse_quantity
-from tightfit.hardware.plannable import plan_over
 from tightfit.hardware.types import Cluster, NodeGroup
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "hardware"
@@ -31,7 +30,7 @@ def _recorded(*, may_list_pods: bool = True) -> Callable[[Sequence[str], float],
         assert 0 < timeout_seconds <= 60
         what = arguments[2]
         if what == "pods" and not may_list_pods:
-            raise EnvironmentFaultError("pods is forbidden", remedy="ask")
+            raise SetupError("pods is forbidden", remedy="ask")
         return (GOLDEN / f"kubernetes_{what}.json").read_text()
 
     return run
@@ -100,7 +99,7 @@ def test_nodes_without_gpus_are_planned_as_cpus_where_there_is_nothing_else() ->
     spec = {"nodeName": "b", "containers": [container], "initContainers": [sidecar]}
     inventory = build_inventory(nodes, [{"spec": spec, "status": {"phase": "Running"}}])
     assert [node.num_free_cores for node in inventory.nodes] == [15, 2, 15]
-    cluster = plan_over(inventory)
+    cluster = plannable_cluster(inventory)
     (group,) = cluster.groups
     assert (group.name, group.num_nodes, group.num_free_nodes) == ("plain", 2, 1)
     assert group.node.gpu.is_cpu
@@ -121,15 +120,15 @@ def test_without_the_right_to_list_pods_free_is_unknown() -> None:
 
 
 def test_nodes_that_tell_nothing_are_a_fault() -> None:
-    with pytest.raises(EnvironmentFaultError) as caught:
-        plan_over(build_inventory([{"metadata": {"name": "cpu-1"}, "status": {}}], []))
+    with pytest.raises(SetupError) as caught:
+        plannable_cluster(build_inventory([{"metadata": {"name": "cpu-1"}, "status": {}}], []))
     assert "cpu-1: the cluster tells no cores" in caught.value.problem
     assert "--on k8s --each" in caught.value.remedy
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[]", "{}", "null", '{"items": 3}', "[" * 99999])
 def test_output_of_another_shape_is_a_fault(text: str) -> None:
-    with pytest.raises(EnvironmentFaultError):
+    with pytest.raises(SetupError):
         probe_kubernetes(run=lambda _arguments, _seconds: text)
 
 
@@ -138,16 +137,16 @@ def test_missing_and_hanging_commands_are_faults(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    with pytest.raises(EnvironmentFaultError, match="No Kubernetes cluster is configured"):
+    with pytest.raises(SetupError, match="No Kubernetes cluster is configured"):
         probe_kubernetes()
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(EnvironmentFaultError, match="Neither is the Python client"):
+    with pytest.raises(SetupError, match="Neither is the Python client"):
         probe_kubernetes()
     script = tmp_path / "kubectl"
     script.write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     script.chmod(0o755)
-    monkeypatch.setattr("tightfit.hardware.kubernetes_lists.TIMEOUT_SECONDS", 0.2)
-    with pytest.raises(EnvironmentFaultError, match="no answer"):
+    monkeypatch.setattr("tightfit.hardware.kubernetes.TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(SetupError, match="no answer"):
         probe_kubernetes()
 
 

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import yaml
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.hardware.inventory import NodeState, count_totals
 from tightfit.hardware.kubernetes import build_inventory, probe_kubernetes_inventory
 
@@ -128,7 +128,7 @@ def test_pods_that_may_not_be_listed(api: Api) -> None:
 
 def test_nodes_that_may_not_be_listed_are_a_fault(api: Api) -> None:
     api.forbidden.add("nodes")
-    with pytest.raises(EnvironmentFaultError, match="403"):
+    with pytest.raises(SetupError, match="403"):
         probe_kubernetes_inventory()
 
 
@@ -143,5 +143,5 @@ def test_a_server_that_is_gone_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_p
     path.write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EnvironmentFaultError, match="does not answer"):
+    with pytest.raises(SetupError, match="does not answer"):
         probe_kubernetes_inventory()

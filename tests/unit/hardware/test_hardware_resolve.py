@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
+from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.hardware import kubernetes, local, slurm
-from tightfit.hardware.inventory import ClusterNode, Devices, Inventory, NodeState, Pool
+from tightfit.hardware.inventory import ClusterNode, Inventory, NodeGpus, NodePool, NodeState
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster
-from tightfit.hardware.words import parse_words
+from tightfit.hardware.words import parse_hardware
 
 
 def test_each_word_goes_to_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,15 +19,15 @@ def test_each_word_goes_to_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def answer(*arguments: object) -> Cluster:
         asked.append(arguments)
-        return parse_words("T4")
+        return parse_hardware("T4")
 
     def list_nodes(*arguments: object) -> Inventory:
         asked.append(arguments)
-        card = Devices(kind="t4", label="t4", count=1, num_free=1)
+        card = NodeGpus(kind="t4", label="t4", count=1, num_free=1)
         node = ClusterNode(
             name="n1", pools=("gpu",), devices=(card,), state=NodeState.IDLE, state_word="idle"
         )
-        return Inventory(source="slurm", pools=(Pool(name="gpu"),), nodes=(node,))
+        return Inventory(source="slurm", pools=(NodePool(name="gpu"),), nodes=(node,))
 
     monkeypatch.setattr(local, "probe_here", answer)
     monkeypatch.setattr(slurm, "probe_slurm_inventory", list_nodes)
@@ -60,6 +60,6 @@ def test_a_probe_without_its_command_is_one_message(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for text in ("slurm", "k8s"):
-        with pytest.raises(EnvironmentFaultError) as caught:
+        with pytest.raises(SetupError) as caught:
             resolve_hardware(text)
         assert caught.value.exit_code == 6

@@ -10,18 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UserError
-from tightfit.hardware.inventory import Inventory, NodeState, count_totals, list_rows
-from tightfit.hardware.plannable import plan_over
-from tightfit.hardware.slurm import build_inventory, probe_slurm, probe_slurm_inventory
-from tightfit.hardware.slurm_text import (
+from tightfit.core.errors import NotFoundError, SetupError, UserError
+from tightfit.hardware.inventory import (
+    Inventory,
+    NodeState,
+    count_totals,
+    list_inventory_rows,
+    plannable_cluster,
+)
+from tightfit.hardware.slurm import (
     ALL_PARTITIONS,
     NODES_COMMAND,
     Gres,
+    build_inventory,
     count_shared,
     parse_details,
     parse_gres,
     parse_nodes,
+    probe_slurm,
+    probe_slurm_inventory,
     read_state,
 )
 from tightfit.hardware.types import Cluster, NodeGroup
@@ -36,7 +43,7 @@ def _run_recorded(name: str) -> object:
         kind = "nodes" if is_of_nodes else "used"
         path = GOLDEN / f"{name}.{kind}.txt"
         if not path.exists():
-            raise EnvironmentFaultError("no such option", remedy="none")
+            raise SetupError("no such option", remedy="none")
         return path.read_text()
 
     return run
@@ -162,19 +169,19 @@ def test_gres_forms(text: str, expected: list[tuple[str | None, int]]) -> None:
 
 
 def test_a_line_of_another_shape_is_a_fault_with_the_command_to_try() -> None:
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         parse_nodes("node1 batch gpu:1\n")
     assert "sinfo" in caught.value.remedy
 
 
 def test_an_empty_cluster_is_a_fault() -> None:
-    with pytest.raises(EnvironmentFaultError):
+    with pytest.raises(SetupError):
         build_inventory(parse_nodes(""), details={})
 
 
 def test_a_missing_command_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         probe_slurm()
     assert "`sinfo` is not on this machine" in caught.value.problem
     assert "--on" in caught.value.remedy
@@ -187,7 +194,7 @@ def test_a_failing_command_gives_its_own_words(
     script.write_text("#!/bin/sh\necho 'slurm_load_partitions: Unable to contact' >&2\nexit 1\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(EnvironmentFaultError, match="Unable to contact"):
+    with pytest.raises(SetupError, match="Unable to contact"):
         probe_slurm()
 
 
@@ -225,7 +232,7 @@ def test_every_node_is_in_the_inventory_once() -> None:
 def test_rows_are_by_partition_and_kind() -> None:
     rows = {
         (row.pool.name, row.kind): (len(row.nodes), row.num_free_nodes, row.num_free_gpus)
-        for row in list_rows(_inventory("slurm_22_05_lab"))
+        for row in list_inventory_rows(_inventory("slurm_22_05_lab"))
     }
     assert rows == {
         ("cpu", "CPU"): (2, 0, 0),
@@ -240,11 +247,13 @@ def test_rows_are_by_partition_and_kind() -> None:
 def test_a_partition_of_the_inventory_alone() -> None:
     inventory = _inventory("slurm_22_05_lab", "gpu")
     assert [node.name for node in inventory.nodes] == ["big01", "gpu01", "gpu02"]
-    assert {row.pool.name for row in list_rows(inventory)} == {"gpu"}
+    assert {row.pool.name for row in list_inventory_rows(inventory)} == {"gpu"}
 
 
 def test_a_closed_partition_has_nothing_free() -> None:
-    rows = [r for r in list_rows(_inventory("slurm_22_05_mixed")) if r.pool.name == "closed"]
+    rows = [
+        r for r in list_inventory_rows(_inventory("slurm_22_05_mixed")) if r.pool.name == "closed"
+    ]
     assert rows
     assert all(row.num_free_gpus == 0 and row.num_free_nodes == 0 for row in rows)
 
@@ -300,7 +309,7 @@ def test_a_gpu_without_a_free_core_beside_it_is_not_free() -> None:
 
 
 def test_threads_are_not_cores() -> None:
-    (group,) = plan_over(_one(gres="(null)", state="idle", cores="0/64/0/64")).groups
+    (group,) = plannable_cluster(_one(gres="(null)", state="idle", cores="0/64/0/64")).groups
     assert group.node.num_cores == 64
     assert group.node.gpu.name == "CPU, 32 cores", "two threads each"
 
@@ -344,7 +353,7 @@ def test_one_word_for_two_cards_is_two_groups() -> None:
         NODE.format(gres="gpu:2", cores=8, state="idle", features=card).replace("n1", f"n{card}")
         for card in ("a40", "t4")
     ]
-    groups = plan_over(build_inventory(parse_nodes("".join(lines)), details={})).groups
+    groups = plannable_cluster(build_inventory(parse_nodes("".join(lines)), details={})).groups
     assert [group.name for group in groups] == ["p/2xA40", "p/2xTesla T4"]
 
 
@@ -354,7 +363,7 @@ def test_cpu_nodes_of_other_sizes_are_other_groups() -> None:
         f"n{number}|p|up|(null)|{memory}|{cores}|idle|infinite|0|(null)"
         for number, (cores, memory) in enumerate(sizes)
     ]
-    groups = plan_over(build_inventory(parse_nodes("\n".join(lines)), details=None)).groups
+    groups = plannable_cluster(build_inventory(parse_nodes("\n".join(lines)), details=None)).groups
     assert {group.name: group.num_nodes for group in groups} == {
         "p/64-cores-250GiB": 2,
         "p/64-cores-1000GiB": 1,
@@ -366,8 +375,8 @@ def test_gpus_that_are_all_down_are_a_fault_and_no_cpus() -> None:
     lines = "g1|p|up|gpu:t4:2|64000|8|down*|infinite|0|(null)\n" + NODE.format(
         gres="(null)", cores=8, state="idle", features="(null)"
     )
-    with pytest.raises(EnvironmentFaultError, match="no GPU node that can be planned for") as fault:
-        plan_over(build_inventory(parse_nodes(lines), details=None))
+    with pytest.raises(SetupError, match="no GPU node that can be planned for") as fault:
+        plannable_cluster(build_inventory(parse_nodes(lines), details=None))
     assert "g1 (down*: it does not answer)" in fault.value.problem
 
 
@@ -379,4 +388,4 @@ _LINES = st.lists(st.lists(_FIELD, min_size=10, max_size=10).map("|".join), max_
 def test_any_lines_give_a_cluster_or_one_fault(lines: list[str]) -> None:
     text = "\n".join(lines)
     with contextlib.suppress(UserError):
-        plan_over(build_inventory(parse_nodes(text), details=parse_details(text)))
+        plannable_cluster(build_inventory(parse_nodes(text), details=parse_details(text)))

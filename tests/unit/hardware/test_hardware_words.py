@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
-from tightfit.hardware.words import parse_words
+from tightfit.hardware.words import parse_hardware
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from tightfit.hardware.words import parse_words
     ],
 )
 def test_words_are_understood(text: str, expected: list[tuple[int, int, str]]) -> None:
-    cluster = parse_words(text)
+    cluster = parse_hardware(text)
     assert [
         (group.num_nodes, group.node.num_gpus, group.node.gpu.name) for group in cluster.groups
     ] == expected
@@ -62,7 +62,7 @@ def test_words_are_understood(text: str, expected: list[tuple[int, int, str]]) -
 )
 def test_bad_words_are_refused(text: str, kind: type[UserError], said: str) -> None:
     with pytest.raises(kind) as caught:
-        parse_words(text)
+        parse_hardware(text)
     assert said in caught.value.problem
     assert caught.value.remedy
 
@@ -78,27 +78,27 @@ def test_bad_words_are_refused(text: str, kind: type[UserError], said: str) -> N
 )
 def test_words_in_the_wrong_order_are_put_right(text: str, right: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        parse_words(text)
+        parse_hardware(text)
     assert right in caught.value.remedy
-    parse_words(right)
+    parse_hardware(right)
 
 
 def test_the_chosen_variant_is_said() -> None:
-    assert "Tesla V100-SXM2-16GB" in parse_words("4xV100").warnings[0]
-    assert parse_words("4xV100-PCIE-32GB").warnings == ()
+    assert "Tesla V100-SXM2-16GB" in parse_hardware("4xV100").warnings[0]
+    assert parse_hardware("4xV100-PCIE-32GB").warnings == ()
 
 
 def test_more_gpus_than_a_node_holds_are_pointed_out() -> None:
-    [warning] = parse_words("64xT4").warnings
+    [warning] = parse_hardware("64xT4").warnings
     assert "one node" in warning
     assert "8n x 8xT4" in warning
-    assert parse_words("8n x 8xT4").num_gpus == 64
+    assert parse_hardware("8n x 8xT4").num_gpus == 64
 
 
 @given(st.text(max_size=60))
 def test_any_text_is_understood_or_refused(text: str) -> None:
     with contextlib.suppress(UserError):
-        assert parse_words(text).num_gpus >= 1
+        assert parse_hardware(text).num_gpus >= 1
 
 
 _PIECES = st.sampled_from(
@@ -125,4 +125,4 @@ _PIECES = st.sampled_from(
 @given(st.lists(_PIECES, max_size=10).map("".join))
 def test_any_arrangement_of_the_grammar_is_understood_or_refused(text: str) -> None:
     with contextlib.suppress(UserError):
-        assert parse_words(text).num_gpus >= 1
+        assert parse_hardware(text).num_gpus >= 1

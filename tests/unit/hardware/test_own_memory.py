@@ -6,15 +6,15 @@ import subprocess
 import sys
 
 from tightfit.core.units import MIB
-from tightfit.hardware.own_memory import read_peak_bytes
+from tightfit.hardware.machine import read_peak_memory_bytes
 
-READ = "from tightfit.hardware.own_memory import read_peak_bytes; print(read_peak_bytes())"
+READ = "from tightfit.hardware.machine import read_peak_bytes; print(read_peak_bytes())"
 
 
 def test_it_grows_with_what_is_held() -> None:
-    before = read_peak_bytes()
+    before = read_peak_memory_bytes()
     held = bytearray(b"x") * (before + 64 * MIB)
-    assert read_peak_bytes() >= before + 48 * MIB
+    assert read_peak_memory_bytes() >= before + 48 * MIB
     assert held[-1]
 
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from made_runs import PROFILE
+from tightfit.clusters.kubernetes.pod import Document, User
+from tightfit.clusters.kubernetes.training import TrainingJob, build_train_job, build_training
+from tightfit.clusters.site import KubernetesSite, Site, Volume
 from tightfit.core.recipe import Recipe, make_training, read_recipe
 from tightfit.core.strategy import Method
 from tightfit.core.units import GIB
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster
-from tightfit.launch.kubernetes.pod import Document, User
-from tightfit.launch.kubernetes.training import TrainingJob, build_training
-from tightfit.launch.kubernetes.trainjob import build_train_job
-from tightfit.launch.site import KubernetesSite, Site, Volume
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import JobRequest

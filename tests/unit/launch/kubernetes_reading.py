@@ -10,7 +10,7 @@ from typing import Any
 
 import kubernetes_validate
 
-from tightfit.launch.kubernetes.pod import Document
+from tightfit.clusters.kubernetes.pod import Document
 
 NEWEST = kubernetes_validate.latest_version()
 SCHEMAS = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.hardware.resolve import resolve_hardware
-from tightfit.ledger.metrics import Record
-from tightfit.ledger.run_folder import RunFolder
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import JobRequest
 from tightfit.planning.search import search
+from tightfit.runs.metrics import Record
+from tightfit.runs.run_folder import RunFolder
 
 STAND_IN = Path(__file__).parent / "stand_in_worker.py"
 

@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.submitting.prepare import plan_on_fewest
+from tightfit.clusters.site import Site, SlurmSite
+from tightfit.clusters.slurm.resources import (
+    GpuRequest,
+    JobResources,
+    find_gpu_request,
+    find_resources,
+)
+from tightfit.clusters.slurm.script import TrainingJob, make_batch_job, write_script
+from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import DoesNotFitError
 from tightfit.core.recipe import Recipe, make_training
 from tightfit.core.strategy import Method
-from tightfit.core.workload import DataProfile
-from tightfit.hardware.inventory import Inventory
-from tightfit.hardware.plannable import plan_over
-from tightfit.hardware.slurm import build_inventory
-from tightfit.hardware.slurm_text import parse_nodes
+from tightfit.hardware.inventory import Inventory, plannable_cluster
+from tightfit.hardware.slurm import build_inventory, parse_nodes
 from tightfit.hardware.types import Cluster, NodeGroup
-from tightfit.launch.site import Site, SlurmSite
-from tightfit.launch.slurm.gres import GpuWords, find_gpu_words
-from tightfit.launch.slurm.resources import Resources, find_resources
-from tightfit.launch.slurm.script import write_script
-from tightfit.launch.slurm.training import TrainingJob, make_batch_job
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import JobRequest
@@ -125,8 +126,8 @@ class Made:
 
     plan: Plan
     group: NodeGroup
-    gpu: GpuWords
-    resources: Resources
+    gpu: GpuRequest
+    resources: JobResources
     script: str
 
 
@@ -150,9 +151,9 @@ def make(name: str) -> Made:
     inventory = read_inventory(case.partition)
     plan, group = _plan(case, inventory)
     is_cpu = plan.hardware.node.gpu.is_cpu
-    gpu = GpuWords()
+    gpu = GpuRequest()
     if not is_cpu:
-        gpu = find_gpu_words(
+        gpu = find_gpu_request(
             inventory,
             partition=case.partition,
             gpu_name=plan.hardware.node.gpu.name,
@@ -205,5 +206,5 @@ def _plan(case: Case, inventory: Inventory) -> tuple[Plan, NodeGroup]:
             raise DoesNotFitError("nothing fits", remedy="another partition")
         return Found(plan=plans[0])
 
-    found, group = plan_on_fewest(plan_over(inventory), case.nodes, plan_over_part)
+    found, group = plan_on_fewest(plannable_cluster(inventory), case.nodes, plan_over_part)
     return found.plan, group

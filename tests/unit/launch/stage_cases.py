@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from stage_lab import make_model
-from tightfit.launch.stage.agent import Answer
-from tightfit.launch.stage.cost import How
-from tightfit.launch.stage.crew import NodeLostError, ThisMachine
-from tightfit.launch.stage.result import Staging
-from tightfit.launch.stage.stage import Stager, StageRequest
+from tightfit.clusters.staging.agent import Answer
+from tightfit.clusters.staging.cost import CopyMethod
+from tightfit.clusters.staging.nodes import LocalNode, NodeLostError
+from tightfit.clusters.staging.stage import Stager, StageRequest, StageResult
 
 BLOCK = 1 << 20
 
 
-class Thread(ThisMachine):
+class Thread(LocalNode):
     """A node that stages to its own folder, and may be told to die."""
 
     def __init__(self, node: str, place: Path) -> None:
@@ -52,8 +51,8 @@ def make_nodes(folder: Path, names: str = "abcd") -> list[Thread]:
 
 
 def stage(
-    source: Path, nodes: Sequence[ThisMachine], how: How | None = None, **more: Any
-) -> Staging:
+    source: Path, nodes: Sequence[LocalNode], how: CopyMethod | None = None, **more: Any
+) -> StageResult:
     request = StageRequest(
         source=source, to=Path("/dev/shm"), how=how, interface="lo", leave_bytes=0, **more
     )

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tightfit.ledger.metrics import EventRecord, StepRecord, append_record, forget_after
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runs.metrics import EventRecord, StepRecord, append_record, drop_after_step
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 LOST_SECONDS = 60.0
 """A collective fails a while after a peer is gone: long enough for one that only pauses."""
@@ -51,7 +51,7 @@ class StandIn:
         else:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         first = int(self.saved.read_text()) if self.saved.exists() else 0
-        forget_after(self.run.metrics_path, first)
+        drop_after_step(self.run.metrics_path, first)
         print(f"stand-in starts at step {first}", flush=True)
         self.tell(RunStatus.RUNNING, first)
         self.meet()

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from tightfit.launch.agents import remote
-from tightfit.launch.agents.remote import AgentGoneError, Line, RemoteAgent
+from tightfit.clusters import agents
+from tightfit.clusters.agents import AgentGoneError, AgentLine, RemoteAgent
 
 HERE = "env TIGHTFIT_TEST_NODE={node}"
 BACKWARDS = """
@@ -37,14 +37,14 @@ for request in read_requests():
 @pytest.fixture(autouse=True)
 def _wait_for_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """All agents here close their pipes; a machine that pauses takes longer to say so."""
-    monkeypatch.setattr(remote, "LAST_WORDS_SECONDS", 60.0)
+    monkeypatch.setattr(agents, "FINAL_OUTPUT_SECONDS", 60.0)
 
 
 @contextmanager
 def agent_of(
-    code: str, news: list[Line] | None = None, *, end_seconds: float = 1.0
+    code: str, news: list[AgentLine] | None = None, *, end_seconds: float = 1.0
 ) -> Iterator[RemoteAgent]:
-    heard: list[Line] = [] if news is None else news
+    heard: list[AgentLine] = [] if news is None else news
     words = [sys.executable, "-c", code]
     agent = RemoteAgent("n1", words, prefix=HERE, on_news=heard.append)
     try:
@@ -54,7 +54,7 @@ def agent_of(
 
 
 def test_answers_find_their_questions() -> None:
-    news: list[Line] = []
+    news: list[AgentLine] = []
     with agent_of(BACKWARDS, news, end_seconds=60.0) as agent:
         asked = [agent.ask({"value": value, "of": 3}) for value in "abc"]
         assert [future.result(timeout=30)["answer"] for future in asked] == ["a", "b", "c"]
@@ -116,7 +116,7 @@ def is_running(number: int) -> bool:
 
 def test_an_agent_ends_with_a_killed_asker() -> None:
     code = (
-        "import sys, time\nfrom tightfit.launch.agents.remote import RemoteAgent\n"
+        "import sys, time\nfrom tightfit.clusters.agents import RemoteAgent\n"
         f"a = RemoteAgent('n', [sys.executable, '-c', {BACKWARDS!r}], prefix={HERE!r})\n"
         "a.ask({'value': 1, 'of': 1}).result()\nprint(a._process.pid, flush=True)\ntime.sleep(600)"
     )

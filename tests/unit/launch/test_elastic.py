@@ -15,13 +15,12 @@ import psutil
 import pytest
 from launch_cases import Notes, make_plan, make_run
 
+from tightfit.clusters.local.elastic import is_final
+from tightfit.clusters.local.launcher import run_job
+from tightfit.clusters.local.workers import end_all, worker_command
 from tightfit.core.strategy import Sharding
-from tightfit.launch.command import worker_command
-from tightfit.launch.elastic import is_final
-from tightfit.launch.local import run_job
-from tightfit.launch.processes import end_all
-from tightfit.ledger.metrics import read_records
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runs.metrics import read_records
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 HERE = Path(__file__).parent
 LAUNCHER = """

@@ -10,18 +10,20 @@ from kubernetes_cases import build_case, make_job, make_site
 from kubernetes_server import RUNTIME, TRAINER, ApiServer, make_node, make_pod
 from launch_cases import Notes
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError, UsageError
-from tightfit.launch.kubernetes.apply import apply_objects, cancel_job, check_claims
-from tightfit.launch.kubernetes.choose import choose_builder
-from tightfit.launch.kubernetes.connect import Cluster, connect
-from tightfit.launch.kubernetes.follow import JobPhase, read_view
-from tightfit.launch.kubernetes.placement import find_selector
-from tightfit.launch.kubernetes.training import build_training
-from tightfit.launch.kubernetes.trainjob import build_train_job
-from tightfit.launch.kubernetes.watch import JobWatch
-from tightfit.launch.site import KubernetesSite
-from tightfit.ledger.metrics import EventRecord, append_record
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.clusters.kubernetes.client import (
+    KubernetesApi,
+    apply_objects,
+    cancel_job,
+    check_claims,
+    connect,
+)
+from tightfit.clusters.kubernetes.follow import JobPhase, KubernetesFollower, read_job_snapshot
+from tightfit.clusters.kubernetes.nodes import find_selector
+from tightfit.clusters.kubernetes.training import build_train_job, build_training, choose_builder
+from tightfit.clusters.site import KubernetesSite
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
+from tightfit.runs.metrics import EventRecord, append_record
+from tightfit.runs.run_folder import RunFolder
 
 OBJECTS = build_case("lora_13b_two_pods")
 NAME = OBJECTS[-1]["metadata"]["name"]
@@ -40,7 +42,7 @@ def server() -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def cluster(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+def cluster(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KubernetesApi:
     server.write_kubeconfig(tmp_path / "kubeconfig")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     return connect(KubernetesSite())
@@ -51,7 +53,9 @@ def _over(server: ApiServer, kind: str) -> None:
 
 
 class TestConnect:
-    def test_namespace_by_option_site_context(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_namespace_by_option_site_context(
+        self, cluster: KubernetesApi, server: ApiServer
+    ) -> None:
         assert (cluster.namespace, cluster.server) == ("team", server.url)
         assert connect(KubernetesSite(namespace="site")).namespace == "site"
         assert connect(KubernetesSite(namespace="site"), namespace="said").namespace == "said"
@@ -76,14 +80,14 @@ class TestConnect:
             connect(KubernetesSite(), context="other")
         assert caught.value.remedy == "--context lab"
 
-    def test_a_server_that_is_down(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_a_server_that_is_down(self, cluster: KubernetesApi, server: ApiServer) -> None:
         server.stop()
-        with pytest.raises(EnvironmentFaultError, match="gives no answer"):
+        with pytest.raises(SetupError, match="gives no answer"):
             cluster.get("Job", "x")
 
 
 class TestApply:
-    def test_what_is_sent(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_what_is_sent(self, cluster: KubernetesApi, server: ApiServer) -> None:
         assert apply_objects(cluster, OBJECTS)
         sent = [one for one in server.requests if one.method == "PATCH"]
         assert [one.path for one in sent] == [SERVICE, JOB, SERVICE]
@@ -95,7 +99,7 @@ class TestApply:
         assert owner["kind"] == "Job"
         assert owner["uid"] == server.objects[JOB]["metadata"]["uid"]
 
-    def test_twice_is_once(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_twice_is_once(self, cluster: KubernetesApi, server: ApiServer) -> None:
         assert apply_objects(cluster, OBJECTS)
         before = server.objects[JOB]
         assert not apply_objects(cluster, OBJECTS)
@@ -104,7 +108,7 @@ class TestApply:
 
     @pytest.mark.parametrize("kind", ["Failed", "Complete"])
     def test_a_job_that_is_over_makes_room(
-        self, cluster: Cluster, server: ApiServer, kind: str
+        self, cluster: KubernetesApi, server: ApiServer, kind: str
     ) -> None:
         apply_objects(cluster, OBJECTS)
         old = server.objects[JOB]["metadata"]["uid"]
@@ -114,34 +118,38 @@ class TestApply:
         (gone,) = (one for one in server.requests if one.method == "DELETE")
         assert gone.query == {"propagationPolicy": "Background"}
 
-    def test_cancel(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_cancel(self, cluster: KubernetesApi, server: ApiServer) -> None:
         apply_objects(cluster, OBJECTS)
         assert cancel_job(cluster, OBJECTS[-1])
         assert JOB not in server.objects
         assert not cancel_job(cluster, OBJECTS[-1])
 
-    def test_forbidden_names_verb_and_resource(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_forbidden_names_verb_and_resource(
+        self, cluster: KubernetesApi, server: ApiServer
+    ) -> None:
         server.refusals["PATCH", "jobs"] = (403, 'User "me" cannot patch resource "jobs"')
-        with pytest.raises(EnvironmentFaultError, match="You may not patch jobs") as caught:
+        with pytest.raises(SetupError, match="You may not patch jobs") as caught:
             apply_objects(cluster, OBJECTS)
         assert "kubectl auth can-i patch jobs -n team" in caught.value.remedy
 
-    def test_unknown_to_the_server(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_unknown_to_the_server(self, cluster: KubernetesApi, server: ApiServer) -> None:
         server.refusals["GET", "jobs"] = (401, "Unauthorized")
-        with pytest.raises(EnvironmentFaultError, match="does not know you"):
+        with pytest.raises(SetupError, match="does not know you"):
             apply_objects(cluster, OBJECTS)
 
-    def test_refused_by_a_rule_of_the_cluster(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_refused_by_a_rule_of_the_cluster(
+        self, cluster: KubernetesApi, server: ApiServer
+    ) -> None:
         server.refusals["PATCH", "jobs"] = (422, "spec.template: field is immutable")
         with pytest.raises(InvalidInputError, match="field is immutable"):
             apply_objects(cluster, OBJECTS)
 
-    def test_a_missing_namespace(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_a_missing_namespace(self, cluster: KubernetesApi, server: ApiServer) -> None:
         server.refusals["PATCH", "services"] = (404, 'namespaces "team" not found')
         with pytest.raises(NotFoundError, match="no namespace team"):
             apply_objects(cluster, OBJECTS)
 
-    def test_claims_are_looked_at(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_claims_are_looked_at(self, cluster: KubernetesApi, server: ApiServer) -> None:
         with pytest.raises(NotFoundError, match="no PersistentVolumeClaim team-shared"):
             check_claims(cluster, OBJECTS, num_pods=2)
         server.objects[CLAIM] = {"spec": {"accessModes": ["ReadWriteOnce"]}}
@@ -155,14 +163,14 @@ class TestApply:
 
 
 class TestTrainJob:
-    def test_where_it_is_not_installed(self, cluster: Cluster) -> None:
+    def test_where_it_is_not_installed(self, cluster: KubernetesApi) -> None:
         job, site = make_job("trainjob"), make_site()
         assert choose_builder(job, site, cluster, asked=None)[0] is build_training
         with pytest.raises(NotFoundError, match="not installed") as caught:
             choose_builder(job, site, cluster, asked="trainjob")
         assert caught.value.remedy.startswith("--as job")
 
-    def test_where_it_is_installed(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_where_it_is_installed(self, cluster: KubernetesApi, server: ApiServer) -> None:
         job, site = make_job("trainjob"), make_site()
         server.objects[TRAINER] = {"kind": "APIResourceList"}
         with pytest.raises(NotFoundError, match="no runtime `torch-distributed`"):
@@ -183,7 +191,7 @@ class TestTrainJob:
 
 
 class TestFollow:
-    def test_why_pods_wait(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_why_pods_wait(self, cluster: KubernetesApi, server: ApiServer) -> None:
         apply_objects(cluster, OBJECTS)
         no_room = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
         waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
@@ -196,14 +204,16 @@ class TestFollow:
         server.lists["/api/v1/namespaces/team/events"] = [
             {"involvedObject": {"name": "c"}, "reason": "FailedMount", "message": "no claim"}
         ]
-        first, second, third = read_view(cluster, OBJECTS[-1]).pods
+        first, second, third = read_job_snapshot(cluster, OBJECTS[-1]).pods
         assert first.why == "Unschedulable: 0/3 nodes: Insufficient nvidia.com/gpu"
         assert second.is_stuck
         assert third.why == "FailedMount: no claim"
         asked = [one.query for one in server.requests if one.path == PODS]
         assert asked[-1] == {"labelSelector": f"batch.kubernetes.io/job-name={NAME}"}
 
-    def test_news_until_the_end(self, cluster: Cluster, server: ApiServer, tmp_path: Path) -> None:
+    def test_news_until_the_end(
+        self, cluster: KubernetesApi, server: ApiServer, tmp_path: Path
+    ) -> None:
         apply_objects(cluster, OBJECTS)
         run, notes, looks = RunFolder(path=tmp_path), Notes(), iter(range(100))
 
@@ -228,7 +238,7 @@ class TestFollow:
                 }
 
         server.on_get = go_on
-        view = JobWatch(
+        view = KubernetesFollower(
             cluster, OBJECTS[-1], run=run, watch=notes, sleep=lambda _seconds: None
         ).wait()
         assert view.phase is JobPhase.FAILED
@@ -238,13 +248,13 @@ class TestFollow:
         assert "upgrading" in notes.said[1]
         assert notes.said[2] == "pod 0 ended with exit code 5 on n1: Error: too big"
 
-    def test_a_queue_and_a_deletion(self, cluster: Cluster, server: ApiServer) -> None:
+    def test_a_queue_and_a_deletion(self, cluster: KubernetesApi, server: ApiServer) -> None:
         apply_objects(cluster, OBJECTS)
         held = {"type": "Suspended", "status": "True"}
         server.objects[JOB]["status"] = {"conditions": [held]}
-        assert read_view(cluster, OBJECTS[-1]).phase is JobPhase.SUSPENDED
+        assert read_job_snapshot(cluster, OBJECTS[-1]).phase is JobPhase.SUSPENDED
         del server.objects[JOB]
-        assert read_view(cluster, OBJECTS[-1]).phase is JobPhase.GONE
+        assert read_job_snapshot(cluster, OBJECTS[-1]).phase is JobPhase.GONE
 
 
 class TestPlacement:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.launch.kubernetes.pod import IMAGE_USER
+from tightfit.clusters.kubernetes.pod import IMAGE_USER
 
 ROOT = Path(__file__).parents[3]
 KINDS = ["Dockerfile.cpu", "Dockerfile.cuda"]

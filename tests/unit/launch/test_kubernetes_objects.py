@@ -27,17 +27,25 @@ from kubernetes_reading import (
     read_patch,
 )
 
+from tightfit.clusters.exit_codes import EXIT_REQUEUE
+from tightfit.clusters.kubernetes.objects import (
+    MAX_CONFIG_BYTES,
+    WORKER_NUMBER,
+    WorkerOptions,
+    build_config_map,
+    worker_job,
+    write_manifest,
+)
+from tightfit.clusters.kubernetes.pod import Document, PodResources, write_quantity
+from tightfit.clusters.kubernetes.training import (
+    STAGED_PATH,
+    build_train_job,
+    build_training,
+    predict_seconds,
+)
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.units import GIB
-from tightfit.hardware.kubernetes_objects import parse_quantity
-from tightfit.launch.exits import EXIT_REQUEUE
-from tightfit.launch.kubernetes.manifest import write_manifest
-from tightfit.launch.kubernetes.objects import MAX_CONFIG_BYTES, build_config_map
-from tightfit.launch.kubernetes.pod import Document
-from tightfit.launch.kubernetes.resources import PodResources, write_quantity
-from tightfit.launch.kubernetes.training import STAGED_PATH, build_training, predict_seconds
-from tightfit.launch.kubernetes.trainjob import build_train_job
-from tightfit.launch.kubernetes.workers import WORKER_NUMBER, WorkerOptions, worker_job
+from tightfit.hardware.kubernetes import parse_quantity
 
 ALL = sorted(CASES)
 WITH_JOB = [name for name in ALL if name != "trainjob"]

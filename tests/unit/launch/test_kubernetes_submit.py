@@ -14,11 +14,11 @@ from kubernetes_server import ApiServer, make_node, make_pod
 
 from small_models import make_llama, make_tokenizer
 from tightfit.cli.app import main
-from tightfit.cli.flags.submit import SubmitFlags
+from tightfit.cli.options.clusters import SubmitFlags
 from tightfit.cli.submitting.kubernetes import submit_kubernetes
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 QUESTION = {"prompt": "How many singers are there?", "completion": "SELECT count(*) FROM singer;"}
 

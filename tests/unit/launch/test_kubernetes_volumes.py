@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from kubernetes_cases import make_job, make_site
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError
-from tightfit.launch.kubernetes.names import escape, name_job
-from tightfit.launch.kubernetes.pod import User
-from tightfit.launch.kubernetes.site_names import check_site_names
-from tightfit.launch.kubernetes.training import build_training
-from tightfit.launch.kubernetes.volumes import choose_mounts, find_volume, require_volume
-from tightfit.launch.site import KubernetesSite, Volume
+from tightfit.clusters.kubernetes.names import check_site_names, escape, name_job
+from tightfit.clusters.kubernetes.pod import User
+from tightfit.clusters.kubernetes.training import build_training
+from tightfit.clusters.kubernetes.volumes import choose_mounts, find_volume, require_volume
+from tightfit.clusters.site import KubernetesSite, Volume
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
 
 
 def volume(name: str, mount: str, local: str | None = None) -> Volume:
@@ -90,7 +89,7 @@ def test_no_image() -> None:
 
 def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(EnvironmentFaultError, match="not installed") as caught:
+    with pytest.raises(SetupError, match="not installed") as caught:
         build_training(make_job("qlora_7b"), make_site())
     assert caught.value.remedy == "pip install 'tightfit[cluster]'"
 

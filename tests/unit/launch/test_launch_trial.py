@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 from launch_cases import Notes, make_plan, make_run, stand_in_command
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.clusters.local import launcher, trial
+from tightfit.clusters.local.launcher import lock_path
+from tightfit.clusters.local.workers import RUN_VARIABLE, find_leftovers
+from tightfit.core.errors import SetupError
 from tightfit.core.strategy import Sharding
-from tightfit.launch import local, trial
-from tightfit.launch.command import RUN_VARIABLE
-from tightfit.launch.lock import lock_path
-from tightfit.launch.processes import find_leftovers
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 HERE = Path(__file__).parent
 PATIENT_WORKER = """
@@ -54,7 +53,7 @@ def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def try_it(run: RunFolder, notes: Notes | None = None) -> RunState:
     command = stand_in_command(run)
-    return local.run_job(run, watch=notes or Notes(), command=command, is_trial=True)
+    return launcher.run_job(run, watch=notes or Notes(), command=command, is_trial=True)
 
 
 def test_out_of_memory_is_the_answer_and_no_smaller_plan_is_tried(tmp_path: Path) -> None:
@@ -84,14 +83,14 @@ def test_a_wish_to_stop_ends_a_worker_that_would_not_hear_it(tmp_path: Path) -> 
 
 
 def fail_at_home(seen: list[Path]) -> None:
-    with trial.open_home() as home:
+    with trial.open_trial_folder() as home:
         seen.append(home)
         (home / "run").mkdir()
         raise ValueError("ours")
 
 
 def be_terminated_at_home(seen: list[Path]) -> None:
-    with trial.open_home() as home:
+    with trial.open_trial_folder() as home:
         seen.append(home)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
@@ -114,14 +113,14 @@ def test_sigterm_removes_the_home_too() -> None:
 
 
 def fill_the_disk_at_home(seen: list[Path]) -> None:
-    with trial.open_home() as home:
+    with trial.open_trial_folder() as home:
         seen.append(home)
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_full_temporary_folder_is_no_bug(tmp_path: Path) -> None:
     seen: list[Path] = []
-    with pytest.raises(EnvironmentFaultError, match=f"{tmp_path} is full") as told:
+    with pytest.raises(SetupError, match=f"{tmp_path} is full") as told:
         fill_the_disk_at_home(seen)
     assert "TMPDIR" in told.value.remedy
     assert [home.exists() for home in seen] == [False]
@@ -158,23 +157,23 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_what_a_killed_launcher_left_is_cleared_with_its_worker(tmp_path: Path) -> None:
-    left = tmp_path / f"{trial.PREFIX}left"
+    left = tmp_path / f"{trial.TRIAL_PREFIX}left"
     (left / "run").mkdir(parents=True)
-    (left / trial.HOLDER).touch()
+    (left / trial.TRIAL_LOCK).touch()
     mark = str(lock_path(RunFolder(path=left / "run"), None))
     worker = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(100)"],
         env={**os.environ, RUN_VARIABLE: mark},
     )
     try:
-        with trial.open_home():
+        with trial.open_trial_folder():
             assert left.exists()  # it is young: somebody may be making it
         os.utime(left, (0, 0))
-        with trial.open_home() as held:
+        with trial.open_trial_folder() as held:
             os.utime(held, (0, 0))
             assert not left.exists()
             assert worker.wait(timeout=10) == -signal.SIGKILL
-            with trial.open_home():
+            with trial.open_trial_folder():
                 assert held.exists()  # old, but its holder lives
     finally:
         worker.kill()
@@ -182,11 +181,11 @@ def test_what_a_killed_launcher_left_is_cleared_with_its_worker(tmp_path: Path) 
 
 
 def test_what_only_bears_such_a_name_is_left_alone(tmp_path: Path) -> None:
-    mine = tmp_path / f"{trial.PREFIX}results"
+    mine = tmp_path / f"{trial.TRIAL_PREFIX}results"
     mine.mkdir()
     (mine / "figures.csv").write_text("1,2\n")
     os.utime(mine, (0, 0))
-    with trial.open_home():
+    with trial.open_trial_folder():
         pass
 
     assert [path.name for path in mine.iterdir()] == ["figures.csv"]

@@ -19,19 +19,19 @@ import psutil
 import pytest
 from launch_cases import Notes, make_plan, make_run, stand_in_command
 
+from tightfit.clusters.local import launcher, outcome
+from tightfit.clusters.local.launcher import lock_run
+from tightfit.clusters.local.workers import find_leftovers
 from tightfit.core.errors import UsageError
-from tightfit.launch import local, outcome, signals
-from tightfit.launch.lock import hold_lock
-from tightfit.launch.processes import find_leftovers
-from tightfit.ledger.metrics import read_records
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
 from tightfit.planning.plan import Plan
+from tightfit.runs.metrics import read_records
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 HERE = Path(__file__).parent
 
 
 def run_it(run: RunFolder, notes: Notes | None = None) -> RunState:
-    return local.run_job(run, watch=notes or Notes(), command=stand_in_command(run))
+    return launcher.run_job(run, watch=notes or Notes(), command=stand_in_command(run))
 
 
 def smaller(plan: Plan, micro_batch: int) -> Plan:
@@ -75,10 +75,10 @@ def test_the_kernels_killing_for_memory_is_told_apart(
     counter = tmp_path / "memory.events"
     counter.write_text("oom 3\noom_kill 3\n")
     monkeypatch.setattr(outcome, "_OOM_COUNTERS", (counter,))
-    before = outcome.look_before(make_run(tmp_path / "run"))
+    before = outcome.take_snapshot(make_run(tmp_path / "run"))
     counter.write_text("oom 4\noom_kill 4\n")
     run = RunFolder(path=tmp_path / "run")
-    state = outcome.conclude(run, before, exit_code=-9, asked=None)
+    state = outcome.infer_outcome(run, before, exit_code=-9, asked=None)
 
     assert (state.status, state.exit_code) == (RunStatus.FAILED, 6)
     assert "host memory" in (state.problem or "")
@@ -107,7 +107,7 @@ def test_old_words_are_not_taken_for_the_end_of_this_start(tmp_path: Path) -> No
     run = make_run(tmp_path / "run")
     run_it(run)
     command = [sys.executable, "-c", "import sys; sys.exit(9)"]
-    state = local.run_job(run, watch=Notes(), command=command)
+    state = launcher.run_job(run, watch=Notes(), command=command)
 
     assert state.status is RunStatus.FAILED
     assert "exit code 9" in (state.problem or "")
@@ -119,7 +119,7 @@ def test_out_of_memory_goes_on_with_smaller_plans(
     run, notes = make_run(tmp_path / "run", at={"3": "once:oom"}), Notes()
     first = run.read_plan()
     second = smaller(first, first.strategy.micro_batch + 7)
-    monkeypatch.setattr(local, "list_fallbacks", lambda _plan: [second])
+    monkeypatch.setattr(launcher, "list_fallbacks", lambda _plan: [second])
     state = run_it(run, notes)
 
     assert state.status is RunStatus.FINISHED
@@ -141,7 +141,7 @@ def test_out_of_memory_with_nothing_smaller_gives_up(
     def next_of(failed: Plan) -> list[Plan]:
         return ladder[ladder.index(failed) + 1 :] if failed in ladder else ladder
 
-    monkeypatch.setattr(local, "list_fallbacks", next_of)
+    monkeypatch.setattr(launcher, "list_fallbacks", next_of)
     state = run_it(run)
 
     assert (state.status, state.exit_code) == (RunStatus.FAILED, 5)
@@ -158,7 +158,7 @@ def test_a_launcher_killed_after_an_out_of_memory_takes_the_next_plan(
     state = RunState(status=RunStatus.OUT_OF_MEMORY, step=2, num_steps=6, updated_at="then")
     run.write_state(state)
     second = smaller(run.read_plan(), run.read_plan().strategy.micro_batch + 1)
-    monkeypatch.setattr(local, "list_fallbacks", lambda _plan: [second])
+    monkeypatch.setattr(launcher, "list_fallbacks", lambda _plan: [second])
 
     assert run_it(run).status is RunStatus.FINISHED
     assert run.read_plan() == second
@@ -233,7 +233,7 @@ def test_the_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 def test_two_signals_at_once_are_one_wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A machine that pauses may let the launcher hear them seconds apart.
-    monkeypatch.setattr(signals, "SAME_SECONDS", 60 * signals.SAME_SECONDS)
+    monkeypatch.setattr(launcher, "SAME_SECONDS", 60 * launcher.SAME_SECONDS)
     # Steps so long that the second comes before the worker has saved.
     run, notes = make_run(tmp_path / "run", num_steps=500, seconds_per_step=1.0), Notes()
     with sending(signal.SIGTERM, lambda: has_stepped(run), partial(was_heard, notes)):
@@ -247,14 +247,14 @@ def test_a_stop_before_the_worker_listens_is_a_stop(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with sending(signal.SIGTERM, run.log_path.exists):  # it is opened for a worker that starts
-        state = local.run_job(run, watch=Notes(), command=command)
+        state = launcher.run_job(run, watch=Notes(), command=command)
 
     assert (state.status, state.exit_code) == (RunStatus.STOPPED, 75)
 
 
 def test_one_launcher_per_folder(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    with hold_lock(run), pytest.raises(UsageError) as caught:
+    with lock_run(run), pytest.raises(UsageError) as caught:
         run_it(run)
 
     assert f"process {os.getpid()}" in caught.value.problem
@@ -308,14 +308,14 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     from tightfit.core.errors import NotFoundError
 
     with pytest.raises(NotFoundError):
-        local.run_job(RunFolder(path=tmp_path), watch=Notes())
+        launcher.run_job(RunFolder(path=tmp_path), watch=Notes())
 
 
 def test_the_plan_of_the_folder_is_what_is_started(tmp_path: Path) -> None:
     """Without a stand-in the command is the worker's own; here it fails for want of tokens."""
     run = make_run(tmp_path / "run")
     run.write_plan(make_plan())
-    state = local.run_job(run, watch=Notes())
+    state = launcher.run_job(run, watch=Notes())
 
     assert state.status is RunStatus.FAILED
     assert json.loads(run.state_path.read_text())["status"] == "failed"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tightfit.core.errors import EnvironmentFaultError, UsageError
-from tightfit.launch.nodes import expand_nodes, node_command, node_prefix, start_on
+from tightfit.clusters.nodes import expand_nodes, node_command, node_prefix, start_on_node
+from tightfit.core.errors import SetupError, UsageError
 
 AWKWARD = ["print", "two words", "it's", '"quoted"', "$HOME", "a;b", "*", ""]
 ECHO = "import json, sys; print(json.dumps(sys.argv[1:]))"
@@ -61,7 +61,7 @@ def test_how_a_node_is_reached() -> None:
 
 def test_words_reach_a_program_as_they_are() -> None:
     argv = [sys.executable, "-c", ECHO, *AWKWARD]
-    process = start_on("n1", argv, prefix=HERE, env={"LANG": "C"})
+    process = start_on_node("n1", argv, prefix=HERE, env={"LANG": "C"})
     told, _ = process.communicate(timeout=60)
 
     assert eval(told) == AWKWARD
@@ -74,7 +74,7 @@ def test_words_reach_a_shell_over_there_as_they_are(tmp_path: Path) -> None:
     ssh.chmod(0o755)
     argv = [sys.executable, "-c", f"import os; {ECHO}; print(os.environ['X'])", *AWKWARD]
     prefix = f"{ssh} -o BatchMode=yes {{node}}"
-    process = start_on("n1", argv, prefix=prefix, env={"X": "a b'c"})
+    process = start_on_node("n1", argv, prefix=prefix, env={"X": "a b'c"})
     told, said = process.communicate(timeout=60)
 
     assert told.decode().splitlines()[1] == "a b'c", said
@@ -94,15 +94,15 @@ def test_a_prefix_that_cannot_be(prefix: str) -> None:
 
 
 def test_a_prefix_that_does_not_exist() -> None:
-    with pytest.raises(EnvironmentFaultError, match="no-such-ssh"):
-        start_on("n1", ["true"], prefix="no-such-ssh {node}")
+    with pytest.raises(SetupError, match="no-such-ssh"):
+        start_on_node("n1", ["true"], prefix="no-such-ssh {node}")
 
 
 def test_an_agent_ends_with_its_parent() -> None:
     """The parent is killed outright: its pipe closes, and what it started is gone."""
     agent = "import sys, os; print(os.getpid(), flush=True); sys.stdin.read()"
     parent = (
-        "import sys, time\nfrom tightfit.launch.nodes import start_on\n"
+        "import sys, time\nfrom tightfit.clusters.nodes import start_on\n"
         f"p = start_on('n', [sys.executable, '-c', {agent!r}], prefix={HERE!r})\n"
         "print(p.stdout.readline().decode(), flush=True)\ntime.sleep(600)\n"
     )

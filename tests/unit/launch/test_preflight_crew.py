@@ -12,22 +12,24 @@ from typing import Any
 
 import pytest
 
-from tightfit.launch.agents import remote
-from tightfit.launch.preflight import crew as crews
-from tightfit.launch.preflight.crew import AGENT, Crew, SilentAgentError, Start
-from tightfit.launch.preflight.messages import PROTOCOL, Facts, Outcome
-from tightfit.launch.preflight.run import plan_start
-from tightfit.launch.site import Site
+from tightfit.clusters import agents
+from tightfit.clusters.preflight import gather as crews
+from tightfit.clusters.preflight.gather import AGENT, AgentCommand, AgentPool, NoAnswerError
+from tightfit.clusters.preflight.messages import PROTOCOL, ConnectionOutcome, NodeFacts
+from tightfit.clusters.preflight.run import make_agent_command
+from tightfit.clusters.site import Site
 
 HERE = "env TIGHTFIT_TEST_NODE={node}"
 REAL = (sys.executable, "-m", AGENT)
 
 
 @contextmanager
-def crew_of(*nodes: str, argv: tuple[str, ...] = REAL, seconds: float = 60.0) -> Iterator[Crew]:
-    crew = Crew(nodes)
+def crew_of(
+    *nodes: str, argv: tuple[str, ...] = REAL, seconds: float = 60.0
+) -> Iterator[AgentPool]:
+    crew = AgentPool(nodes)
     try:
-        crew.start(Start(prefix=HERE, argv=argv, env={}), seconds)
+        crew.start(AgentCommand(prefix=HERE, argv=argv, env={}), seconds)
         yield crew
     finally:
         crew.end()
@@ -46,7 +48,7 @@ def test_agents_tell_what_their_nodes_are() -> None:
         told = crew.ask("facts", 60.0)
 
     assert set(told) == {"a", "b"}
-    facts = Facts.model_validate(told["a"])
+    facts = NodeFacts.model_validate(told["a"])
     assert facts.python == ".".join(map(str, sys.version_info[:3]))
     assert facts.packages["tightfit"]
     assert {"lo"} <= {device.name for device in facts.devices}
@@ -69,7 +71,10 @@ def test_doors_are_found_open_refused_and_taken() -> None:
             lambda told: bool(told["bytes_per_second"] > 1e6),
         )
 
-    assert [knock["outcome"] for knock in told] == [Outcome.OK.value, Outcome.REFUSED.value]
+    assert [knock["outcome"] for knock in told] == [
+        ConnectionOutcome.OK.value,
+        ConnectionOutcome.REFUSED.value,
+    ]
     assert 0 < told[0]["rtt_seconds"] < 5  # the shortest of several
     assert "taken by" in taken["rendezvous_fault"]
     assert sent["bytes_per_second"] > 1e6
@@ -117,7 +122,7 @@ def find_fault(script: str, *, seconds: float) -> str:
     begin = time.monotonic()
     with crew_of("a", argv=("sh", "-c", script), seconds=seconds) as crew:
         fault = crew.agents["a"].fault
-        with pytest.raises(SilentAgentError):
+        with pytest.raises(NoAnswerError):
             crew.agents["a"].ask("facts", 1.0, {})
 
     assert fault is not None
@@ -137,7 +142,7 @@ def test_an_agent_that_ends_at_once(
 ) -> None:
     # Both end by themselves; a machine that pauses takes longer to say so.
     monkeypatch.setattr(crews, "END_SECONDS", 60.0)
-    monkeypatch.setattr(remote, "LAST_WORDS_SECONDS", 60.0)
+    monkeypatch.setattr(agents, "FINAL_OUTPUT_SECONDS", 60.0)
 
     assert said in find_fault(script, seconds=60.0)
 
@@ -174,14 +179,16 @@ def test_an_unknown_question_is_a_fault_not_a_death() -> None:
 
 
 def test_the_site_says_how_an_agent_starts() -> None:
-    plain = plan_start(Site(), "ssh {node}")
+    plain = make_agent_command(Site(), "ssh {node}")
     assert plain.argv[-3:] == REAL
     assert plain.argv[:3] == ("env", "-u", "MASTER_ADDR")
     site = Site(setup=("module load cuda",), python="/opt/py", environment={"A": "1"})
-    start = plan_start(site, "ssh {node}")
+    start = make_agent_command(site, "ssh {node}")
     assert start.argv[-1] == f"module load cuda\nexec /opt/py -m {AGENT}"
     assert start.env == {"A": "1"}
-    boxed = plan_start(Site(container="image.sqsh"), "srun -w {node}")
+    boxed = make_agent_command(Site(container="image.sqsh"), "srun -w {node}")
     assert boxed.prefix == "srun -w {node} --container-image=image.sqsh"
-    words = plan_start(Site(container="apptainer exec --nv x.sif", python="python3"), "ssh {node}")
+    words = make_agent_command(
+        Site(container="apptainer exec --nv x.sif", python="python3"), "ssh {node}"
+    )
     assert words.argv[-7:-3] == ("apptainer", "exec", "--nv", "x.sif")

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tightfit.launch.preflight import datagrams
-from tightfit.launch.preflight.datagrams import DATAGRAM, MARK, ROOM_BYTES, DatagramCounter
-from tightfit.launch.preflight.messages import Heard
+from tightfit.clusters.preflight import probes
+from tightfit.clusters.preflight.messages import DatagramCount
+from tightfit.clusters.preflight.probes import DATAGRAM, MARK, ROOM_BYTES, DatagramCounter
 
 NUM_SENT = 200
 
@@ -33,7 +33,7 @@ def send_to(counter: DatagramCounter, *, sender: int, is_large: bool = False) ->
             out.sendto(data, address)
 
 
-def tell_when_there(counter: DatagramCounter, sender: int) -> Heard:
+def tell_when_there(counter: DatagramCounter, sender: int) -> DatagramCount:
     """Once all has arrived, which a busy machine may put off."""
     end = time.monotonic() + 10
     while True:
@@ -49,9 +49,13 @@ def test_all_that_came_is_counted_though_the_thread_has_not_run() -> None:
         send_to(counter, sender=3)
         send_to(counter, sender=5, is_large=True)
 
-        assert tell_when_there(counter, 3) == Heard(sender=3, num_small=NUM_SENT, num_large=0)
-        assert tell_when_there(counter, 5) == Heard(sender=5, num_small=0, num_large=NUM_SENT)
-        assert counter.tell([4]) == [Heard(sender=4, num_small=0, num_large=0)]
+        assert tell_when_there(counter, 3) == DatagramCount(
+            sender=3, num_small=NUM_SENT, num_large=0
+        )
+        assert tell_when_there(counter, 5) == DatagramCount(
+            sender=5, num_small=0, num_large=NUM_SENT
+        )
+        assert counter.tell([4]) == [DatagramCount(sender=4, num_small=0, num_large=0)]
 
 
 def test_what_found_no_room_is_told_apart() -> None:
@@ -65,7 +69,7 @@ def test_what_found_no_room_is_told_apart() -> None:
 
 def test_a_wrong_checksum_is_no_want_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel counts both as drops of the socket, the want of room alone as the host's."""
-    monkeypatch.setattr(datagrams, "_read_host_overflows", lambda: 7)
+    monkeypatch.setattr(probes, "_read_host_overflows", lambda: 7)
     with late_counter(room_bytes=4096) as counter:
         send_to(counter, sender=0)
 
@@ -73,8 +77,8 @@ def test_a_wrong_checksum_is_no_want_of_room(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_socket_that_never_runs_dry_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datagrams, "DRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(probes, "DRAIN_SECONDS", 0.0)
     with late_counter() as counter:
         send_to(counter, sender=0)
 
-        assert counter.tell([0]) == [Heard(sender=0, num_small=0, num_large=0)]
+        assert counter.tell([0]) == [DatagramCount(sender=0, num_small=0, num_large=0)]

@@ -7,41 +7,50 @@ from typing import Any
 
 import pytest
 
-from tightfit.hardware.findings import Finding, Status
-from tightfit.launch.preflight.addresses import choose_seats, seats_on
-from tightfit.launch.preflight.allocation import Allocation, allocation_command
-from tightfit.launch.preflight.judge_links import render_bits
-from tightfit.launch.preflight.messages import (
-    Device,
-    Doors,
-    Facts,
+from tightfit.clusters.preflight.messages import (
+    AllReduceResult,
+    ConnectionOutcome,
+    ConnectionProbe,
+    DatagramCount,
     FolderStep,
-    Heard,
-    Knock,
-    Lookup,
-    Outcome,
-    Reduce,
+    ListenerPorts,
+    NameLookup,
+    NetworkDevice,
+    NodeFacts,
     Route,
-    Stream,
+    StreamResult,
     TorchFacts,
 )
-from tightfit.launch.preflight.report import PreflightReport, conclude
-from tightfit.launch.preflight.seen import Clock, FolderSeen, Seen
-from tightfit.launch.site import Site, SlurmSite
+from tightfit.clusters.preflight.network_findings import render_bits
+from tightfit.clusters.preflight.observations import (
+    ClockOffset,
+    FolderObservations,
+    Observations,
+    addresses_on,
+    choose_addresses,
+)
+from tightfit.clusters.preflight.run import (
+    Allocation,
+    PreflightReport,
+    allocation_command,
+    make_preflight_report,
+)
+from tightfit.clusters.site import Site, SlurmSite
+from tightfit.core.findings import Finding, Status
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2"}
-NOTHING = Heard(sender=0, num_small=0, num_large=0)
+NOTHING = DatagramCount(sender=0, num_small=0, num_large=0)
 
 
-def make_facts(node: str, **changes: Any) -> Facts:
+def make_facts(node: str, **changes: Any) -> NodeFacts:
     held: dict[str, Any] = {
         "hostname": node,
         "python": "3.11.7",
         "packages": {"tightfit": "1.0", "torch": "2.13.0", "peft": "0.21", "NCCL": None},
         "devices": (
-            Device(name="lo", is_up=True, mtu=65_536, addresses=("127.0.0.1/8",)),
-            Device(name="eth0", is_up=True, mtu=1500, addresses=(f"{ADDRESSES[node]}/24",)),
-            Device(name="docker0", is_up=True, mtu=1500, addresses=("172.17.0.1/16",)),
+            NetworkDevice(name="lo", is_up=True, mtu=65_536, addresses=("127.0.0.1/8",)),
+            NetworkDevice(name="eth0", is_up=True, mtu=1500, addresses=(f"{ADDRESSES[node]}/24",)),
+            NetworkDevice(name="docker0", is_up=True, mtu=1500, addresses=("172.17.0.1/16",)),
         ),
         "memory_bytes": 2**36,
         "free_memory_bytes": 2**35,
@@ -50,34 +59,38 @@ def make_facts(node: str, **changes: Any) -> Facts:
         "disk_free_bytes": 2**40,
         "max_open_files": 65_536,
     }
-    return Facts(**(held | changes))
+    return NodeFacts(**(held | changes))
 
 
-def make_seen() -> Seen:
+def make_seen() -> Observations:
     """Two nodes with nothing wrong."""
-    seen = Seen(nodes=("a", "b"), port=29_500, sent={"a": 200, "b": 200})
+    seen = Observations(nodes=("a", "b"), port=29_500, sent={"a": 200, "b": 200})
     both = (("a", "b"), ("b", "a"))
     seen.facts = {node: make_facts(node) for node in "ab"}
-    names = [Lookup(name=node, addresses=(address,)) for node, address in ADDRESSES.items()]
+    names = [NameLookup(name=node, addresses=(address,)) for node, address in ADDRESSES.items()]
     seen.lookups = {"a": names, "b": names}
-    seen.clocks = {node: Clock(offset_seconds=0.0, error_seconds=0.001) for node in "ab"}
-    seen.seats = seen.plain_seats = choose_seats(seen.facts, seen.lookups)
-    seen.doors = {node: Doors(tcp_port=4000, udp_port=4001) for node in "ab"}
+    seen.clocks = {node: ClockOffset(offset_seconds=0.0, error_seconds=0.001) for node in "ab"}
+    seen.seats = seen.plain_seats = choose_addresses(seen.facts, seen.lookups)
+    seen.doors = {node: ListenerPorts(tcp_port=4000, udp_port=4001) for node in "ab"}
     for source, target in both:
         address = ADDRESSES[target]
         route = Route(address=address, source=ADDRESSES[source], device="eth0")
         seen.routes[source] = {address: route}
-        seen.knocks[(source, target)] = make_knock(target, Outcome.OK)
-        seen.heard[(source, target)] = Heard(sender=0, num_small=200, num_large=4)
-        seen.streams[(source, target)] = Stream(node=target, bytes_per_second=1.1e9)
-    seen.port_knocks = {node: make_knock("a", Outcome.OK) for node in "ab"}
+        seen.knocks[(source, target)] = make_knock(target, ConnectionOutcome.OK)
+        seen.heard[(source, target)] = DatagramCount(sender=0, num_small=200, num_large=4)
+        seen.streams[(source, target)] = StreamResult(node=target, bytes_per_second=1.1e9)
+    seen.port_knocks = {node: make_knock("a", ConnectionOutcome.OK) for node in "ab"}
     seen.torch = {node: TorchFacts(version="2.13.0") for node in "ab"}
-    seen.reduce = Reduce(backend="gloo", num_bytes=2**20, seconds=0.1, bus_bytes_per_second=1e9)
+    seen.reduce = AllReduceResult(
+        backend="gloo", num_bytes=2**20, seconds=0.1, bus_bytes_per_second=1e9
+    )
     return seen
 
 
-def make_knock(node: str, outcome: Outcome) -> Knock:
-    return Knock(node=node, address=ADDRESSES[node], port=4000, outcome=outcome, rtt_seconds=1e-4)
+def make_knock(node: str, outcome: ConnectionOutcome) -> ConnectionProbe:
+    return ConnectionProbe(
+        node=node, address=ADDRESSES[node], port=4000, outcome=outcome, rtt_seconds=1e-4
+    )
 
 
 def bad(report: PreflightReport) -> list[Finding]:
@@ -86,15 +99,15 @@ def bad(report: PreflightReport) -> list[Finding]:
     return found
 
 
-def only(seen: Seen, area: str, status: Status = Status.FAULT) -> Finding:
-    report = conclude(seen)
+def only(seen: Observations, area: str, status: Status = Status.FAULT) -> Finding:
+    report = make_preflight_report(seen)
     assert [(f.area, f.status) for f in bad(report)] == [(area, status)], bad(report)
     assert report.exit_code == (6 if status is Status.FAULT else 0)
     return bad(report)[0]
 
 
 def test_nothing_is_wrong() -> None:
-    report = conclude(make_seen())
+    report = make_preflight_report(make_seen())
 
     assert bad(report) == []
     assert report.exit_code == 0
@@ -104,34 +117,37 @@ def test_nothing_is_wrong() -> None:
 def test_addresses_by_name_by_network_and_by_device() -> None:
     seen = make_seen()
     assert {n: s.address for n, s in seen.seats.items()} == ADDRESSES
-    nameless = choose_seats(seen.facts, {})
+    nameless = choose_addresses(seen.facts, {})
     assert {n: (s.address, s.device) for n, s in nameless.items()} == {
         "a": ("10.0.0.1", "eth0"),
         "b": ("10.0.0.2", "eth0"),
     }
-    wrong = [Lookup(name=node, addresses=("127.0.1.1",)) for node in "ab"]
-    assert choose_seats(seen.facts, {"a": wrong, "b": wrong}) == nameless
-    assert set(seats_on(seen.facts, "docker0")) == {"a", "b"}
-    assert seats_on(seen.facts, "ib0") == {}
+    wrong = [NameLookup(name=node, addresses=("127.0.1.1",)) for node in "ab"]
+    assert choose_addresses(seen.facts, {"a": wrong, "b": wrong}) == nameless
+    assert set(addresses_on(seen.facts, "docker0")) == {"a", "b"}
+    assert addresses_on(seen.facts, "ib0") == {}
 
 
 def test_the_faster_of_two_networks() -> None:
-    def with_ib(node: str, speed: float) -> Facts:
+    def with_ib(node: str, speed: float) -> NodeFacts:
         address = ADDRESSES[node].replace("10.0", "10.9")
-        ib = Device(
+        ib = NetworkDevice(
             name="ib0", is_up=True, mtu=2044, bits_per_second=speed, addresses=(f"{address}/24",)
         )
         return make_facts(node, devices=(*make_facts(node).devices, ib))
 
-    seats = choose_seats({node: with_ib(node, 1e11) for node in "ab"}, {})
+    seats = choose_addresses({node: with_ib(node, 1e11) for node in "ab"}, {})
 
     assert {seat.device for seat in seats.values()} == {"ib0"}
 
 
 @pytest.mark.parametrize(
-    ("outcome", "word"), [(Outcome.REFUSED, "refused"), (Outcome.TIMEOUT, "without a word")]
+    ("outcome", "word"),
+    [(ConnectionOutcome.REFUSED, "refused"), (ConnectionOutcome.TIMEOUT, "without a word")],
 )
-def test_a_closed_port_and_a_filtered_one_are_told_apart(outcome: Outcome, word: str) -> None:
+def test_a_closed_port_and_a_filtered_one_are_told_apart(
+    outcome: ConnectionOutcome, word: str
+) -> None:
     seen = make_seen()
     seen.port_knocks["b"] = make_knock("a", outcome)
 
@@ -140,7 +156,9 @@ def test_a_closed_port_and_a_filtered_one_are_told_apart(outcome: Outcome, word:
 
 def test_a_taken_port() -> None:
     seen = make_seen()
-    seen.doors["a"] = Doors(tcp_port=1, udp_port=1, rendezvous_fault="is taken by x (pid 7)")
+    seen.doors["a"] = ListenerPorts(
+        tcp_port=1, udp_port=1, rendezvous_fault="is taken by x (pid 7)"
+    )
     finding = only(seen, "port")
 
     assert "pid 7" in finding.detail
@@ -149,7 +167,7 @@ def test_a_taken_port() -> None:
 
 def test_only_the_port_is_open() -> None:
     seen = make_seen()
-    seen.knocks[("b", "a")] = make_knock("a", Outcome.TIMEOUT)
+    seen.knocks[("b", "a")] = make_knock("a", ConnectionOutcome.TIMEOUT)
     finding = only(seen, "network")
 
     assert "only port 29500 is open" in finding.detail
@@ -159,9 +177,9 @@ def test_only_the_port_is_open() -> None:
 def test_one_way() -> None:
     seen = make_seen()
     for pair in list(seen.knocks):
-        seen.knocks[pair] = make_knock(pair[1], Outcome.TIMEOUT)
+        seen.knocks[pair] = make_knock(pair[1], ConnectionOutcome.TIMEOUT)
     seen.heard[("a", "b")] = NOTHING
-    seen.port_knocks["b"] = make_knock("a", Outcome.TIMEOUT)
+    seen.port_knocks["b"] = make_knock("a", ConnectionOutcome.TIMEOUT)
     finding = only(seen, "network")
 
     assert finding.name == "a to b"
@@ -171,7 +189,7 @@ def test_one_way() -> None:
 @pytest.mark.parametrize(("heard", "status"), [(196, Status.WARNING), (150, Status.FAULT)])
 def test_loss_in_one_direction(heard: int, status: Status) -> None:
     seen = make_seen()
-    seen.heard[("b", "a")] = Heard(sender=1, num_small=heard, num_large=4)
+    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=heard, num_large=4)
     finding = only(seen, "network", status)
 
     assert "from b to a" in finding.detail
@@ -181,7 +199,7 @@ def test_loss_in_one_direction(heard: int, status: Status) -> None:
 def test_a_firewall_against_datagrams_alone_is_no_fault() -> None:
     seen = make_seen()
     seen.heard = dict.fromkeys(seen.heard, NOTHING)
-    report = conclude(seen)
+    report = make_preflight_report(seen)
 
     assert bad(report) == []
     assert any("UDP is filtered" in finding.detail for finding in report.findings)
@@ -190,31 +208,31 @@ def test_a_firewall_against_datagrams_alone_is_no_fault() -> None:
 def test_loss_is_of_what_was_sent() -> None:
     seen = make_seen()
     seen.sent["b"] = 150
-    seen.heard[("b", "a")] = Heard(sender=1, num_small=150, num_large=4)
-    assert bad(conclude(seen)) == []
+    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=150, num_large=4)
+    assert bad(make_preflight_report(seen)) == []
 
-    seen.heard[("b", "a")] = Heard(sender=1, num_small=120, num_large=4)
+    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=120, num_large=4)
     assert "20.0% of the packets from b to a" in only(seen, "network").detail
 
 
 def test_nothing_is_said_of_loss_where_a_node_was_silent() -> None:
     seen = make_seen()
     del seen.sent["b"], seen.heard[("b", "a")]
-    report = conclude(seen)
+    report = make_preflight_report(seen)
 
     assert bad(report) == []
     assert {link.source: link.lost_fraction for link in report.links} == {"a": 0.0, "b": None}
     assert not any("filtered" in finding.detail for finding in report.findings)
 
-    seen.heard[("a", "b")] = Heard(sender=0, num_small=150, num_large=4)
+    seen.heard[("a", "b")] = DatagramCount(sender=0, num_small=150, num_large=4)
     assert "25.0% of the packets from a to b are lost (not known" in only(seen, "network").detail
 
 
 def test_nothing_passes_as_far_as_is_known() -> None:
     seen = make_seen()
     for pair in list(seen.knocks):
-        seen.knocks[pair] = make_knock(pair[1], Outcome.TIMEOUT)
-    seen.port_knocks["b"] = make_knock("a", Outcome.TIMEOUT)
+        seen.knocks[pair] = make_knock(pair[1], ConnectionOutcome.TIMEOUT)
+    seen.port_knocks["b"] = make_knock("a", ConnectionOutcome.TIMEOUT)
     seen.heard = {("a", "b"): NOTHING}
 
     assert "nothing passes between them" in only(seen, "network").detail
@@ -222,18 +240,18 @@ def test_nothing_passes_as_far_as_is_known() -> None:
 
 def test_what_a_busy_node_dropped_is_not_the_networks_loss() -> None:
     seen = make_seen()
-    seen.heard[("b", "a")] = Heard(sender=1, num_small=180, num_large=0, num_dropped=24)
-    report = conclude(seen)
+    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=180, num_large=0, num_dropped=24)
+    report = make_preflight_report(seen)
     assert bad(report) == []
     assert any("24 datagrams reached a" in finding.detail for finding in report.findings)
 
-    seen.heard[("b", "a")] = Heard(sender=1, num_small=150, num_large=4, num_dropped=20)
+    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=150, num_large=4, num_dropped=20)
     assert "15.0% of the packets from b to a" in only(seen, "network").detail
 
 
 def test_large_packets() -> None:
     seen = make_seen()
-    seen.heard[("a", "b")] = Heard(sender=0, num_small=200, num_large=0)
+    seen.heard[("a", "b")] = DatagramCount(sender=0, num_small=200, num_large=0)
 
     assert "MTU 1500" in only(seen, "network").detail
 
@@ -248,7 +266,7 @@ def test_sizes_of_packets_that_differ() -> None:
 def test_a_wrong_interface_with_the_right_one() -> None:
     seen = make_seen()
     seen.interface = "docker0"
-    seen.asked_seats = seats_on(seen.facts, "docker0")
+    seen.asked_seats = addresses_on(seen.facts, "docker0")
     for node in "ab":
         seen.routes[node]["172.17.0.1"] = Route(address="172.17.0.1", device="lo")
     finding = only(seen, "interface")
@@ -261,7 +279,7 @@ def test_devices_of_other_names() -> None:
     seen = make_seen()
     seen.seats = {**seen.seats, "b": replace(seen.seats["b"], device="eno1")}
     seen.routes["b"] = {"10.0.0.1": Route(address="10.0.0.1", device="eno1")}
-    report = conclude(seen)
+    report = make_preflight_report(seen)
 
     assert bad(report) == []
     assert [node.options[-1] for node in report.nodes] == ["eth0", "eno1"]
@@ -283,16 +301,16 @@ def test_versions_that_differ(package: str, status: Status) -> None:
 
 def test_clocks() -> None:
     seen = make_seen()
-    seen.clocks["b"] = Clock(offset_seconds=-3.0, error_seconds=0.01)
+    seen.clocks["b"] = ClockOffset(offset_seconds=-3.0, error_seconds=0.01)
 
     assert "a is 3" in only(seen, "clock", Status.WARNING).detail
 
 
 def test_a_clock_that_is_known_badly_is_not_accused() -> None:
     seen = make_seen()
-    seen.clocks["b"] = Clock(offset_seconds=-3.0, error_seconds=1.5)
+    seen.clocks["b"] = ClockOffset(offset_seconds=-3.0, error_seconds=1.5)
 
-    assert bad(conclude(seen)) == []
+    assert bad(make_preflight_report(seen)) == []
 
 
 def test_gpus_that_torch_does_not_see_or_that_differ() -> None:
@@ -311,14 +329,14 @@ def test_limits_where_they_matter() -> None:
     assert "1024 files" in only(seen, "machine", Status.WARNING).detail
 
     seen.facts["a"] = make_facts("a", max_locked_bytes=65_536)
-    assert bad(conclude(seen)) == []
+    assert bad(make_preflight_report(seen)) == []
     seen.facts["a"] = make_facts("a", max_locked_bytes=65_536, has_infiniband=True)
     assert "InfiniBand" in only(seen, "machine", Status.WARNING).detail
 
 
 def test_a_slow_network_with_the_option_for_plans() -> None:
     seen = make_seen()
-    seen.streams[("a", "b")] = Stream(node="b", bytes_per_second=1.25e8)
+    seen.streams[("a", "b")] = StreamResult(node="b", bytes_per_second=1.25e8)
     finding = only(seen, "bandwidth", Status.WARNING)
 
     assert "1 Gb/s, where plans assume 10 Gb/s" in finding.detail
@@ -327,7 +345,7 @@ def test_a_slow_network_with_the_option_for_plans() -> None:
 
 def test_an_all_reduce_that_fails() -> None:
     seen = make_seen()
-    seen.reduce = Reduce(backend="gloo", fault="[/pytorch/x.cc:78] Timed out")
+    seen.reduce = AllReduceResult(backend="gloo", fault="[/pytorch/x.cc:78] Timed out")
 
     assert only(seen, "bandwidth").detail.endswith("over eth0: Timed out")
 
@@ -336,7 +354,7 @@ def test_a_folder_where_two_win() -> None:
     seen = make_seen()
     won = FolderStep(is_done=True, won=("exclusive", "linked"))
     done = FolderStep(is_done=True)
-    seen.folder = FolderSeen(path="/x", planted=done, found={"b": done}, grown={"b": done})
+    seen.folder = FolderObservations(path="/x", planted=done, found={"b": done}, grown={"b": done})
     seen.folder.raced = {"a": won, "b": won.model_copy(update={"won": ("linked",)})}
     assert "linking a file to a name" in only(seen, "folder").detail
 
@@ -346,8 +364,8 @@ def test_a_folder_where_two_win() -> None:
 
 
 def test_nobody_answers() -> None:
-    seen = Seen(nodes=("a", "b"), port=1, absent={"a": "no route", "b": "refused"})
-    report = conclude(seen)
+    seen = Observations(nodes=("a", "b"), port=1, absent={"a": "no route", "b": "refused"})
+    report = make_preflight_report(seen)
 
     assert report.exit_code == 6
     assert [finding.name for finding in bad(report)] == ["a", "b"]

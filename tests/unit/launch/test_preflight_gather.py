@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tightfit.launch.preflight.addresses import Seat
-from tightfit.launch.preflight.crew import Crew, Start
-from tightfit.launch.preflight.gather import NUM_SMALL, Gathering, Request
-from tightfit.launch.preflight.messages import Doors, Facts
-from tightfit.launch.preflight.seen import Pair
+from tightfit.clusters.preflight.gather import (
+    NUM_SMALL,
+    AgentCommand,
+    AgentPool,
+    Collector,
+    PreflightRequest,
+)
+from tightfit.clusters.preflight.messages import ListenerPorts, NodeFacts
+from tightfit.clusters.preflight.observations import NodeAddress, NodePair
 
 NODES = ("a", "b", "c")
 
 
-class ScriptedCrew(Crew):
+class ScriptedCrew(AgentPool):
     """Has sent and heard what it was told; the other nodes are silent."""
 
     def __init__(self, sent: dict[str, int], heard: dict[str, dict[str, int]]) -> None:
@@ -35,16 +39,16 @@ class ScriptedCrew(Crew):
         return [{"sender": at, "num_small": num, "num_large": 4} for at, num in came.items()]
 
 
-def spray(sent: dict[str, int], heard: dict[str, dict[str, int]]) -> dict[Pair, float | None]:
+def spray(sent: dict[str, int], heard: dict[str, dict[str, int]]) -> dict[NodePair, float | None]:
     """What is lost between every two nodes."""
-    request = Request(nodes=NODES, start=Start(prefix="", env={}), port=29_500)
-    gathering = Gathering(request, lambda _: None)
+    request = PreflightRequest(nodes=NODES, start=AgentCommand(prefix="", env={}), port=29_500)
+    gathering = Collector(request, lambda _: None)
     gathering.crew = ScriptedCrew(sent, heard)
     seen = gathering.seen
     for at, node in enumerate(NODES):
-        seen.facts[node] = Facts(hostname=node, python="3.11", packages={})
-        seen.seats[node] = Seat(node=node, address=f"10.0.0.{at}", device="eth0", mtu=1500)
-        seen.doors[node] = Doors(tcp_port=1, udp_port=2)
+        seen.facts[node] = NodeFacts(hostname=node, python="3.11", packages={})
+        seen.seats[node] = NodeAddress(node=node, address=f"10.0.0.{at}", device="eth0", mtu=1500)
+        seen.doors[node] = ListenerPorts(tcp_port=1, udp_port=2)
     gathering._spray()
     return {(a, b): seen.lost_fraction((a, b)) for a in NODES for b in NODES if a != b}
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tightfit.launch.preflight.allocation import Allocation, allocation_command
-from tightfit.launch.preflight.salloc_options import keep_known
-from tightfit.launch.site import Site, SlurmSite
+from tightfit.clusters.preflight.run import Allocation, allocation_command, keep_salloc_options
+from tightfit.clusters.site import Site, SlurmSite
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ from tightfit.launch.site import Site, SlurmSite
     ],
 )
 def test_only_what_salloc_knows_too(line: str, words: list[str]) -> None:
-    assert keep_known([line]) == words
+    assert keep_salloc_options([line]) == words
 
 
 def test_preflight_has_the_last_word_on_its_own_size() -> None:

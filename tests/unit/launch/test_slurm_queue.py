@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from launch_cases import Notes, make_run
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError, UsageError
-from tightfit.core.errors import UserError as UserFault
-from tightfit.launch.slurm import queue, watch
-from tightfit.launch.slurm.environment import list_overruling
-from tightfit.launch.slurm.queue import (
+from tightfit.clusters.slurm import follow, queue
+from tightfit.clusters.slurm.queue import (
     JobState,
     cancel_jobs,
     find_queued,
+    list_overriding,
     read_jobs,
     submit_script,
 )
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
+from tightfit.core.errors import UserError as UserFault
 
 WIDTHS = (48, 24, 12, 80, 256)
 
@@ -37,20 +37,20 @@ SCONTROL = (
 class Slurm:
     """Recorded answers by command; a fault where the answer is one."""
 
-    def __init__(self, **answers: str | EnvironmentFaultError) -> None:
+    def __init__(self, **answers: str | SetupError) -> None:
         self.answers = answers
         self.asked: list[tuple[str, ...]] = []
 
     def __call__(self, arguments: Sequence[str], _timeout: float) -> str:
         self.asked.append(tuple(arguments))
         answer = self.answers.get(arguments[0], "")
-        if isinstance(answer, EnvironmentFaultError):
+        if isinstance(answer, SetupError):
             raise answer
         return answer
 
 
-def refusal(text: str) -> EnvironmentFaultError:
-    return EnvironmentFaultError(f"`sbatch` failed: sbatch: error: {text}", remedy="run by hand")
+def refusal(text: str) -> SetupError:
+    return SetupError(f"`sbatch` failed: sbatch: error: {text}", remedy="run by hand")
 
 
 def test_jobs_and_array_tasks_in_the_queue() -> None:
@@ -66,7 +66,7 @@ def test_jobs_and_array_tasks_in_the_queue() -> None:
 
 
 def test_jobs_that_have_left_the_queue_are_looked_up() -> None:
-    gone = EnvironmentFaultError("`squeue` failed: Invalid job id specified", remedy="")
+    gone = SetupError("`squeue` failed: Invalid job id specified", remedy="")
     slurm = Slurm(squeue=gone, sacct=SACCT)
     done, cancelled = read_jobs(["14", "12"], run=slurm)
 
@@ -75,8 +75,8 @@ def test_jobs_that_have_left_the_queue_are_looked_up() -> None:
 
 
 def test_without_accounting_the_controller_is_asked() -> None:
-    gone = EnvironmentFaultError("`squeue` failed: Invalid job id specified", remedy="")
-    none = EnvironmentFaultError("`sacct` failed: accounting is off", remedy="")
+    gone = SetupError("`squeue` failed: Invalid job id specified", remedy="")
+    none = SetupError("`sacct` failed: accounting is off", remedy="")
     (found,) = read_jobs(["9_3"], run=Slurm(squeue=gone, sacct=none, scontrol=SCONTROL))
 
     assert (found.job_id, found.task, found.state) == ("9", 3, JobState.NODE_FAIL)
@@ -88,8 +88,8 @@ def test_a_forgotten_job_is_unknown_and_a_controller_that_is_away_is_a_fault() -
     assert found.state is JobState.UNKNOWN
     assert not found.state.is_over
 
-    away = EnvironmentFaultError("`squeue` failed: Unable to contact slurm controller", remedy="")
-    with pytest.raises(EnvironmentFaultError, match="contact"):
+    away = SetupError("`squeue` failed: Unable to contact slurm controller", remedy="")
+    with pytest.raises(SetupError, match="contact"):
         read_jobs(["77"], run=Slurm(squeue=away))
 
 
@@ -121,7 +121,7 @@ def test_states(text: str, state: JobState) -> None:
 
 def test_a_job_number_with_its_cluster() -> None:
     assert submit_script(Path("job.sbatch"), run=Slurm(sbatch="123;hpc\n")) == "123"
-    with pytest.raises(EnvironmentFaultError, match="no job number"):
+    with pytest.raises(SetupError, match="no job number"):
         submit_script(Path("job.sbatch"), run=Slurm(sbatch="welcome\n"))
 
 
@@ -141,10 +141,10 @@ def test_a_job_number_with_its_cluster() -> None:
         ("Batch job submission failed: Requested node configuration is not available", UsageError,
          "sinfo"),
         ("Batch job submission failed: Unable to contact slurm controller (connect failure)",
-         EnvironmentFaultError, "scontrol ping"),
+         SetupError, "scontrol ping"),
         ("Batch job submission failed: Job violates accounting/QOS policy (job submit limit, "
          "user's size and/or time limits)", UsageError, "--qos"),
-        ("Batch job submission failed: Something new", EnvironmentFaultError, "run by hand"),
+        ("Batch job submission failed: Something new", SetupError, "run by hand"),
     ],
 )  # fmt: skip
 def test_refusals_become_one_message_with_a_remedy(
@@ -160,9 +160,9 @@ def test_refusals_become_one_message_with_a_remedy(
 
 def test_what_slurm_would_do() -> None:
     told = "sbatch: Job 5 to start at 2026-11-15T23:25:24 using 4 processors on nodes cpu01\n"
-    assert queue.test_script(Path("x"), run=Slurm(sh=told)).startswith("Job 5 to start at")
+    assert queue.check_script(Path("x"), run=Slurm(sh=told)).startswith("Job 5 to start at")
     with pytest.raises(UsageError, match="configuration"):
-        queue.test_script(
+        queue.check_script(
             Path("x"),
             run=Slurm(sh="allocation failure: Requested node configuration is not available\n"),
         )
@@ -171,28 +171,28 @@ def test_what_slurm_would_do() -> None:
 class Script:
     """Squeue's answers one after the other; the last for ever."""
 
-    def __init__(self, *answers: str | EnvironmentFaultError) -> None:
+    def __init__(self, *answers: str | SetupError) -> None:
         self.answers = list(answers)
 
     def __call__(self, arguments: Sequence[str], _timeout: float) -> str:
         if arguments[0] != "squeue":
             return ""
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, EnvironmentFaultError):
+        if isinstance(answer, SetupError):
             raise answer
         return answer
 
 
 @pytest.fixture
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "FIRST_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(watch, "MAX_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "FIRST_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(follow, "MAX_POLL_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("_hasty")
 def test_a_job_is_told_from_the_queue_to_its_end(tmp_path: Path) -> None:
     notes = Notes()
-    away = EnvironmentFaultError("`squeue` failed: Socket timed out", remedy="")
+    away = SetupError("`squeue` failed: Socket timed out", remedy="")
     slurm = Script(
         row("7", "PENDING", "0", "Priority", ""),
         row("7", "PENDING", "0", "Priority", ""),
@@ -203,7 +203,7 @@ def test_a_job_is_told_from_the_queue_to_its_end(tmp_path: Path) -> None:
         row("7", "RUNNING", "1", "None", "gpu02"),
         row("7", "COMPLETED", "1", "None", "gpu02"),
     )
-    last = watch.JobWatch(make_run(tmp_path), "7", notes, ask=slurm).wait()
+    last = follow.SlurmFollower(make_run(tmp_path), "7", notes, ask=slurm).wait()
 
     assert last.state is JobState.COMPLETED
     assert notes.said == [
@@ -224,12 +224,14 @@ def test_a_preempted_job_that_is_queued_again_is_not_over(tmp_path: Path) -> Non
         row("7", "FAILED", "1", "NonZeroExitCode", "gpu01"),
     )
 
-    assert watch.JobWatch(make_run(tmp_path), "7", Notes(), ask=slurm).wait().num_restarts == 1
+    assert (
+        follow.SlurmFollower(make_run(tmp_path), "7", Notes(), ask=slurm).wait().num_restarts == 1
+    )
 
 
 @pytest.mark.usefixtures("_hasty")
 def test_a_job_that_slurm_forgot_ends_the_watch(tmp_path: Path) -> None:
-    last = watch.JobWatch(make_run(tmp_path), "7", Notes(), ask=Script("")).wait()
+    last = follow.SlurmFollower(make_run(tmp_path), "7", Notes(), ask=Script("")).wait()
 
     assert last.state is JobState.UNKNOWN
 
@@ -248,7 +250,7 @@ def test_variables_that_would_overrule_the_script_are_unset(
     unset = {word for word in slurm.asked[0] if word.startswith("--unset=")}
     assert unset == {f"--unset={name}" for name in said}  # the account is the user's to say
     assert slurm.asked[0][-3:] == ("sbatch", "--parsable", str(script))
-    assert list_overruling("#SBATCH --account=a\n", {"SBATCH_ACCOUNT": "b"}) == ["SBATCH_ACCOUNT"]
+    assert list_overriding("#SBATCH --account=a\n", {"SBATCH_ACCOUNT": "b"}) == ["SBATCH_ACCOUNT"]
 
 
 def test_a_job_is_found_by_the_file_it_was_submitted_from() -> None:
@@ -257,5 +259,5 @@ def test_a_job_is_found_by_the_file_it_was_submitted_from() -> None:
 
     assert find_queued(script, run=Slurm(squeue=said)) == ("12", "gpu")
     assert find_queued(Path("/runs/none"), run=Slurm(squeue=said)) is None
-    old = EnvironmentFaultError("`squeue` failed: unrecognized option '--me'", remedy="")
+    old = SetupError("`squeue` failed: unrecognized option '--me'", remedy="")
     assert find_queued(script, run=Slurm(squeue=old)) is None

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 from slurm_cases import make
 
+from tightfit.clusters.site import Site, SlurmSite
+from tightfit.clusters.slurm.resources import GpuRequest, find_resources
+from tightfit.clusters.slurm.script import (
+    BatchJob,
+    TrainingJob,
+    make_batch_job,
+    render_time,
+    write_script,
+)
 from tightfit.core.errors import UsageError
-from tightfit.launch.site import Site, SlurmSite
-from tightfit.launch.slurm.gres import GpuWords
-from tightfit.launch.slurm.resources import find_resources
-from tightfit.launch.slurm.script import BatchJob, render_time, write_script
-from tightfit.launch.slurm.training import TrainingJob, make_batch_job
 
 SRUN = """#!/bin/bash
 for word; do echo "srun|$word" >>"$LOG"; done
@@ -29,7 +33,7 @@ exit $code
 """
 PYTHON = """#!/bin/bash
 for word; do echo "python|$word" >>"$LOG"; done
-if [ "$2" = tightfit.launch.slurm.address ]; then echo 10.0.0.1 eth7; exit 0; fi
+if [ "$2" = tightfit.clusters.slurm.address ]; then echo 10.0.0.1 eth7; exit 0; fi
 if [ "$TRAIN" = wait ]; then trap 'exit 75' USR1; echo ready >>"$LOG"; sleep 60 & wait $!; fi
 exit $TRAIN
 """
@@ -65,7 +69,7 @@ class Stage:
             plan=made.plan,
             run=run,
             partition="p",
-            gpu=GpuWords(),
+            gpu=GpuRequest(),
             resources=made.resources,
             can_requeue=True,
         )

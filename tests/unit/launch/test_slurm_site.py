@@ -12,10 +12,10 @@ import psutil
 import pytest
 from launch_cases import make_run
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, NotFoundError, UsageError
-from tightfit.launch.lock import hold_lock
-from tightfit.launch.site import KubernetesSite, Site, SlurmSite, find_site_file, read_site
-from tightfit.launch.slurm.address import probe_device, probe_route
+from tightfit.clusters.local.launcher import lock_run
+from tightfit.clusters.site import KubernetesSite, Site, SlurmSite, find_site_file, read_site
+from tightfit.clusters.slurm.address import probe_device, probe_route
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "site.example.yaml"
 
@@ -119,14 +119,14 @@ def test_the_way_to_a_peer_is_found_without_other_tools() -> None:
 
 
 def test_a_name_that_leads_nowhere_and_a_device_that_is_not_there() -> None:
-    with pytest.raises(EnvironmentFaultError, match="finds no way"):
+    with pytest.raises(SetupError, match="finds no way"):
         probe_route("no-such-node.invalid")
-    with pytest.raises(EnvironmentFaultError, match="no network device"):
+    with pytest.raises(SetupError, match="no network device"):
         probe_device("nosuch0")
 
 
 def test_the_module_prints_address_and_device_or_one_message() -> None:
-    command = [sys.executable, "-m", "tightfit.launch.slurm.address", "peer", "lo"]
+    command = [sys.executable, "-m", "tightfit.clusters.slurm.address", "peer", "lo"]
     assert subprocess.check_output(command, text=True) == "127.0.0.1 lo\n"
 
     failed = subprocess.run([*command[:-1], "nosuch0"], capture_output=True, text=True, check=False)
@@ -140,10 +140,10 @@ def test_a_batch_job_waits_for_the_lock_of_a_node_that_died(
     run = make_run(tmp_path / "run")
     handle = os.open(run.path / "launcher.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    with pytest.raises(UsageError), hold_lock(run):
+    with pytest.raises(UsageError), lock_run(run):
         pass
     monkeypatch.setattr("time.sleep", lambda _seconds: os.close(handle))
-    with hold_lock(run, wait_seconds=60):
+    with lock_run(run, wait_seconds=60):
         pass
 
 
@@ -154,5 +154,5 @@ def test_a_file_system_without_locks_is_no_obstacle(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with hold_lock(make_run(tmp_path / "run")):
+    with lock_run(make_run(tmp_path / "run")):
         pass

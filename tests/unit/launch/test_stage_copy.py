@@ -14,19 +14,13 @@ from typing import Any
 import pytest
 from stage_cases import BLOCK, digest, flip_byte, make_nodes, make_source, stage
 
-from tightfit.core.errors import (
-    CheckFailedError,
-    EnvironmentFaultError,
-    NotFoundError,
-    UsageError,
-)
-from tightfit.launch.stage import wire
-from tightfit.launch.stage.agent import Agent
-from tightfit.launch.stage.cost import How
-from tightfit.launch.stage.measure import measure_rates
-from tightfit.launch.stage.place import hold_lock
-from tightfit.launch.stage.stage import Stager, StageRequest, describe_source
-from tightfit.launch.stage.store import Store
+from tightfit.clusters.staging import transfer
+from tightfit.clusters.staging.agent import Agent
+from tightfit.clusters.staging.cost import CopyMethod
+from tightfit.clusters.staging.home import lock_model
+from tightfit.clusters.staging.stage import Stager, StageRequest, describe_source, measure_rates
+from tightfit.clusters.staging.store import Store
+from tightfit.core.errors import CheckFailedError, NotFoundError, SetupError, UsageError
 from tightfit.runtime.staged import find_staged, home_in, list_model_files
 
 
@@ -36,8 +30,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIGHTFIT_STAGE", raising=False)
 
 
-@pytest.mark.parametrize("how", [*How, None])
-def test_every_node_has_the_same_files(tmp_path: Path, how: How | None) -> None:
+@pytest.mark.parametrize("how", [*CopyMethod, None])
+def test_every_node_has_the_same_files(tmp_path: Path, how: CopyMethod | None) -> None:
     source = make_source(tmp_path / "model")
     done = stage(source, make_nodes(tmp_path), how)
 
@@ -57,7 +51,7 @@ def test_every_node_has_the_same_files(tmp_path: Path, how: How | None) -> None:
 
 def test_what_is_whole_is_left_alone(tmp_path: Path) -> None:
     source = make_source(tmp_path / "model")
-    stage(source, make_nodes(tmp_path), How.CHAIN)
+    stage(source, make_nodes(tmp_path), CopyMethod.CHAIN)
     nodes = make_nodes(tmp_path)
     done = stage(source, nodes)
 
@@ -68,7 +62,7 @@ def test_what_is_whole_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_new_node_is_served_by_one_that_has_a_copy(tmp_path: Path) -> None:
     source = make_source(tmp_path / "model")
-    stage(source, make_nodes(tmp_path, "c"), How.ALL_READ)
+    stage(source, make_nodes(tmp_path, "c"), CopyMethod.ALL_READ)
     done = stage(source, make_nodes(tmp_path, "abc"))
 
     states = {node.node: node.state for node in done.nodes}
@@ -76,11 +70,11 @@ def test_a_new_node_is_served_by_one_that_has_a_copy(tmp_path: Path) -> None:
     assert all(digest(Path(node.path)) == digest(source) for node in done.nodes)
 
 
-@pytest.mark.parametrize("how", [How.CHAIN, How.TREE])
+@pytest.mark.parametrize("how", [CopyMethod.CHAIN, CopyMethod.TREE])
 def test_a_node_that_dies_does_not_keep_the_others_from_it(
-    tmp_path: Path, how: How, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: CopyMethod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "CONNECT_SECONDS", 1.5)
+    monkeypatch.setattr(transfer, "CONNECT_SECONDS", 1.5)
     source = make_source(tmp_path / "model")
     nodes = make_nodes(tmp_path)
     nodes[1].dies_at = "relay"
@@ -92,15 +86,15 @@ def test_a_node_that_dies_does_not_keep_the_others_from_it(
     assert all(digest(Path(node.path)) == digest(source) for node in whole)
 
 
-@pytest.mark.parametrize("how", list(How))
+@pytest.mark.parametrize("how", list(CopyMethod))
 def test_a_disk_that_fills_up_does_not_keep_the_others_from_it(
-    tmp_path: Path, how: How, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, how: CopyMethod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Store.write
 
     def run_full(self: Store, index: int, data: bytes | memoryview, digest: bytes) -> None:
         if index > 5 and self.home.parent.name == "node-b":
-            raise EnvironmentFaultError("Cannot write: No space left.", remedy="make room")
+            raise SetupError("Cannot write: No space left.", remedy="make room")
         write(self, index, data, digest)
 
     monkeypatch.setattr(Store, "write", run_full)
@@ -119,7 +113,7 @@ def test_all_nodes_lost_is_one_message(tmp_path: Path) -> None:
     for node in nodes:
         node.dies_at = "read"
 
-    with pytest.raises(EnvironmentFaultError, match="All nodes are lost"):
+    with pytest.raises(SetupError, match="All nodes are lost"):
         stage(source, nodes)
 
 
@@ -141,7 +135,7 @@ def test_what_was_read_for_measuring_is_not_read_again(tmp_path: Path) -> None:
 
 def start_agent() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tightfit.launch.stage.agent"],
+        [sys.executable, "-m", "tightfit.clusters.staging.agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -230,7 +224,7 @@ def test_nodes_that_read_different_bytes_read_them_again(tmp_path: Path) -> None
     copy_and_kill(source, tmp_path / "node-b", num_blocks=20)
     flip_byte(source / "model.safetensors", 3 * BLOCK)
 
-    done = stage(source, make_nodes(tmp_path, "ab"), How.ALL_READ)
+    done = stage(source, make_nodes(tmp_path, "ab"), CopyMethod.ALL_READ)
 
     assert done.num_rounds == 2
     assert all(digest(Path(node.path)) == digest(source) for node in done.nodes)
@@ -257,7 +251,7 @@ def test_a_second_staging_of_the_same_model_waits(tmp_path: Path) -> None:
     home = home_in(tmp_path / "node-a")
     home.mkdir(parents=True)
     with (
-        hold_lock(home, describe_source(source).key),
+        lock_model(home, describe_source(source).key),
         pytest.raises(UsageError, match="is at work"),
     ):
         stage(source, make_nodes(tmp_path, "a"))
@@ -387,7 +381,7 @@ def test_all_read_is_refused_where_a_node_does_not_see_the_model(
 
     monkeypatch.setattr(Agent, "look", blind)
     with pytest.raises(NotFoundError, match="a cannot read"):
-        stage(source, nodes, How.ALL_READ)
+        stage(source, nodes, CopyMethod.ALL_READ)
     done = stage(source, make_nodes(tmp_path, "abc"))
 
     assert "all-read" not in done.predicted_seconds

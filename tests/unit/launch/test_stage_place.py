@@ -13,14 +13,21 @@ from pathlib import Path
 import pytest
 from stage_cases import BLOCK, make_nodes, make_source, stage
 
-from tightfit.core.errors import EnvironmentFaultError, NotFoundError, UsageError
+from tightfit.clusters.site import Site
+from tightfit.clusters.staging import transfer
+from tightfit.clusters.staging.home import (
+    FreeSpace,
+    clean_home,
+    find_home,
+    find_shortage,
+    list_copies,
+    lock_model,
+    read_free_space,
+)
+from tightfit.clusters.staging.resolve import agent_command, choose_target, find_nodes
+from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.units import GIB
-from tightfit.hardware.slurm_text import NODES_COMMAND
-from tightfit.launch.site import Site
-from tightfit.launch.stage import wire
-from tightfit.launch.stage.place import clean_home, find_home, hold_lock, list_copies
-from tightfit.launch.stage.room import Room, find_shortage, read_room
-from tightfit.launch.stage.where import agent_command, choose_place, find_nodes
+from tightfit.hardware.slurm import NODES_COMMAND
 from tightfit.runtime.staged import home_in
 
 IS_ROOT = os.geteuid() == 0
@@ -34,7 +41,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_place_that_all_may_rename_in_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(EnvironmentFaultError, match="not sticky"):
+    with pytest.raises(SetupError, match="not sticky"):
         find_home(tmp_path)
     tmp_path.chmod(0o1777)
 
@@ -45,7 +52,7 @@ def test_a_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     home_in(tmp_path).symlink_to(tmp_path / "elsewhere")
 
-    with pytest.raises(EnvironmentFaultError, match="is a link"):
+    with pytest.raises(SetupError, match="is a link"):
         find_home(tmp_path)
 
 
@@ -54,10 +61,10 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
     home_in(tmp_path).mkdir()
     os.chown(home_in(tmp_path), 12345, 12345)
-    with pytest.raises(EnvironmentFaultError, match="owned by user id 12345"):
+    with pytest.raises(SetupError, match="owned by user id 12345"):
         find_home(tmp_path)
     os.chown(tmp_path, 12345, 12345)
-    with pytest.raises(EnvironmentFaultError, match="belongs to another user"):
+    with pytest.raises(SetupError, match="belongs to another user"):
         find_home(tmp_path)
 
 
@@ -88,10 +95,10 @@ def test_a_ram_disk_that_is_too_small_is_refused_before_copying(tmp_path: Path) 
 
 
 def test_memory_counts_where_the_place_is_memory() -> None:
-    room = Room(
+    room = FreeSpace(
         disk_bytes=100 * GIB, is_memory=True, memory_bytes=20 * GIB, total_memory_bytes=40 * GIB
     )
-    disk = Room(
+    disk = FreeSpace(
         disk_bytes=100 * GIB, is_memory=False, memory_bytes=20 * GIB, total_memory_bytes=40 * GIB
     )
 
@@ -118,7 +125,7 @@ def test_the_tightest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
     write(groups / "slurm/job_1/memory.max", f"{4 * GIB}\n")
     write(groups / "slurm/job_1/memory.current", f"{GIB}\n")
     write(groups / "slurm/job_1/memory.stat", f"anon 1\ninactive_file {GIB // 2}\n")
-    room = read_room(tmp_path, cgroup=groups, proc=proc)
+    room = read_free_space(tmp_path, cgroup=groups, proc=proc)
 
     assert room.total_memory_bytes == 4 * GIB
     assert room.memory_bytes == 4 * GIB - GIB // 2
@@ -132,12 +139,12 @@ def test_a_limit_of_the_older_kind_counts(tmp_path: Path) -> None:
     write(groups / "memory/memory.limit_in_bytes", f"{2**63 - 4096}\n")
     write(groups / "memory/memory.usage_in_bytes", f"{GIB}\n")
 
-    assert read_room(tmp_path, cgroup=groups, proc=proc).memory_bytes == GIB
+    assert read_free_space(tmp_path, cgroup=groups, proc=proc).memory_bytes == GIB
 
 
 def test_a_ram_disk_is_known_as_one() -> None:
-    assert read_room(Path("/dev/shm")).is_memory
-    assert not read_room(Path("/proc/self")).is_memory
+    assert read_free_space(Path("/dev/shm")).is_memory
+    assert not read_free_space(Path("/proc/self")).is_memory
 
 
 def test_listing_and_cleaning(tmp_path: Path) -> None:
@@ -157,7 +164,7 @@ def test_listing_and_cleaning(tmp_path: Path) -> None:
     }
     assert listed["one"].source == str(one)
     assert abs(listed["one"].num_bytes - 2 * BLOCK) < BLOCK
-    with hold_lock(home, listed["two"].key):
+    with lock_model(home, listed["two"].key):
         removed = clean_home(home)
         assert {copy.state for copy in removed} == {"whole", "partial"}
         assert [copy.is_busy for copy in list_copies(home)] == [True]
@@ -171,23 +178,23 @@ def test_parts_that_nobody_works_on_go_where_room_is_short(tmp_path: Path) -> No
     for key in ("dead-1", "busy-2"):
         (home / f"{key}.partial").mkdir()
         (home / f"{key}.partial" / "f").write_bytes(bytes(10))
-    with hold_lock(home, "busy-2"):
+    with lock_model(home, "busy-2"):
         assert [copy.key for copy in clean_home(home, only_partial=True)] == ["dead-1"]
 
 
 def test_a_stranger_is_not_let_in() -> None:
-    server, token = wire.listen("127.0.0.1"), wire.make_token()
+    server, token = transfer.listen("127.0.0.1"), transfer.make_token()
     place = server.getsockname()
     found: list[socket.socket] = []
-    waiting = threading.Thread(target=lambda: found.append(wire.accept(server, token)))
+    waiting = threading.Thread(target=lambda: found.append(transfer.accept(server, token)))
     waiting.start()
     with socket.create_connection(place) as stranger:
         stranger.sendall(b"x" * 32)
         assert stranger.recv(2) == b"", "turned away"
-    with wire.connect(place[0], place[1], token) as friend:
+    with transfer.connect(place[0], place[1], token) as friend:
         waiting.join()
-        wire.send_end(friend)
-        assert list(wire.receive_blocks(found[0], block_bytes=BLOCK)) == []
+        transfer.send_end(friend)
+        assert list(transfer.receive_blocks(found[0], block_bytes=BLOCK)) == []
     found[0].close()
     server.close()
 
@@ -235,12 +242,12 @@ def test_which_nodes_are_meant() -> None:
 def test_where_to() -> None:
     site = Site(stage_to="/local")
 
-    assert choose_place(None, Site(), {}) == Path("/dev/shm")
-    assert choose_place(None, site, {}) == Path("/local")
-    assert choose_place(None, site, {"TIGHTFIT_STAGE": "/nvme:/x"}) == Path("/nvme")
-    assert choose_place("/y", site, {"TIGHTFIT_STAGE": "/nvme"}) == Path("/y")
+    assert choose_target(None, Site(), {}) == Path("/dev/shm")
+    assert choose_target(None, site, {}) == Path("/local")
+    assert choose_target(None, site, {"TIGHTFIT_STAGE": "/nvme:/x"}) == Path("/nvme")
+    assert choose_target("/y", site, {"TIGHTFIT_STAGE": "/nvme"}) == Path("/y")
     with pytest.raises(UsageError, match="not the same folder"):
-        choose_place("here", site, {})
+        choose_target("here", site, {})
 
 
 def test_the_sites_lines_stand_before_the_agent() -> None:
@@ -248,4 +255,4 @@ def test_the_sites_lines_stand_before_the_agent() -> None:
     words = agent_command(Site(setup=("module load x",), python="/opt/python"))
 
     assert words[:2] == ["bash", "-c"]
-    assert words[2] == "module load x\nexec /opt/python -m tightfit.launch.stage.agent"
+    assert words[2] == "module load x\nexec /opt/python -m tightfit.clusters.staging.agent"

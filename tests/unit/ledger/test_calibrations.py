@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from made_calibrations import make_calibration
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.hardware.resolve import resolve_hardware
-from tightfit.ledger import calibrations
-from tightfit.ledger.calibrations import (
+from tightfit.runs import measured_rates
+from tightfit.runs.measured_rates import (
     apply_calibrations,
     calibration_path,
     read_calibration,
@@ -80,7 +80,7 @@ def test_a_file_of_another_host_is_not_used() -> None:
 
 def test_another_torch_is_told_and_the_rates_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
     write_calibration(make_calibration(versions={"torch": "2.11.0"}))
-    monkeypatch.setattr(calibrations, "read_version", lambda _: "2.13.0")
+    monkeypatch.setattr(measured_rates, "read_version", lambda _: "2.13.0")
 
     stored = read_calibration("H200-SXM")
 
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "file" / "ledger.sqlite"))
 
-    with pytest.raises(EnvironmentFaultError) as told:
+    with pytest.raises(SetupError) as told:
         write_calibration(make_calibration())
     assert "TIGHTFIT_LEDGER" in told.value.remedy
 
@@ -122,10 +122,10 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(
 def test_without_a_home_nothing_is_found_and_nothing_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calibrations, "ledger_path", lambda: None)
+    monkeypatch.setattr(measured_rates, "ledger_path", lambda: None)
 
     assert read_calibration("H200-SXM").calibration is None
-    with pytest.raises(EnvironmentFaultError):
+    with pytest.raises(SetupError):
         write_calibration(make_calibration())
 
 

@@ -11,21 +11,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from made_runs import make_eval, make_plan, make_records, make_run, make_step
-from tightfit.core.errors import EnvironmentFaultError
-from tightfit.ledger.curves import tell_runs
-from tightfit.ledger.metrics import (
+from tightfit.core.errors import SetupError
+from tightfit.runs.charts import draw_png, load_run_views
+from tightfit.runs.metrics import (
     EventRecord,
     Record,
     StepRecord,
     append_record,
-    forget_after,
+    drop_after_step,
     read_records,
     write_records,
 )
-from tightfit.ledger.plots import draw_png
-from tightfit.ledger.report import RunReport, make_report
-from tightfit.ledger.report_html import render_report
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.runs.report import RunReport, make_report
+from tightfit.runs.report_html import render_report
+from tightfit.runs.run_folder import RunFolder
 
 LINES = [record.model_dump_json().encode() for record in make_records(6)]
 NUMBER = st.one_of(
@@ -62,14 +61,14 @@ def test_resuming_forgets_steps_and_evals_but_no_event(tmp_path: Path) -> None:
     event = EventRecord(step=9, text="out of memory with a; going on with b")
     write_records(path, [*(make_step(i) for i in range(1, 9)), make_eval(8, 1.0), event])
 
-    forget_after(path, 5)
+    drop_after_step(path, 5)
 
     assert [r.step for r in read_records(path) if isinstance(r, StepRecord)] == [1, 2, 3, 4, 5]
     assert [r for r in read_records(path) if not isinstance(r, StepRecord)] == [event]
 
 
 def test_a_folder_that_takes_nothing_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError, match="Cannot write"):
+    with pytest.raises(SetupError, match="Cannot write"):
         append_record(tmp_path / "missing" / "m.jsonl", make_step(1))
 
 
@@ -110,7 +109,7 @@ def test_whatever_the_file_holds_there_is_a_report(
     report = make_report(run)
 
     assert RunReport.model_validate_json(report.model_dump_json()) == report
-    assert "</html>" in render_report(tell_runs([run]))
+    assert "</html>" in render_report(load_run_views([run]))
 
 
 @pytest.mark.parametrize(
@@ -128,4 +127,4 @@ def test_odd_runs_are_drawn(records: list[Record], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'tightfit[plot]' un-skips this")
     run = make_run(tmp_path / "run", records=records)
 
-    assert draw_png([told.curves for told in tell_runs([run])])[:4] == b"\x89PNG"
+    assert draw_png([told.curves for told in load_run_views([run])])[:4] == b"\x89PNG"

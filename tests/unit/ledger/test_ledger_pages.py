@@ -15,17 +15,29 @@ from hypothesis import strategies as st
 
 from made_runs import make_plan, make_records, make_run, make_step
 from tightfit.core.units import GIB
-from tightfit.ledger.curves import MOST_POINTS, make_curves, pick_ticks, smooth, tell_runs, thin
-from tightfit.ledger.environment import probe_environment, write_environment
-from tightfit.ledger.measured import mean
-from tightfit.ledger.metrics import EventRecord, Record
-from tightfit.ledger.past_run import read_run
-from tightfit.ledger.plots import write_plot
-from tightfit.ledger.report import report_run
-from tightfit.ledger.report_html import render_plots, render_report, write_html
-from tightfit.ledger.run_charts import make_loss_chart, make_memory_chart
-from tightfit.ledger.run_folder import RunFolder, RunStatus
-from tightfit.ledger.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, render_chart
+from tightfit.runs.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    MOST_POINTS,
+    RIGHT,
+    TOP,
+    WIDTH,
+    load_run_views,
+    make_curves,
+    make_loss_chart,
+    make_memory_chart,
+    pick_ticks,
+    render_chart,
+    smooth,
+    thin,
+    write_plot,
+)
+from tightfit.runs.environment import probe_environment, write_environment
+from tightfit.runs.metrics import EventRecord, Record, mean
+from tightfit.runs.report import read_run, report_run
+from tightfit.runs.report_html import render_plots, render_report, write_html
+from tightfit.runs.run_folder import RunFolder, RunStatus
 
 VOID = {"meta", "br"}
 
@@ -97,7 +109,7 @@ def test_one_run_is_one_whole_page_that_fetches_nothing(tmp_path: Path) -> None:
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     first = make_run(tmp_path / "x" / "same")
     second = make_run(tmp_path / "y" / "same", plan=make_plan(micro_batch=2))
-    told = tell_runs([first, second])
+    told = load_run_views([first, second])
     for page in (render_report(told), render_plots(told)):
         check(page)
         assert "x/same" in page
@@ -106,7 +118,9 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_the_numbers_for_the_pointer_are_those_of_the_run(tmp_path: Path) -> None:
-    (told,) = tell_runs([make_run(tmp_path / "run", records=[make_step(i) for i in (1, 2, 3)])])
+    (told,) = load_run_views(
+        [make_run(tmp_path / "run", records=[make_step(i) for i in (1, 2, 3)])]
+    )
     found = [
         value for name, value in check(render_report([told])).attributes if name == "data-chart"
     ]
@@ -117,7 +131,7 @@ def test_the_numbers_for_the_pointer_are_those_of_the_run(tmp_path: Path) -> Non
 
 def test_lines_and_levels_lie_where_their_bytes_are(tmp_path: Path) -> None:
     records: list[Record] = [make_step(i, gpu_allocated_bytes=i * GIB) for i in (1, 2, 4)]
-    (told,) = tell_runs([make_run(tmp_path / "run", records=records)])
+    (told,) = load_run_views([make_run(tmp_path / "run", records=records)])
     chart = make_memory_chart([told.curves])
     page = render_chart(chart)
     svg = ET.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
@@ -185,7 +199,7 @@ def test_the_picture_is_a_png_of_a_sensible_size(tmp_path: Path) -> None:
         make_run(tmp_path / "b", plan=make_plan(on="4xT4")),
     ]
     image = tmp_path / "a.png"
-    write_plot([told.curves for told in tell_runs(runs)], image)
+    write_plot([told.curves for told in load_run_views(runs)], image)
     data = image.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])

@@ -15,13 +15,11 @@ import pytest
 from made_runs import make_eval, make_plan, make_records, make_run, make_step
 from tightfit.core.errors import NotFoundError
 from tightfit.hardware.nvml import DriverReading
-from tightfit.ledger.environment import probe_environment, read_environment, write_environment
-from tightfit.ledger.find import find_runs, read_found, resolve_runs
-from tightfit.ledger.metrics import EventRecord, Record, append_record
-from tightfit.ledger.past_run import probe_state
-from tightfit.ledger.report import make_report, read_report, write_report
-from tightfit.ledger.run_folder import RunFolder, RunStatus
-from tightfit.ledger.settings import list_differing
+from tightfit.runs.environment import probe_environment, read_environment, write_environment
+from tightfit.runs.find import find_runs, read_found_runs, resolve_runs
+from tightfit.runs.metrics import EventRecord, Record, append_record
+from tightfit.runs.report import list_differing, make_report, probe_state, read_report, write_report
+from tightfit.runs.run_folder import RunFolder, RunStatus
 
 
 def test_a_whole_run_by_hand(tmp_path: Path) -> None:
@@ -187,7 +185,7 @@ def test_environment_needs_no_torch_and_keeps_the_command_line(tmp_path: Path) -
     assert (found.driver, found.driver_cuda) == ("580.1", "13.0")
     assert found.python == sys.version.split()[0]
     assert found.argv[2] == "a\\udcff.yaml"
-    program = "import sys; from tightfit.ledger.environment import *; probe_environment([]); "
+    program = "import sys; from tightfit.runs.environment import *; probe_environment([]); "
     out = subprocess.check_output(
         [sys.executable, "-c", f"{program}print(*sys.modules)"], text=True
     )
@@ -202,7 +200,7 @@ def test_runs_are_found_one_level_further_in_newest_first(tmp_path: Path) -> Non
     broken.plan_path.write_text("{}")
     (tmp_path / "file").write_text("")
 
-    found = read_found(find_runs(tmp_path))
+    found = read_found_runs(find_runs(tmp_path))
 
     assert [run.folder.path.name for run in found] == ["new", "old", "broken"]
     assert found[-1].fault is not None

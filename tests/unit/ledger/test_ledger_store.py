@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from made_runs import make_plan, make_run
-from tightfit.ledger import store
-from tightfit.ledger.report import make_report
-from tightfit.ledger.run_folder import RunStatus
-from tightfit.ledger.store import (
+from tightfit.planning.known_outcomes import find_known_limit
+from tightfit.runs import store
+from tightfit.runs.report import make_report
+from tightfit.runs.run_folder import RunStatus
+from tightfit.runs.store import (
     MIGRATIONS,
     Outcome,
     known_outcomes,
@@ -22,7 +23,6 @@ from tightfit.ledger.store import (
     read_outcomes,
     record_outcome,
 )
-from tightfit.planning.known import find_limit
 
 WRITER = """
 import sys
@@ -167,10 +167,10 @@ def test_the_planner_learns_from_what_ran_and_what_was_too_big(tmp_path: Path) -
     spec, node = make_plan().model, make_plan().hardware.node
     (known,) = known_outcomes(path=path)
     assert known.status == "out-of-memory"
-    assert find_limit([known], spec, node) is not None
+    assert find_known_limit([known], spec, node) is not None
 
     record_outcome(outcome().model_copy(update={"date": "2999-01-01T00:00:00+00:00"}), path)
-    assert find_limit(known_outcomes(path=path), spec, node) is None
+    assert find_known_limit(known_outcomes(path=path), spec, node) is None
 
 
 def test_the_ram_of_another_host_says_nothing_of_ours(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.ledger.metrics import StepRecord
-from tightfit.ledger.trial import (
+from tightfit.runs.bench import (
     Measured,
     Spread,
     Trial,
@@ -17,6 +16,7 @@ from tightfit.ledger.trial import (
     rate_first,
     sort_trials,
 )
+from tightfit.runs.metrics import StepRecord
 
 
 def make_step(step: int, seconds: float, **changed: Any) -> StepRecord:

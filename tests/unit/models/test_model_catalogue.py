@@ -11,8 +11,8 @@ import pytest
 
 from tightfit.core.dtypes import Dtype
 from tightfit.models.catalogue import CatalogueRow, list_config_files, list_models, load_row
-from tightfit.models.parameters import explain_count
 from tightfit.models.resolve import resolve_model, search_models
+from tightfit.models.spec import explain_parameter_count
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "model_parameters.csv"
 
@@ -47,7 +47,7 @@ def test_row_loads_and_names_its_sources(row: CatalogueRow) -> None:
     assert spec.num_params > 1_000_000
     assert row.config_source
     assert row.config_kind in {"verbatim", "built", "rebuilt", "unverified"}
-    assert sum(part.num_params for part in explain_count(spec)) == spec.num_params
+    assert sum(part.num_params for part in explain_parameter_count(spec)) == spec.num_params
 
 
 @pytest.mark.parametrize("row", [row for row in list_models() if row.sha256], ids=lambda r: r.model)
@@ -94,7 +94,7 @@ def test_a_count_that_differs_from_the_public_one_says_why(row: CatalogueRow) ->
 
 def test_falcon_7b_is_tied_in_memory_though_its_file_stores_the_head_again() -> None:
     spec = resolve_model("tiiuae/falcon-7b")
-    head = explain_count(spec)[-1]
+    head = explain_parameter_count(spec)[-1]
 
     assert spec.num_params == 6_921_720_704
     assert (head.part, head.num_params) == ("lm_head", 0)
@@ -102,7 +102,7 @@ def test_falcon_7b_is_tied_in_memory_though_its_file_stores_the_head_again() -> 
 
 
 def test_qwen3_06b_names_the_figure_that_counts_the_head_twice() -> None:
-    head = explain_count(resolve_model("Qwen3-0.6B"))[-1]
+    head = explain_parameter_count(resolve_model("Qwen3-0.6B"))[-1]
 
     assert "751,632,384" in head.note
 
@@ -111,7 +111,7 @@ def test_codegen_has_a_head_of_its_own_with_a_bias() -> None:
     spec = resolve_model("codegen2-1B")
 
     assert not spec.tie_embeddings
-    assert explain_count(spec)[-1].num_params == 51_200 * (2_048 + 1)
+    assert explain_parameter_count(spec)[-1].num_params == 51_200 * (2_048 + 1)
 
 
 def test_mixtral_uses_the_published_number_of_active_parameters() -> None:

@@ -13,8 +13,7 @@ from tightfit.core.errors import UserError
 from tightfit.models.catalogue import list_config_files
 from tightfit.models.config import parse_json, read_config
 from tightfit.models.families.registry import READERS
-from tightfit.models.parameters import explain_count
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import ModelSpec, explain_parameter_count
 
 FAST = settings(
     max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
@@ -69,7 +68,7 @@ def check(config: object) -> None:
         assert len(result.problem) < 2000
         assert result.remedy
         return
-    assert result.num_params == sum(row.num_params for row in explain_count(result))
+    assert result.num_params == sum(row.num_params for row in explain_parameter_count(result))
     assert 0 < result.num_active_params <= result.num_params
     assert ModelSpec.model_validate_json(result.model_dump_json()) == result
 

@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.errors import (
-    EnvironmentFaultError,
-    InvalidInputError,
-    NotFoundError,
-    UserError,
-)
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
 from tightfit.models.resolve import resolve_model
 
 TINY = {
@@ -276,5 +271,5 @@ def test_no_permission_is_said(
         return real(self, *args, **rest)
 
     monkeypatch.setattr(Path, method, refuse)
-    with pytest.raises(EnvironmentFaultError, match="permission denied"):
+    with pytest.raises(SetupError, match="permission denied"):
         resolve_model(str(folder))

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 from planning_cases import make_cluster
 
-from tightfit.cli.settings import read_settings
+from tightfit.cli.training.command_line import read_settings
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.trace.peak import Peak, PeakTensor
-from tightfit.estimate.trace.result import Timeline, TracedMemory
+from tightfit.estimate.result import Peak, PeakTensor
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.advice import Alternative, judge_alternatives, list_alternatives
-from tightfit.planning.case import Case
-from tightfit.planning.rules import find_violations
+from tightfit.planning.rules import Case, find_violations
+from tightfit.trace.result import Timeline, TracedMemory
 
 
 def make_case(gpu: str = "A100-80GB", *, model: str = "Llama-2-7b", **fields: Any) -> Case:

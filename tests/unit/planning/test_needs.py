@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.planning.needs import NEEDS, list_missing
+from tightfit.planning.requirements import REQUIRED_PACKAGES, list_missing_packages
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ from tightfit.planning.needs import NEEDS, list_missing
 def test_what_a_strategy_needs(fields: dict[str, object], extras: list[str]) -> None:
     strategy = Strategy.model_validate(fields)
 
-    assert [need.extra for need in list_missing(strategy, lambda _: None)] == extras
-    assert list_missing(strategy, lambda _: "1.0") == ()
+    assert [need.extra for need in list_missing_packages(strategy, lambda _: None)] == extras
+    assert list_missing_packages(strategy, lambda _: "1.0") == ()
 
 
 def test_the_extras_bring_the_packages() -> None:
     from pathlib import Path
 
     text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    for need in NEEDS:
+    for need in REQUIRED_PACKAGES:
         (line,) = (row for row in text.splitlines() if row.startswith(f"{need.extra} = "))
         assert need.package in line

@@ -12,7 +12,7 @@ from tightfit.core.errors import DoesNotFitError
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import find_gpu, list_gpus
 from tightfit.planning.buying import buying_guide
-from tightfit.planning.cost import find_price
+from tightfit.planning.plan import find_price
 
 
 def test_offers_fit_and_are_sorted_by_price() -> None:

@@ -11,7 +11,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Sharding
 from tightfit.core.training import Training
 from tightfit.core.units import GIB
-from tightfit.hardware.cpu import CpuReading, probe_cpu
+from tightfit.hardware.local import CpuReading, probe_cpu
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.types import Cluster
 from tightfit.planning.search import SearchResult, search

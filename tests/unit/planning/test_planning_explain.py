@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from planning_cases import make_cluster, make_request
 
-from tightfit.planning.explain import explain, list_stages
-from tightfit.planning.search import search
+from tightfit.planning.search import explain, list_stages, search
 
 
 def test_explanation_accounts_for_the_excluded() -> None:

@@ -11,10 +11,9 @@ from planning_cases import SHORT_ROWS, make_cluster, make_request
 
 from tightfit.core.strategy import Offload, Sharding
 from tightfit.hardware.catalogue import find_gpu
-from tightfit.planning.case import Case
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan
-from tightfit.planning.rules import find_violations
+from tightfit.planning.rules import Case, find_violations
 from tightfit.planning.search import search
 
 KEPT = (

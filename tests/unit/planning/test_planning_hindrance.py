@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from planning_cases import make_cluster, make_request
 
-from tightfit.planning.hindrance import find_hindrance
-from tightfit.planning.search import search
+from tightfit.planning.search import find_conflicting_settings, search
 
 RTX_4090 = make_cluster((1, "RTX-4090"))
 H200 = make_cluster((1, "H200"))
@@ -18,7 +17,7 @@ H200 = make_cluster((1, "H200"))
 def _find(fixed: dict[str, Any], **more: Any) -> tuple[str, ...]:
     request = make_request(method="lora", fixed=fixed, **more)
     assert not search(request, RTX_4090).plans
-    return find_hindrance(request, RTX_4090, list(fixed))
+    return find_conflicting_settings(request, RTX_4090, list(fixed))
 
 
 def test_the_one_setting_that_leaves_no_plan_is_found() -> None:
@@ -45,8 +44,8 @@ def test_what_the_hardware_lacks_is_no_fault_of_a_setting() -> None:
 
 def test_only_what_is_named_is_blamed() -> None:
     request = make_request(method="lora", fixed={"micro_batch": 64})
-    assert find_hindrance(request, RTX_4090, []) == ()
-    assert find_hindrance(request, RTX_4090, ["packing"]) == ()
+    assert find_conflicting_settings(request, RTX_4090, []) == ()
+    assert find_conflicting_settings(request, RTX_4090, ["packing"]) == ()
 
 
 def test_a_lever_that_was_asked_for_and_costs_time_is_warned_of() -> None:

@@ -11,12 +11,12 @@ from tightfit.estimate.result import Estimate, Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.judge import judge
+from tightfit.planning.judge import judge_strategy
 
 
 def _judge(model: str, gpu: str, **fields: Any) -> Estimate:
     defaults: dict[str, Any] = {"seq_len": 1024, "attention": "eager", "adapter_dtype": "fp32"}
-    return judge(
+    return judge_strategy(
         spec=resolve_model(model),
         strategy=Strategy(**(defaults | fields)),
         node=Node(gpu=find_gpu(gpu), num_gpus=4),

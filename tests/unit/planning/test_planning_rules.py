@@ -13,9 +13,9 @@ from tightfit.core.strategy import Strategy
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.case import Case
 from tightfit.planning.rules import (
     RULES,
+    Case,
     check_lora_targets,
     find_first_violation,
     find_violations,

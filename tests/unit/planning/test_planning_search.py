@@ -14,11 +14,10 @@ from tightfit.core.strategy import Attention, Method
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
-from tightfit.planning.case import Case
 from tightfit.planning.plan import Plan
 from tightfit.planning.ranking import handicap_total, measure_seconds
 from tightfit.planning.request import name_method
-from tightfit.planning.rules import find_violations
+from tightfit.planning.rules import Case, find_violations
 from tightfit.planning.search import SearchResult, search
 
 

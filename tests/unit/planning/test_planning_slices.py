@@ -9,14 +9,13 @@ import pytest
 from planning_cases import make_cluster, make_request
 
 from tightfit.core.strategy import Loss, Strategy
-from tightfit.estimate.allocator import MODEL_ERROR_FRACTION
+from tightfit.estimate.memory import MODEL_ERROR_FRACTION
 from tightfit.estimate.result import Verdict
 from tightfit.planning.fallback import list_fallbacks
-from tightfit.planning.known import KnownOutcome
+from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import JobRequest, describe_strategy
-from tightfit.planning.search import search
-from tightfit.planning.wide_slices import WIDE_FACTOR
+from tightfit.planning.search import LARGE_CHUNK_FACTOR, search
 
 FIXED: dict[str, Any] = {
     **{"checkpointing": False, "micro_batch": 16, "optimizer": "adamw"},
@@ -36,7 +35,7 @@ def test_a_roomy_card_gets_wide_slices_and_is_told_what_they_bring() -> None:
     plan = _plan(make_request("Llama-3.2-1B", method="full", seq_len=2048))
     assert plan.strategy.loss is Loss.FUSED
     assert not plan.strategy.checkpointing
-    assert plan.strategy.loss_slice_factor == WIDE_FACTOR
+    assert plan.strategy.loss_slice_factor == LARGE_CHUNK_FACTOR
     [why] = [line for line in plan.why if line.startswith("wide loss slices:")]
     assert "x faster" in why
     assert any(line.startswith("a loss that never holds all logits:") for line in plan.why)
@@ -50,9 +49,9 @@ def test_a_roomy_card_gets_wide_slices_and_is_told_what_they_bring() -> None:
 def test_slices_stay_narrow_where_wide_ones_would_not_fit() -> None:
     needs = [
         _plan(_request(loss_slice_factor=factor)).estimate.gpu.peak_reserved_bytes
-        for factor in (1, WIDE_FACTOR)
+        for factor in (1, LARGE_CHUNK_FACTOR)
     ]
-    for need, factor in ((sum(needs) // 2, 1), (needs[1] + 2**20, WIDE_FACTOR)):
+    for need, factor in ((sum(needs) // 2, 1), (needs[1] + 2**20, LARGE_CHUNK_FACTOR)):
         room = int(need * (1 + MODEL_ERROR_FRACTION))
         plan = _plan(_request(), free_gpu_memory_bytes=room)
         assert plan.estimate.verdict is Verdict.FITS

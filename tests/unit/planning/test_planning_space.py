@@ -16,7 +16,7 @@ from tightfit.models.resolve import resolve_model
 from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest, name_method
 from tightfit.planning.space import (
     choose_attention,
-    choose_half,
+    choose_compute_dtype,
     enumerate_strategies,
     list_layouts,
     list_micro_batches,
@@ -101,7 +101,7 @@ def test_batch_is_met_but_not_passed(world: int) -> None:
     ],
 )
 def test_arithmetic_follows_the_card(model: str, gpu: str, half: Dtype) -> None:
-    assert choose_half(resolve_model(model), find_gpu(gpu)) is half
+    assert choose_compute_dtype(resolve_model(model), find_gpu(gpu)) is half
 
 
 def test_before_ampere_trained_weights_stay_fp32() -> None:

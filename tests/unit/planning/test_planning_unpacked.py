@@ -14,12 +14,11 @@ from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.case import Case
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan
 from tightfit.planning.ranking import measure_seconds
 from tightfit.planning.request import name_method
-from tightfit.planning.rules import find_violations
+from tightfit.planning.rules import Case, find_violations
 from tightfit.planning.search import search
 
 

@@ -11,10 +11,16 @@ from planning_cases import make_cluster, make_request
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Verdict
-from tightfit.estimate.trace.result import TracedMemory
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
-from tightfit.planning.traced import Found, Wish, apply_trace, make_wish, trace_plans
+from tightfit.planning.traced import (
+    TraceOutcome,
+    TraceRequest,
+    apply_trace,
+    make_trace_request,
+    trace_plans,
+)
+from tightfit.trace.result import TracedMemory
 from trace_cases import record_full_tuning, trace
 
 TRACED = trace(record_full_tuning())
@@ -43,7 +49,9 @@ def best(result: SearchResult) -> Plan:
     return result.plans[0]
 
 
-def answer(make: Callable[[Wish], Found]) -> Callable[[Sequence[Wish]], list[Found]]:
+def answer(
+    make: Callable[[TraceRequest], TraceOutcome],
+) -> Callable[[Sequence[TraceRequest]], list[TraceOutcome]]:
     return lambda wishes: [make(wish) for wish in wishes]
 
 
@@ -112,12 +120,12 @@ def test_what_lacks_memory_on_the_card_alone_is_judged_by_the_trace(best: Plan) 
 
 def test_the_room_is_the_card_less_the_context(best: Plan) -> None:
     gpu = best.estimate.gpu
-    assert make_wish(best).room_bytes == gpu.capacity_bytes - gpu.context_bytes
+    assert make_trace_request(best).room_bytes == gpu.capacity_bytes - gpu.context_bytes
 
 
 def test_a_plan_that_cannot_be_traced_keeps_its_formulas(result: SearchResult) -> None:
     after = trace_plans(
-        result, answer(lambda _: Found(traced=None, problem="no torch")), num_traced=2
+        result, answer(lambda _: TraceOutcome(traced=None, problem="no torch")), num_traced=2
     )
     assert [plan.strategy for plan in after.result.plans] == [p.strategy for p in result.plans]
     assert after.result.plans[0].estimate == result.plans[0].estimate
@@ -127,9 +135,9 @@ def test_a_plan_that_cannot_be_traced_keeps_its_formulas(result: SearchResult) -
 def test_what_never_fits_is_lost_and_the_next_moves_up(result: SearchResult) -> None:
     first = result.plans[0].strategy
 
-    def find(wish: Wish) -> Found:
+    def find(wish: TraceRequest) -> TraceOutcome:
         is_first = wish.strategy.weights is first.weights and wish.strategy.method is first.method
-        return Found(traced=BIG if is_first else SMALL)
+        return TraceOutcome(traced=BIG if is_first else SMALL)
 
     after = trace_plans(result, answer(find), num_traced=len(result.plans))
     assert after.lost
@@ -142,9 +150,9 @@ def test_half_the_micro_batch_is_tried_before_a_plan_is_lost(result: SearchResul
     largest = max(plan.strategy.micro_batch for plan in result.plans)
     assert largest > 1, "the case must have something to halve"
 
-    def find(wish: Wish) -> Found:
+    def find(wish: TraceRequest) -> TraceOutcome:
         is_large = wish.strategy.micro_batch >= largest
-        return Found(traced=BIG if is_large else SMALL)
+        return TraceOutcome(traced=BIG if is_large else SMALL)
 
     after = trace_plans(result, answer(find), num_traced=len(result.plans))
     assert not after.lost
@@ -156,12 +164,12 @@ def test_half_the_micro_batch_is_tried_before_a_plan_is_lost(result: SearchResul
 
 def test_no_more_layers_are_recomputed_than_must_be(result: SearchResult) -> None:
     plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
-    asked: list[Wish] = []
+    asked: list[TraceRequest] = []
 
-    def find(wish: Wish) -> Found:
+    def find(wish: TraceRequest) -> TraceOutcome:
         asked.append(wish)
         fewest = 5 if wish.wants_fewest_recomputed else None
-        return Found(traced=SMALL, fewest_recomputed=fewest)
+        return TraceOutcome(traced=SMALL, fewest_recomputed=fewest)
 
     one = SearchResult(plans=(plan,), excluded=(), num_considered=1, shortfall=None)
     after = trace_plans(one, answer(find), num_traced=1).result.plans[0]
@@ -175,8 +183,8 @@ def test_no_more_layers_are_recomputed_than_must_be(result: SearchResult) -> Non
 @pytest.mark.parametrize("name", ["checkpointing", "recomputed_layers"])
 def test_recomputing_that_was_asked_for_stays(result: SearchResult, name: str) -> None:
     plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
-    assert make_wish(plan).wants_fewest_recomputed
-    assert not make_wish(plan, {name}).wants_fewest_recomputed
+    assert make_trace_request(plan).wants_fewest_recomputed
+    assert not make_trace_request(plan, {name}).wants_fewest_recomputed
 
 
 @pytest.mark.parametrize("name", ["micro_batch", "grad_accum"])
@@ -184,9 +192,9 @@ def test_a_micro_batch_that_was_asked_for_is_not_halved(result: SearchResult, na
     asked = replace(result, fixed=frozenset({name}))
     seen: list[int] = []
 
-    def find(wish: Wish) -> Found:
+    def find(wish: TraceRequest) -> TraceOutcome:
         seen.append(wish.strategy.micro_batch)
-        return Found(traced=BIG)
+        return TraceOutcome(traced=BIG)
 
     after = trace_plans(asked, answer(find), num_traced=len(result.plans))
     assert set(seen) == {plan.strategy.micro_batch for plan in result.plans}
@@ -195,7 +203,7 @@ def test_a_micro_batch_that_was_asked_for_is_not_halved(result: SearchResult, na
 
 def test_nothing_is_said_to_need_fewer_layers_than_none(result: SearchResult) -> None:
     plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
-    found = Found(traced=SMALL, fewest_recomputed=0)
+    found = TraceOutcome(traced=SMALL, fewest_recomputed=0)
     one = SearchResult(plans=(plan,), excluded=(), num_considered=1, shortfall=None)
     after = trace_plans(one, answer(lambda _: found), num_traced=1).result.plans[0]
     assert not after.strategy.checkpointing
@@ -209,7 +217,7 @@ def test_reasons_are_those_of_the_plan_that_is_left(result: SearchResult) -> Non
     on = plan.strategy.model_copy(update={"checkpointing": True, "recomputed_layers": None})
     why = ("recomputing activations: 1.40x slower, -9.0 GiB per GPU", "fused kernels: 1.12x faster")
     asked = replace(result, plans=(plan.model_copy(update={"strategy": on, "why": why}),))
-    free = Found(traced=SMALL, fewest_recomputed=0)
+    free = TraceOutcome(traced=SMALL, fewest_recomputed=0)
 
     told = trace_plans(asked, answer(lambda _: free), num_traced=1).result.plans[0].why
 
@@ -225,8 +233,8 @@ def test_a_halved_batch_says_so(result: SearchResult) -> None:
     why = ("12 sequences per step, not 16: 1 GPU x micro-batch 4 x 3",)
     asked = replace(result, plans=(plan.model_copy(update={"strategy": twice, "why": why}),))
 
-    def find(wish: Wish) -> Found:
-        return Found(traced=BIG if wish.strategy.micro_batch == 4 else SMALL)
+    def find(wish: TraceRequest) -> TraceOutcome:
+        return TraceOutcome(traced=BIG if wish.strategy.micro_batch == 4 else SMALL)
 
     told = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
     assert told.strategy.micro_batch == 2
@@ -242,9 +250,9 @@ def test_slices_are_narrowed_before_the_batch_is_halved(result: SearchResult) ->
     )
     tried = []
 
-    def find(wish: Wish) -> Found:
+    def find(wish: TraceRequest) -> TraceOutcome:
         tried.append((wish.strategy.loss_slice_factor, wish.strategy.micro_batch))
-        return Found(traced=BIG if tried[-1] != good else SMALL)
+        return TraceOutcome(traced=BIG if tried[-1] != good else SMALL)
 
     good = (1, 4)
     told = trace_plans(asked, answer(find), num_traced=1).result.plans[0]

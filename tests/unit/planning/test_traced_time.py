@@ -9,17 +9,22 @@ import pytest
 from planning_cases import SHORT_ROWS, make_cluster, make_request
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.trace.operations import (
+from tightfit.planning.plan import Plan
+from tightfit.planning.search import SearchResult, search
+from tightfit.planning.traced import (
+    TraceOutcome,
+    TraceRequest,
+    find_document_len,
+    time_plan,
+    trace_plans,
+)
+from tightfit.trace.operations import (
     FORWARD,
     MEMORY_BOUND,
     Operation,
     OperationLog,
-    Stretch,
+    RepeatedOperations,
 )
-from tightfit.planning.plan import Plan
-from tightfit.planning.search import SearchResult, search
-from tightfit.planning.traced import Found, Wish, trace_plans
-from tightfit.planning.traced_time import find_document_len, time_plan
 from trace_cases import record_full_tuning, trace
 
 TRACED = trace(record_full_tuning(num_layers=2, tokens=64))
@@ -30,15 +35,15 @@ def make_log(num_bytes: float) -> OperationLog:
     move = Operation(
         name="aten::add", kind=MEMORY_BOUND, stage=FORWARD, num_bytes=num_bytes, num_kernels=1
     )
-    return OperationLog(operations=(move,), stretches=(Stretch(operations=(0,)),))
+    return OperationLog(operations=(move,), stretches=(RepeatedOperations(operations=(0,)),))
 
 
 LOG = make_log(1e13)
 
 
-def settle(result: SearchResult, find: Callable[[Wish], OperationLog | None]) -> list[Plan]:
-    def answer(wishes: Sequence[Wish]) -> list[Found]:
-        return [Found(traced=TRACED, operations=find(wish)) for wish in wishes]
+def settle(result: SearchResult, find: Callable[[TraceRequest], OperationLog | None]) -> list[Plan]:
+    def answer(wishes: Sequence[TraceRequest]) -> list[TraceOutcome]:
+        return [TraceOutcome(traced=TRACED, operations=find(wish)) for wish in wishes]
 
     return list(trace_plans(result, answer, num_traced=len(result.plans)).result.plans)
 
@@ -92,7 +97,7 @@ def test_a_plan_whose_trace_is_slow_comes_last(result: SearchResult) -> None:
     first = result.plans[0].strategy
     assert len(result.plans) > 1
 
-    def find(wish: Wish) -> OperationLog:
+    def find(wish: TraceRequest) -> OperationLog:
         return make_log(1e16) if wish.strategy == first else make_log(1e12)
 
     assert settle(result, find)[-1].strategy == first

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from tightfit.runtime.adamw import KernelAdamW
+from tightfit.runtime.kernels.adamw import TritonAdamW
 
 SHAPES = ((17, 5), (300,), (64, 64))
 RATE, FACTOR = 1e-2, 0.25
@@ -37,7 +37,7 @@ def draw_gradients(groups: list[dict[str, Any]], *, seed: int, factor: float = 1
 def pair() -> Iterator[tuple[list[dict[str, Any]], Any]]:
     plain, groups = draw_groups(), draw_groups()
     yield plain, AdamW(plain, lr=RATE, fused=True)
-    yield groups, KernelAdamW(groups, lr=RATE)
+    yield groups, TritonAdamW(groups, lr=RATE)
 
 
 def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:

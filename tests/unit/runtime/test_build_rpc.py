@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.runtime import build_rpc
 
 
@@ -22,7 +22,7 @@ from tightfit.runtime import build_rpc
     ],
 )
 def test_a_step_that_fails_is_told_in_its_own_words(program: str, said: str) -> None:
-    with pytest.raises(EnvironmentFaultError, match=said):
+    with pytest.raises(SetupError, match=said):
         build_rpc._run([sys.executable, "-c", program], remedy="another")
 
 

@@ -11,10 +11,10 @@ from made_calibrations import make_calibration, make_collectives
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.runtime.calibrate import bench as benches
-from tightfit.runtime.calibrate import host, matmuls
-from tightfit.runtime.calibrate.attention import attend_eagerly
+from tightfit.runtime.calibrate import host, kernels
 from tightfit.runtime.calibrate.bench import Bench
 from tightfit.runtime.calibrate.compare import compare_rates
+from tightfit.runtime.calibrate.kernels import attend_eagerly
 
 KERNEL_SECONDS = 3e-6
 
@@ -96,11 +96,11 @@ def test_what_a_card_has_is_measured(
     bench = make_bench(monkeypatch)
     bench.supports_bf16 = supports_bf16
 
-    planned = matmuls._plan(bench)
+    planned = kernels._plan(bench)
 
     assert [kind for kind, _ in planned] == kinds
     for _, shapes in planned:
-        assert matmuls.ANCHORS["cuda"] in shapes
+        assert kernels.ANCHORS["cuda"] in shapes
         assert len(set(shapes)) == len(shapes)
     usual = planned[0][1]
     assert min(n for _, n, _ in usual) == 8, "LoRA's thin products"

@@ -18,9 +18,9 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Strategy
 from tightfit.core.training import Training
 from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
-from tightfit.runtime.folded_adapters import fold_adapters, is_foldable
+from tightfit.runtime.kernels.fused_lora import can_fuse_lora, fuse_lora
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.finish import finish_model
+from tightfit.train.model import prepare_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 51).reshape(3, 16)
@@ -62,7 +62,7 @@ def stir(model: Any) -> Any:
 def fold(model: Any) -> Any:
     """A folded copy."""
     folded = copy.deepcopy(model)
-    assert fold_adapters(folded) > 0
+    assert fuse_lora(folded) > 0
     return folded
 
 
@@ -107,7 +107,7 @@ def test_results_and_gradients_are_those_of_peft(family: str) -> None:
 
 def test_every_adapter_of_a_plain_model_is_folded() -> None:
     for family, count in (("llama", 14), ("gpt2", 8)):
-        assert fold_adapters(adapted(family)) == count
+        assert fuse_lora(adapted(family)) == count
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP16])
@@ -140,7 +140,7 @@ def test_sixteen_bits_lose_no_more_than_with_peft(dtype: Dtype) -> None:
 def test_nf4_weights_are_unpacked_as_bitsandbytes_does(double_quant: bool) -> None:
     model = adapted(dtype=Dtype.FP32, weights=Dtype.NF4, double_quant=double_quant)
     folded = copy.deepcopy(model)
-    assert fold_adapters(folded) == 14
+    assert fuse_lora(folded) == 14
     assert_same(backward(folded), backward(model), within=1e-5)
 
 
@@ -153,7 +153,7 @@ def test_recomputed_layers_have_the_same_gradients(weights: Dtype) -> None:
             Dtype.FP32, weights=weights, checkpointing=True, folded_adapters=is_folded
         )
         request = LoadRequest.from_strategy(strategy, is_packed=False)
-        model = finish_model(load_base(model_folder("llama"), request, CPU), strategy, TRAINING)
+        model = prepare_model(load_base(model_folder("llama"), request, CPU), strategy, TRAINING)
         model.load_state_dict(plain.state_dict(), strict=False)
         return model
 
@@ -314,18 +314,18 @@ def test_adapters_that_do_more_stay_as_they_are(settings: dict[str, Any]) -> Non
     config = LoraConfig(r=2, target_modules=["fc_in", "q_proj"], **settings)
     model: Any = get_peft_model(make_model("qwen2"), config)
     assert _lora_layers(model) > 0
-    assert fold_adapters(model) == 0
+    assert fuse_lora(model) == 0
 
 
 def test_several_adapters_stay_as_they_are() -> None:
     model = _with_two(adapted(lora_targets=("q_proj", "k_proj")))
-    assert fold_adapters(model) == _lora_layers(model) - 2 == 2
+    assert fuse_lora(model) == _lora_layers(model) - 2 == 2
 
 
 def test_trained_base_weights_stay_as_they_are() -> None:
     model = adapted(lora_targets=("q_proj", "k_proj"))
     model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.requires_grad_(True)
-    assert fold_adapters(model) == 3
+    assert fuse_lora(model) == 3
 
 
 def test_other_packed_bases_stay_as_they_are() -> None:
@@ -336,11 +336,11 @@ def test_other_packed_bases_stay_as_they_are() -> None:
     packed.is_loaded_in_8bit = True
     model = get_peft_model(packed, LoraConfig(r=2, target_modules=["0"]))
     assert _lora_layers(model) == 1
-    assert fold_adapters(model) == 0
+    assert fuse_lora(model) == 0
     table: Any = get_peft_model(
         make_model("llama"), LoraConfig(r=2, target_modules=["embed_tokens"])
     )
-    assert fold_adapters(table) == 0
+    assert fuse_lora(table) == 0
 
 
 def _lora_layers(model: nn.Module) -> int:
@@ -348,7 +348,7 @@ def _lora_layers(model: nn.Module) -> int:
 
 
 def test_only_modules_of_peft_are_asked() -> None:
-    assert not is_foldable(nn.Linear(4, 4))
+    assert not can_fuse_lora(nn.Linear(4, 4))
 
 
 def _disabled(model: Any) -> Iterator[Tensor]:

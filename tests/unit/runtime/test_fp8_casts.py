@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.runtime.fp8_casts import (
+from tightfit.runtime.kernels.fp8 import (
     FP8,
     _kept_rows,
     cast_columns,

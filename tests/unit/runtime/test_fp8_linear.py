@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.training import Training
-from tightfit.runtime import fp8_casts, fp8_linear
 from tightfit.runtime.adapters import load_adapter, save_adapter
-from tightfit.runtime.fp8_linear import Fp8Linear, takes_fp8, use_fp8
+from tightfit.runtime.kernels import fp8
+from tightfit.runtime.kernels.fp8 import Fp8Linear, takes_fp8, use_fp8
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.finish import finish_model
+from tightfit.train.model import prepare_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 51).reshape(3, 16)
@@ -42,7 +42,7 @@ def finished(method: Method, **fields: Any) -> Any:
     strategy = strategy_of(method, **fields)
     request = LoadRequest.from_strategy(strategy, is_packed=False)
     torch.manual_seed(0)
-    return finish_model(load_base(model_folder("llama"), request, CPU), strategy, TRAINING)
+    return prepare_model(load_base(model_folder("llama"), request, CPU), strategy, TRAINING)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -200,13 +200,13 @@ def test_one_matrix_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) ->
     model = finished(Method.LORA, fp8=False, folded_adapters=False)
     matrices = [weakref.ref(m.weight) for n, m in model.named_modules() if takes_fp8(n, m)]
     alive = []
-    cast = fp8_casts.scale_matrix
+    cast = fp8.scale_matrix
 
     def count(weight: Tensor) -> Any:
         alive.append(sum(matrix() is not None for matrix in matrices))
         return cast(weight)
 
-    monkeypatch.setattr(fp8_linear, "scale_matrix", count)
+    monkeypatch.setattr(fp8, "scale_matrix", count)
     use_fp8(model)
     left = len(matrices) - NUM_LINEARS  # outside of the blocks
     assert alive == [left + number for number in range(NUM_LINEARS, 0, -1)]
@@ -405,13 +405,13 @@ def test_columns_of_an_input_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> N
 def count_casts(monkeypatch: pytest.MonkeyPatch, name: str = "cast_rows") -> list[torch.Size]:
     """Shapes of what is cast in this way from now on."""
     calls = []
-    cast = getattr(fp8_casts, name)
+    cast = getattr(fp8, name)
 
     def spy(x: Tensor) -> Any:
         calls.append(x.shape)
         return cast(x)
 
-    for module in (fp8_casts, fp8_linear):
+    for module in (fp8, fp8):
         monkeypatch.setattr(module, name, spy)
     return calls
 
@@ -423,7 +423,7 @@ def test_shared_casts_change_nothing(
 ) -> None:
     """Over several batches: a cast of another tensor would show."""
     found = gradients_of_batches(method, checkpointing=checkpointing)
-    monkeypatch.setattr(fp8_casts._Kept, "keep", lambda *_: None)
+    monkeypatch.setattr(fp8._Kept, "keep", lambda *_: None)
     wanted = gradients_of_batches(method, checkpointing=checkpointing)
     assert len(found) > NUM_LINEARS
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -442,8 +442,8 @@ def test_nothing_is_kept_when_the_layers_are_done(method: Method) -> None:
     """The loss is computed where memory is scarcest."""
     model = finished(method)
     seen = []
-    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(fp8_casts._kept_rows._entry))
+    model.lm_head.register_forward_pre_hook(lambda *_: seen.append(fp8._kept_rows._entry))
     loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
     assert seen == [None]
-    assert fp8_casts._kept_rows._entry is fp8_casts._kept_columns._entry is None
+    assert fp8._kept_rows._entry is fp8._kept_columns._entry is None

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding
-from tightfit.estimate.readers import can_join_trained
-from tightfit.runtime.fp8_linear import use_fp8
+from tightfit.estimate.fused_projections import can_fuse_trained_projections
+from tightfit.runtime.kernels.fp8 import use_fp8
+from tightfit.runtime.kernels.fused_lora import fuse_trained_projections
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.readers import join_trained
-from tightfit.train.finish import recompute_layers
+from tightfit.train.model import recompute_layers
 
 
 def trained(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
@@ -28,7 +28,7 @@ def trained(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
 
 def join(model: Any) -> Any:
     joined = copy.deepcopy(model)
-    assert join_trained(joined) == 5 * len(decoder_layers(joined))
+    assert fuse_trained_projections(joined) == 5 * len(decoder_layers(joined))
     return joined
 
 
@@ -162,12 +162,12 @@ def test_in_fp8_other_dtypes_are_multiplied_as_before() -> None:
 
 def test_who_is_joined() -> None:
     full = {"method": Method.FULL, "fused_kernels": True}
-    assert can_join_trained("llama", strategy_in(Dtype.BF16, **full))
-    assert not can_join_trained("gpt2", strategy_in(Dtype.BF16, **full))
+    assert can_fuse_trained_projections("llama", strategy_in(Dtype.BF16, **full))
+    assert not can_fuse_trained_projections("gpt2", strategy_in(Dtype.BF16, **full))
     for change in (
         {"compile": True},
         {"method": Method.LORA},
         {"sharding": Sharding.FSDP},
         {"weights": Dtype.FP32},
     ):
-        assert not can_join_trained("llama", strategy_in(Dtype.BF16, **(full | change)))
+        assert not can_fuse_trained_projections("llama", strategy_in(Dtype.BF16, **(full | change)))

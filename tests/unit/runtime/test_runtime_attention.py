@@ -13,18 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.strategy import Attention, Strategy
-from tightfit.runtime import attention, varlen
+from tightfit.runtime import attention
 from tightfit.runtime.attention import (
     PACKED,
     REPEAT,
     VARLEN,
+    VarlenKernel,
     check_packable,
     choose_attention_name,
-    find_varlen_fault,
-    fit_attention,
+    find_bounds,
+    find_varlen_obstacle,
     register_attention,
+    resolve_attention,
+    varlen_inputs,
 )
-from tightfit.runtime.varlen import VarlenKernel, find_bounds, varlen_inputs
 
 LENGTHS = ([7, 3, 9], [5, 14], [19])
 """Documents of three packed rows; some longer than the windows of four tokens."""
@@ -142,7 +144,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The exact kernel in place of the GPU's, and what it was called with."""
     calls: list[dict[str, Any]] = []
     kernel = exact_kernel(has_grouped_heads=True, seen=calls)
-    monkeypatch.setattr(attention, "require_kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "require_varlen_kernel", lambda: kernel)
     return calls
 
 
@@ -191,7 +193,7 @@ def test_bounds_are_found_once_a_batch(
         found.append(positions)
         return find_bounds(positions)
 
-    monkeypatch.setattr(varlen, "find_bounds", count)
+    monkeypatch.setattr(attention, "find_bounds", count)
     model = make_model("llama", attention=VARLEN).eval()
     ids, positions, _ = lay_out(1)
     model(input_ids=ids, position_ids=positions)
@@ -253,11 +255,11 @@ def test_each_torch_is_called_by_its_own_convention(version: str) -> None:
         has_softcap=False,
         has_dropout=False,
     )
-    call = varlen.VarlenCall(
+    call = attention.VarlenCall(
         bounds=find_bounds(torch.arange(6)[None]), scale=0.5, window=4, softcap=None, dropout=0.0
     )
     query, key = torch.randn(6, 4, 16), torch.randn(6, 2, 16)
-    varlen.attend(kernel, query, key, key, call)
+    attention.run_varlen_kernel(kernel, query, key, key, call)
 
     heads = (4, 2) if kernel.has_grouped_heads else (4, 4)
     assert calls == [{"heads": heads, **expected}]
@@ -267,17 +269,17 @@ def test_each_torch_is_called_by_its_own_convention(version: str) -> None:
 
 def test_the_installed_torch_takes_our_call() -> None:
     """Arguments bind to the real signature, and its fake kernel gives the right shape."""
-    kernel = varlen.find_kernel()
+    kernel = attention.find_varlen_kernel()
     assert kernel is not None, "needs torch >= 2.10: pip install -U torch"
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    call = varlen.VarlenCall(
+    call = attention.VarlenCall(
         bounds=find_bounds(torch.arange(6)[None]), scale=0.5, window=4, softcap=None, dropout=0.0
     )
     with FakeTensorMode(allow_non_fake_inputs=True):
         query = torch.empty(6, 4, 8, dtype=torch.bfloat16)
         key = torch.empty(6, 2, 8, dtype=torch.bfloat16)
-        output = varlen.attend(kernel, query, key, key, call)
+        output = attention.run_varlen_kernel(kernel, query, key, key, call)
     assert output.shape == (6, 4, 8)
 
 
@@ -304,7 +306,7 @@ def test_bounds_of_positions() -> None:
 def test_what_varlen_cannot_do(family: str, changes: dict[str, Any], reason: str) -> None:
     config = make_config(family, **changes)
     kernel = exact_kernel(has_grouped_heads=True, seen=[])
-    found = find_varlen_fault(config, kernel)
+    found = find_varlen_obstacle(config, kernel)
 
     assert found is not None
     assert reason in found
@@ -312,18 +314,18 @@ def test_what_varlen_cannot_do(family: str, changes: dict[str, Any], reason: str
 
 def test_a_family_that_cannot_falls_back_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = exact_kernel(has_grouped_heads=True, seen=[])
-    monkeypatch.setattr(attention, "find_kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "find_varlen_kernel", lambda: kernel)
 
-    assert fit_attention(make_config("llama"), PACKED) == VARLEN
-    assert fit_attention(make_config("gpt2"), PACKED) == "sdpa"
-    assert fit_attention(make_config("gpt2", attn_pdrop=0.0), PACKED) == VARLEN
-    assert fit_attention(make_config("gemma2"), PACKED) == "eager"
-    assert fit_attention(make_config("llama"), "sdpa") == "sdpa"
+    assert resolve_attention(make_config("llama"), PACKED) == VARLEN
+    assert resolve_attention(make_config("gpt2"), PACKED) == "sdpa"
+    assert resolve_attention(make_config("gpt2", attn_pdrop=0.0), PACKED) == VARLEN
+    assert resolve_attention(make_config("gemma2"), PACKED) == "eager"
+    assert resolve_attention(make_config("llama"), "sdpa") == "sdpa"
     for name in ("sdpa", REPEAT):
         with pytest.raises(UsageError, match="no sdpa attention for gemma2"):
-            fit_attention(make_config("gemma2"), name)
+            resolve_attention(make_config("gemma2"), name)
     with pytest.raises(UsageError, match="caps attention logits"):
-        fit_attention(make_config("gemma2"), VARLEN)
+        resolve_attention(make_config("gemma2"), VARLEN)
 
 
 def test_names_by_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +393,7 @@ def test_documents_that_attention_itself_keeps_apart_may_be_packed() -> None:
 def test_a_family_with_attention_of_its_own_gets_none_of_ours() -> None:
     config = make_blind("falcon", attention="eager").config
 
-    assert fit_attention(config, REPEAT) == "sdpa"
-    assert fit_attention(config, PACKED) == "sdpa"
+    assert resolve_attention(config, REPEAT) == "sdpa"
+    assert resolve_attention(config, PACKED) == "sdpa"
     with pytest.raises(UsageError, match="its own attention"):
-        fit_attention(config, VARLEN)
+        resolve_attention(config, VARLEN)

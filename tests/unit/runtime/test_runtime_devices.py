@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.runtime.devices import is_out_of_memory, local_device, torch_dtype
 
 
@@ -74,5 +74,5 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert local_device(1) == torch.device("cuda:1")
     assert local_device(1, is_cpu=True) == torch.device("cpu")
-    with pytest.raises(EnvironmentFaultError, match="2 can be seen"):
+    with pytest.raises(SetupError, match="2 can be seen"):
         local_device(2)

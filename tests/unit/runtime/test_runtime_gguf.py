@@ -13,8 +13,8 @@ import torch
 from tiny_models import make_model
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
-from tightfit.runtime import import_models
+from tightfit.core.errors import InvalidInputError, SetupError
+from tightfit.runtime import model_files
 from tightfit.runtime.load import LoadRequest, load_base
 from tightfit.runtime.model_files import locate_model
 
@@ -103,7 +103,7 @@ def test_a_gguf_answers_as_its_model(
     }
     with torch.no_grad():
         assert torch.allclose(loaded(IDS).logits, model(IDS).logits, atol=1e-5)
-    monkeypatch.setattr(import_models, "_write_gguf", None)  # a second time would fail
+    monkeypatch.setattr(model_files, "_write_gguf", None)  # a second time would fail
     assert locate_model(str(path)) == folder
     assert locate_model(str(tmp_path)) == folder, "the only GGUF of a folder"
     assert not list(folder.parent.glob("*.partial"))
@@ -120,7 +120,7 @@ def test_a_killed_conversion_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(import_models, "_write_gguf", interrupt)
+        broken.setattr(model_files, "_write_gguf", interrupt)
         with pytest.raises(KeyboardInterrupt):
             locate_model(str(path))
     assert list((tmp_path / "cache" / "models").iterdir()) == []
@@ -137,5 +137,5 @@ def test_faulty_files_and_full_disks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(EnvironmentFaultError, match="once unpacked"):
+    with pytest.raises(SetupError, match="once unpacked"):
         locate_model(str(path))

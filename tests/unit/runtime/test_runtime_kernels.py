@@ -7,13 +7,13 @@ import sys
 import pytest
 from tiny_models import make_model
 
-from tightfit.core.errors import EnvironmentFaultError
-from tightfit.runtime.kernels import apply_fused_kernels
+from tightfit.core.errors import SetupError
+from tightfit.runtime.layers import apply_fused_kernels
 
 
 def test_without_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(EnvironmentFaultError, match="liger-kernel") as caught:
+    with pytest.raises(SetupError, match="liger-kernel") as caught:
         apply_fused_kernels(make_model("llama"))
     assert "pip install liger-kernel" in caught.value.remedy

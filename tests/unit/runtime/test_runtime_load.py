@@ -15,12 +15,18 @@ from tiny_models import make_model, model_folder
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.load import LoadRequest, load_base, load_meta
-from tightfit.runtime.packing_check import MOST_ERROR, measure_unpacking
-from tightfit.runtime.random_weights import fill_buffers, place_empty
+from tightfit.runtime.load import (
+    MAX_NF4_ERROR,
+    LoadRequest,
+    fill_buffers,
+    load_base,
+    load_meta,
+    materialize_empty,
+    measure_dequantization_error,
+)
 
 CPU = torch.device("cpu")
 PLAIN = LoadRequest(weights=Dtype.FP32, compute=Dtype.FP32)
@@ -109,9 +115,9 @@ def test_packing_that_cannot_be_undone_is_refused(width: int, tmp_path: Path) ->
     folder = tmp_path / "model"
     make_model("llama", intermediate_size=width).save_pretrained(folder)
     exact: Any = load_base(folder, PLAIN, CPU)
-    if measure_unpacking(width, CPU) > MOST_ERROR:
+    if measure_dequantization_error(width, CPU) > MAX_NF4_ERROR:
         assert width % 64
-        with pytest.raises(EnvironmentFaultError, match=f"width {width}"):
+        with pytest.raises(SetupError, match=f"width {width}"):
             load_base(folder, NF4, CPU)
         return
     packed: Any = load_base(folder, NF4, CPU)
@@ -193,7 +199,7 @@ def test_meta_model_filled_from_a_state_dict(family: str) -> None:
     assert all(p.is_meta for p in model.parameters())
     state = loaded.state_dict()
     fill_buffers(model, CPU)
-    place_empty(model, CPU)
+    materialize_empty(model, CPU)
     model.load_state_dict(state)
 
     assert torch.equal(answer(model), answer(loaded))

@@ -12,8 +12,7 @@ from tiny_models import make_model, model_folder, write_model
 from transformers import AutoModelForCausalLM
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
-from tightfit.runtime.model_files import locate_model
-from tightfit.runtime.weight_files import check_weights
+from tightfit.runtime.model_files import check_weights, locate_model
 
 
 @pytest.fixture(autouse=True)

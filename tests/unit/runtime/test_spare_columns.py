@@ -12,26 +12,35 @@ from test_folded_adapters import IDS, adapted, assert_same, backward, distance, 
 from torch import Tensor, nn
 
 from tightfit.core.dtypes import Dtype
-from tightfit.estimate.spare_columns import SPARE_FAMILIES, SPARE_READERS, leaves_spare_columns
+from tightfit.estimate.fused_projections import (
+    FUSED_PROJECTION_FAMILIES,
+    FUSED_PROJECTION_NAMES,
+    uses_augmented_weights,
+)
+from tightfit.runtime.kernels.fused_lora import (
+    AUGMENTED_COLUMNS,
+    FUSED_PROJECTIONS,
+    augmented_view,
+    fuse_lora_projections,
+    is_augmented,
+)
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.readers import READERS, join_adapters
-from tightfit.runtime.spare_columns import SPARE, has_spare_columns, widen
-from tightfit.train.finish import recompute_layers
+from tightfit.train.model import recompute_layers
 
 
 def write_with_room(norm: Any, x: Tensor) -> Tensor:
     """What the kernel does: the norm's own result, in rows with zeros behind them."""
     y = type(norm).forward(norm, x)
-    wide = nn.functional.pad(y, (0, getattr(norm, SPARE)))
+    wide = nn.functional.pad(y, (0, getattr(norm, AUGMENTED_COLUMNS)))
     return wide[..., : y.shape[-1]]
 
 
 def make_room(model: Any) -> Any:
     """A folded copy whose norms leave room, and whose adapters use it."""
     roomy = fold(model)
-    assert join_adapters(roomy) > 0
+    assert fuse_lora_projections(roomy) > 0
     for module in roomy.modules():
-        if hasattr(module, SPARE):
+        if hasattr(module, AUGMENTED_COLUMNS):
             module.forward = MethodType(write_with_room, module)
     return roomy
 
@@ -44,7 +53,7 @@ def scale(model: Any, times: float) -> Any:
 
 
 def users(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, READERS)]
+    return [module for module in model.modules() if hasattr(module, FUSED_PROJECTIONS)]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral-window", "llama-tied"])
@@ -69,7 +78,9 @@ def test_other_targets_ranks_and_scales(fields: dict[str, Any], num_users: int, 
     model = scale(adapted("llama", **fields), 0.7)
     roomy = make_room(model)
     assert len(users(roomy)) == num_users
-    assert {getattr(m, SPARE) for m in roomy.modules() if hasattr(m, SPARE)} <= {64, width}
+    assert {
+        getattr(m, AUGMENTED_COLUMNS) for m in roomy.modules() if hasattr(m, AUGMENTED_COLUMNS)
+    } <= {64, width}
     assert_same(backward(roomy), backward(model), within=1e-5)
 
 
@@ -79,9 +90,9 @@ def test_readers_of_one_norm_have_places_of_their_own() -> None:
     backward(roomy)
     for layer in decoder_layers(roomy):
         attention: Any = layer.self_attn
-        for number, name in enumerate(SPARE_READERS[0]):
+        for number, name in enumerate(FUSED_PROJECTION_NAMES[0]):
             reader = getattr(attention, name)
-            spare = widen(reader.base_layer.weight)[:, 64:].clone()
+            spare = augmented_view(reader.base_layer.weight)[:, 64:].clone()
             own = spare[:, 4 * number : 4 * number + 4]
             b = reader.lora_B["default"].weight
             assert torch.allclose(own, b * reader.scaling["default"])
@@ -98,7 +109,7 @@ def test_readers_asked_alone_twice_and_out_of_turn_answer_the_same() -> None:
     plain: Any = decoder_layers(model)[0]
     norm, attention = layer.input_layernorm, layer.self_attn
     first, second = (norm(torch.randn(2, 5, 64)) for _ in range(2))
-    assert has_spare_columns(first.reshape(-1, 64))
+    assert is_augmented(first.reshape(-1, 64))
     asked = [("v_proj", first), ("q_proj", first), ("q_proj", first), ("k_proj", second)]
     asked += [("k_proj", first), ("v_proj", first), ("v_proj", second), ("q_proj", second)]
     for name, x in asked:
@@ -142,15 +153,15 @@ def test_an_input_without_room_is_multiplied_as_before() -> None:
     model = adapted("llama")
     roomy = make_room(model)
     for module in roomy.modules():
-        if hasattr(module, SPARE):
+        if hasattr(module, AUGMENTED_COLUMNS):
             del module.forward
     assert_same(backward(roomy), backward(model), within=1e-5)
 
 
 def test_compiled_layers_leave_none() -> None:
     kernels = {"fused_kernels": True, "folded_adapters": True}
-    assert leaves_spare_columns("llama", strategy_in(Dtype.BF16, **kernels))
-    assert not leaves_spare_columns("llama", strategy_in(Dtype.BF16, **kernels, compile=True))
+    assert uses_augmented_weights("llama", strategy_in(Dtype.BF16, **kernels))
+    assert not uses_augmented_weights("llama", strategy_in(Dtype.BF16, **kernels, compile=True))
 
 
 def test_matrices_keep_their_values_and_adapters_their_names() -> None:
@@ -185,7 +196,7 @@ def test_norms_of_these_families_feed_those_matrices_alone() -> None:
     """Each reader gets the very tensor that its norm has made, and nothing else is given it."""
     for family in ("llama", "mistral-window", "qwen2", "qwen3", "gemma"):
         model = adapted(family)
-        assert model.config.model_type in SPARE_FAMILIES
+        assert model.config.model_type in FUSED_PROJECTION_FAMILIES
         made: dict[int, list[str]] = {}
 
         def note(args: Any, name: str, made: Any = made) -> None:
@@ -202,4 +213,4 @@ def test_norms_of_these_families_feed_those_matrices_alone() -> None:
                 )
         model(input_ids=IDS)
         readers = [tuple(made[y.data_ptr()]) for y in outputs[:2]]
-        assert tuple(readers) == SPARE_READERS, family
+        assert tuple(readers) == FUSED_PROJECTION_NAMES, family

@@ -16,13 +16,12 @@ from torch import nn
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
 from tightfit.core.training import Training
-from tightfit.runtime import fp8_linear
 from tightfit.runtime.devices import torch_dtype
-from tightfit.runtime.fp8_casts import scale_matrix
-from tightfit.runtime.fp8_linear import Fp8Linear
+from tightfit.runtime.kernels import fp8
+from tightfit.runtime.kernels.fp8 import Fp8Linear, scale_matrix
+from tightfit.runtime.layers import dequantize_base, dequantize_deferred, is_dequantized
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.runtime.unpacked import is_unpacked, unpack_base, unpack_waiting
-from tightfit.train.finish import finish_model
+from tightfit.train.model import prepare_model
 
 CPU = torch.device("cpu")
 NUM_LINEARS = {"llama": 14, "qwen2": 14, "gpt2": 8}
@@ -55,12 +54,12 @@ def test_every_matrix_is_what_bitsandbytes_unpacks(
     ids = torch.arange(3, 19).reshape(2, 8)
     before = model(input_ids=ids).logits.detach()
 
-    assert unpack_base(model) == len(wanted) == NUM_LINEARS[family]
+    assert dequantize_base(model) == len(wanted) == NUM_LINEARS[family]
 
     for name, values in wanted.items():
         layer: Any = model.get_submodule(name)
         assert type(layer) is nn.Linear
-        assert is_unpacked(layer)
+        assert is_dequantized(layer)
         assert not layer.weight.requires_grad
         assert layer.weight.dtype is torch_dtype(compute)
         assert torch.equal(layer.weight, values)
@@ -77,7 +76,7 @@ def test_biases_stay() -> None:
     name = "model.layers.0.self_attn.q_proj"
     bias = model.get_submodule(name).bias
     nn.init.normal_(bias)
-    unpack_base(model)
+    dequantize_base(model)
     assert model.get_submodule(name).bias is bias
     assert bias.abs().sum() > 0
 
@@ -97,7 +96,7 @@ def test_one_matrix_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(functional, "dequantize_4bit", count)
     with without_collector():
-        unpack_base(model)
+        dequantize_base(model)
     assert num_packed == list(range(14, 0, -1))
 
 
@@ -110,7 +109,7 @@ def test_adapters_fold_over_it_as_over_plain_weights() -> None:
         folded_adapters=True,
     )
     training = Training(model_path="model", learning_rate=1e-4)
-    model = finish_model(load("llama", Dtype.FP32), strategy, training)
+    model = prepare_model(load("llama", Dtype.FP32), strategy, training)
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert len(layers) == 14
     for layer in layers:
@@ -130,7 +129,7 @@ def test_fp8_is_made_of_what_bitsandbytes_unpacks(family: str) -> None:
     wanted = values_of(model)
     strategy = Strategy(weights=Dtype.NF4, unpacked_base=True, folded_adapters=True, fp8=True)
     training = Training(model_path="model", learning_rate=1e-4)
-    model = finish_model(model, strategy, training)
+    model = prepare_model(model, strategy, training)
 
     assert len(wanted) == NUM_LINEARS[family]
     for name, values in wanted.items():
@@ -138,7 +137,7 @@ def test_fp8_is_made_of_what_bitsandbytes_unpacks(family: str) -> None:
         assert "forward" in vars(layer), "folded"
         base = layer.base_layer
         assert isinstance(base, Fp8Linear)
-        assert is_unpacked(base)
+        assert is_dequantized(base)
         rounded, scale = scale_matrix(values)
         assert torch.equal(base.weight.float(), rounded.float())
         assert torch.equal(base.weight_scale[: len(scale)], scale[: len(base.weight_scale)])
@@ -160,10 +159,10 @@ def test_fp8_has_one_plain_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         plain.append(weakref.ref(weight))
         return scale_matrix(weight)
 
-    monkeypatch.setattr(fp8_linear, "scale_matrix", count)
+    monkeypatch.setattr(fp8, "scale_matrix", count)
     strategy = Strategy(weights=Dtype.NF4, unpacked_base=True, folded_adapters=True, fp8=True)
     with without_collector():
-        finish_model(model, strategy, Training(model_path="model", learning_rate=1e-4))
+        prepare_model(model, strategy, Training(model_path="model", learning_rate=1e-4))
     assert num_packed == list(range(13, -1, -1))
 
 
@@ -185,9 +184,9 @@ def without_collector() -> Iterator[None]:
 def test_what_fp8_cannot_take_is_unpacked_all_the_same() -> None:
     model = load("llama", Dtype.BF16)
     wanted = values_of(model)
-    assert unpack_base(model, waits=True) == len(wanted)
+    assert dequantize_base(model, waits=True) == len(wanted)
     waiting = [model.get_submodule(name).weight for name in wanted]
     assert {weight.untyped_storage().nbytes() for weight in waiting} == {2}
-    unpack_waiting(model)
+    dequantize_deferred(model)
     for name, values in wanted.items():
         assert torch.equal(model.get_submodule(name).weight, values)

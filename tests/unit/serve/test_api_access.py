@@ -10,8 +10,8 @@ import pytest
 from api_client import Served, serving
 from scripted_engine import ScriptedEngine
 from tightfit.core.errors import UserError
-from tightfit.serve.api.guard import host_name, is_loopback
-from tightfit.serve.api.server import LOOPBACK_NAMES, bind
+from tightfit.serve.http.middleware import host_name, is_loopback
+from tightfit.serve.http.server import LOOPBACK_NAMES, bind_socket
 
 KEY = "a-key-of-the-test"
 PATHS = ("/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json", "/nowhere")
@@ -115,19 +115,19 @@ def test_a_taken_port_is_told_with_a_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"Port {port} .* is taken") as told:
-            bind("127.0.0.1", port)
+            bind_socket("127.0.0.1", port)
         assert "--port 0" in told.value.remedy
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "a" * 300, "a..b"])
 def test_a_host_that_is_not_this_machine(host: str) -> None:
     with pytest.raises(UserError) as told:
-        bind(host, 0)
+        bind_socket(host, 0)
     assert "--host" in told.value.remedy
 
 
 def test_port_zero_takes_a_free_one_on_either_family() -> None:
-    bound = bind("127.0.0.1", 0)
+    bound = bind_socket("127.0.0.1", 0)
     try:
         assert bound.port > 0
         assert bound.is_loopback
@@ -135,6 +135,6 @@ def test_port_zero_takes_a_free_one_on_either_family() -> None:
     finally:
         bound.socket.close()
     if socket.has_ipv6:
-        six = bind("::1", 0)
+        six = bind_socket("::1", 0)
         assert six.url == f"http://[::1]:{six.port}"
         six.socket.close()

@@ -12,7 +12,7 @@ import pytest
 
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
-from tightfit.serve.api.hub import Phase
+from tightfit.serve.http.registry import ServerPhase
 
 LONG = 100_000
 
@@ -86,7 +86,7 @@ def test_a_slow_reader_costs_his_answer_and_no_more() -> None:
 
 
 def test_a_reader_who_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.serve.api.answers.STALL_SECONDS", 0.3)
+    monkeypatch.setattr("tightfit.serve.http.answers.STALL_SECONDS", 0.3)
     engine = _engine(token_seconds=0.0001, max_context=10**6)
     with serving(engine) as served:
         # Small buffers, so that little has to be said before nothing more goes through.
@@ -148,7 +148,7 @@ def test_answers_that_outlast_the_limit_are_stopped_in_an_orderly_way() -> None:
             one.join(30)
         served.thread.join(30)
         assert time.monotonic() - began_s < 60  # the answers alone would take minutes
-        assert served.server.hub.phase is Phase.STOPPING
+        assert served.server.hub.phase is ServerPhase.STOPPING
     last = streams[0][-1]
     assert isinstance(last, dict)
     assert last["error"]["code"] == "shutting_down"

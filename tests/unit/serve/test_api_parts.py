@@ -11,9 +11,9 @@ from tightfit.cli.serve import _choose_key
 from tightfit.core.errors import UsageError
 from tightfit.engines.protocol import Done, FinishReason
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serve.api.metrics import Counter, Histogram, Metrics, sample
-from tightfit.serve.api.names import name_models
-from tightfit.serve.api.shapes import as_event, count_usage
+from tightfit.serve.http.answers import count_usage, format_event
+from tightfit.serve.http.metrics import Counter, Histogram, Metrics, format_sample
+from tightfit.serve.http.server import name_models
 
 LINE = re.compile(
     r"^[a-zA-Z_:][a-zA-Z0-9_:]*"
@@ -52,7 +52,7 @@ def test_counter_adds_by_label() -> None:
 
 
 def test_labels_are_escaped() -> None:
-    assert sample("a", {"m": 'x"y\\z\n'}, 1) == r'a{m="x\"y\\z\n"} 1'
+    assert format_sample("a", {"m": 'x"y\\z\n'}, 1) == r'a{m="x\"y\\z\n"} 1'
 
 
 def test_every_line_of_the_page_is_in_the_format() -> None:
@@ -138,7 +138,7 @@ def test_usage_counts_a_prompt_once_and_only_what_was_cached_before() -> None:
 
 
 def test_an_event_is_one_line_whatever_the_text_holds() -> None:
-    event = as_event({"text": "a\n\ndata: [DONE]\r\u2028\x00"})
+    event = format_event({"text": "a\n\ndata: [DONE]\r\u2028\x00"})
 
     assert event.endswith("\n\n")
     assert len(event[:-2].splitlines()) == 1

@@ -12,8 +12,8 @@ import pytest
 
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
-from tightfit.serve.api.errors import ErrorBody
-from tightfit.serve.api.hub import Phase
+from tightfit.serve.http.errors import ErrorBody
+from tightfit.serve.http.registry import ServerPhase
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "abc"}]
@@ -256,12 +256,12 @@ def test_an_answer_that_takes_too_long_ends_with_504_and_frees_its_slot() -> Non
 
 def test_while_loading_only_health_answers() -> None:
     with serving(ScriptedEngine()) as served:
-        served.server.hub.phase = Phase.LOADING
+        served.server.hub.phase = ServerPhase.LOADING
         assert served.http.get("/health").json() == {"status": "loading"}
         for response in (served.chat("abc"), served.http.get("/v1/models")):
             assert _error(response, 503).code == "model_loading"
             assert "retry-after" in response.headers
-        served.server.hub.phase = Phase.READY
+        served.server.hub.phase = ServerPhase.READY
         assert served.http.get("/health").status_code == 200
 
 

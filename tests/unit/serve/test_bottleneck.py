@@ -6,9 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tightfit.serve.generate.bottleneck import Kind, Signs, name_bottleneck, suggest_slots
+from tightfit.serve.generate.statistics import (
+    BottleneckKind,
+    RunSigns,
+    name_bottleneck,
+    suggest_slots,
+)
 
-CALM = Signs(
+CALM = RunSigns(
     is_cpu=False,
     seconds=60.0,
     load_seconds=5.0,
@@ -23,34 +28,52 @@ CALM = Signs(
 @pytest.mark.parametrize(
     ("signs", "kind", "step"),
     [
-        (replace(CALM, is_cpu=True, idle_gpu="NVIDIA H200"), Kind.GPU_UNUSED, "--device cuda"),
-        (replace(CALM, is_offloaded=True), Kind.PCIE, "--weights nf4"),
+        (
+            replace(CALM, is_cpu=True, idle_gpu="NVIDIA H200"),
+            BottleneckKind.GPU_UNUSED,
+            "--device cuda",
+        ),
+        (replace(CALM, is_offloaded=True), BottleneckKind.PCIE, "--weights nf4"),
         (
             replace(CALM, load_seconds=100.0, load_disk_bytes=20 * 10**9),
-            Kind.DISK,
+            BottleneckKind.DISK,
             "faster disk",
         ),
-        (replace(CALM, load_seconds=100.0, load_disk_bytes=0), Kind.LOADING, "tightfit serve"),
-        (replace(CALM, starved_fraction=0.5), Kind.FEEDING, "prompts"),
-        (replace(CALM, is_cpu=True, cores_fraction=0.3), Kind.OTHER_WORK, "OMP_NUM_THREADS"),
+        (
+            replace(CALM, load_seconds=100.0, load_disk_bytes=0),
+            BottleneckKind.LOADING,
+            "tightfit serve",
+        ),
+        (replace(CALM, starved_fraction=0.5), BottleneckKind.FEEDING, "prompts"),
+        (
+            replace(CALM, is_cpu=True, cores_fraction=0.3),
+            BottleneckKind.OTHER_WORK,
+            "OMP_NUM_THREADS",
+        ),
         (
             replace(CALM, is_cpu=True, cores_fraction=0.3, num_hosts=2),
-            Kind.HOSTS,
+            BottleneckKind.HOSTS,
             "only this machine was measured",
         ),
-        (replace(CALM, bandwidth_fraction=0.8), Kind.MEMORY_BANDWIDTH, "--parallel 16"),
+        (replace(CALM, bandwidth_fraction=0.8), BottleneckKind.MEMORY_BANDWIDTH, "--parallel 16"),
         (
             replace(CALM, bandwidth_fraction=0.8, num_answers=4),
-            Kind.MEMORY_BANDWIDTH,
+            BottleneckKind.MEMORY_BANDWIDTH,
             "tightfit quantize",
         ),
-        (replace(CALM, compute_fraction=0.7, bandwidth_fraction=0.6), Kind.COMPUTE, "device"),
-        (replace(CALM, mean_active=1.2), Kind.BATCH, "more prompts"),
-        (CALM, Kind.BATCH, "--parallel 16"),
-        (replace(CALM, num_slots=256, mean_active=250.0), Kind.OVERHEAD, "--parallel"),
+        (
+            replace(CALM, compute_fraction=0.7, bandwidth_fraction=0.6),
+            BottleneckKind.COMPUTE,
+            "device",
+        ),
+        (replace(CALM, mean_active=1.2), BottleneckKind.BATCH, "more prompts"),
+        (CALM, BottleneckKind.BATCH, "--parallel 16"),
+        (replace(CALM, num_slots=256, mean_active=250.0), BottleneckKind.OVERHEAD, "--parallel"),
     ],
 )
-def test_the_signs_lead_to_the_kind_and_the_next_step(signs: Signs, kind: Kind, step: str) -> None:
+def test_the_signs_lead_to_the_kind_and_the_next_step(
+    signs: RunSigns, kind: BottleneckKind, step: str
+) -> None:
     found = name_bottleneck(signs)
 
     assert found.kind is kind
@@ -61,17 +84,17 @@ def test_the_signs_lead_to_the_kind_and_the_next_step(signs: Signs, kind: Kind, 
 
 def test_every_kind_is_covered_above() -> None:
     cases = test_the_signs_lead_to_the_kind_and_the_next_step.pytestmark  # type: ignore[attr-defined]
-    assert {case[1] for case in cases[0].args[1]} == set(Kind)
+    assert {case[1] for case in cases[0].args[1]} == set(BottleneckKind)
 
 
 def test_a_mistake_is_told_before_a_limit() -> None:
     signs = replace(CALM, is_cpu=True, idle_gpu="a GPU", bandwidth_fraction=0.9)
-    assert name_bottleneck(signs).kind is Kind.GPU_UNUSED
+    assert name_bottleneck(signs).kind is BottleneckKind.GPU_UNUSED
 
 
 def test_unmeasured_ceilings_accuse_nobody() -> None:
     signs = replace(CALM, bandwidth_fraction=None, compute_fraction=None)
-    assert name_bottleneck(signs).kind is Kind.BATCH
+    assert name_bottleneck(signs).kind is BottleneckKind.BATCH
 
 
 @pytest.mark.parametrize("slots", [1, 4, 8, 64, 256])

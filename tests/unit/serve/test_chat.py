@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from small_models import make_llama
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.data.formats import Message, recognise_format, to_messages
-from tightfit.data.read import read_rows
+from tightfit.data.sources import read_rows
 from tightfit.engines.protocol import (
     Delta,
     Done,
@@ -32,9 +32,14 @@ from tightfit.engines.protocol import (
     Request,
     Sampling,
 )
-from tightfit.serve.chat.commands import change_sampling, read_command, read_message, run_command
-from tightfit.serve.chat.conversation import Conversation, printable_text
-from tightfit.serve.chat.typed import read_messages
+from tightfit.serve.chat_commands import (
+    change_sampling,
+    read_command,
+    read_messages,
+    run_command,
+    unescape_message,
+)
+from tightfit.serve.conversation import Conversation, printable_text
 
 LONG = 32_768
 """Tokens of a context that takes minutes to fill."""
@@ -166,7 +171,7 @@ def test_nothing_a_terminal_obeys_is_shown(text: str) -> None:
 def test_commands_are_told_from_messages() -> None:
     assert read_command("hello") is None
     assert read_command("//etc is a folder") is None
-    assert read_message("//etc is a folder") == "/etc is a folder"
+    assert unescape_message("//etc is a folder") == "/etc is a folder"
     assert read_command("/SET temperature 0.7") == ("set", "temperature 0.7")
     with pytest.raises(UsageError, match=r"Did you mean `reset`"):
         read_command("/rest")

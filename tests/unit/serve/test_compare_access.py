@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.errors import DoesNotFitError, EnvironmentFaultError, UsageError
+from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serve.compare.fit import check_room
+from tightfit.serve.compare.models import require_room
 from tightfit.serve.compare.server import address_of, bound_socket, check_exposure, is_loopback
 
 
@@ -33,7 +33,7 @@ def test_a_taken_port_is_named_and_port_0_finds_a_free_one() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with (
-            pytest.raises(EnvironmentFaultError, match=str(port)) as caught,
+            pytest.raises(SetupError, match=str(port)) as caught,
             bound_socket("127.0.0.1", port),
         ):
             pass
@@ -52,11 +52,11 @@ def _gguf(folder: Path, name: str, size: int) -> Artefact:
 def test_too_little_memory_is_said_with_what_would_help(tmp_path: Path) -> None:
     pair = [_gguf(tmp_path, "a.gguf", 10**9), _gguf(tmp_path, "b.gguf", 10**9)]
 
-    check_room(pair, None, is_one_at_a_time=False, free_bytes=3 * 10**9)
+    require_room(pair, None, is_one_at_a_time=False, free_bytes=3 * 10**9)
     with pytest.raises(DoesNotFitError, match=r"The two models need about 2\.0 GiB") as both:
-        check_room(pair, None, is_one_at_a_time=False, free_bytes=15 * 10**8)
+        require_room(pair, None, is_one_at_a_time=False, free_bytes=15 * 10**8)
     assert "--one-at-a-time" in both.value.remedy
-    check_room(pair, None, is_one_at_a_time=True, free_bytes=15 * 10**8)
+    require_room(pair, None, is_one_at_a_time=True, free_bytes=15 * 10**8)
     with pytest.raises(DoesNotFitError, match="larger") as single:
-        check_room(pair, None, is_one_at_a_time=True, free_bytes=10**8)
+        require_room(pair, None, is_one_at_a_time=True, free_bytes=10**8)
     assert "quantize" in single.value.remedy

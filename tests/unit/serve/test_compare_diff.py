@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from machine_pace import allow
-from tightfit.serve.compare.diff import MOST_WORDS, Piece, find_difference
+from tightfit.serve.compare.html import MAX_DIFF_WORDS, DiffPiece, find_difference
 
 TEXTS = st.lists(
     st.sampled_from(
@@ -19,7 +19,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-def _words(pieces: tuple[Piece, ...], *, is_shared: bool) -> list[str]:
+def _words(pieces: tuple[DiffPiece, ...], *, is_shared: bool) -> list[str]:
     text = " ".join(piece.text for piece in pieces if piece.is_shared == is_shared)
     return re.findall(r"\w+|[^\w\s]", text)
 
@@ -57,7 +57,7 @@ def test_spaces_and_line_ends_alone_are_no_difference() -> None:
 
 
 def test_long_answers_are_compared_by_the_line_and_in_time() -> None:
-    lines = [f"line {number} of a long and tedious answer" for number in range(MOST_WORDS)]
+    lines = [f"line {number} of a long and tedious answer" for number in range(MAX_DIFF_WORDS)]
     changed = [*lines[:100], "another line", *lines[101:]]
     began = time.process_time()  # a pause of the machine is not ours
 

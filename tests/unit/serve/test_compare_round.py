@@ -15,11 +15,11 @@ from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.core.errors import InvalidInputError
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
 from tightfit.engines.protocol import FinishReason, Sampling
-from tightfit.serve.compare.chat import ChatDesk, Turn, make_history, render_thread
-from tightfit.serve.compare.models import Contestant, Models
-from tightfit.serve.compare.round import CompareDesk, Round
-from tightfit.serve.compare.settings import Defaults, read_settings
-from tightfit.serve.compare.votes import VoteBox
+from tightfit.serve.compare.chat_tab import ChatController, Turn, make_history, render_thread
+from tightfit.serve.compare.compare_tab import CompareController, Round
+from tightfit.serve.compare.controls import ControlDefaults, read_settings
+from tightfit.serve.compare.models import ComparedModel, ComparedModels
+from tightfit.serve.compare.votes import VoteFile
 
 HOSTILE = (
     "<img src=http://outside.example/a.png onerror=alert(1)> ![x](http://outside.example/b.png) "
@@ -65,20 +65,22 @@ def make_engine(name: str, **settings: Any) -> ScriptedEngine:
     return engine
 
 
-def make_desk(tmp_path: Path, *, token_seconds: float = 0.0) -> CompareDesk:
-    models = Models(
+def make_desk(tmp_path: Path, *, token_seconds: float = 0.0) -> CompareController:
+    models = ComparedModels(
         [
-            Contestant(name="plain", open=lambda: make_engine("P", token_seconds=token_seconds)),
-            Contestant(name="tuned", open=lambda: make_engine("T", token_seconds=token_seconds)),
+            ComparedModel(name="plain", open=lambda: make_engine("P", token_seconds=token_seconds)),
+            ComparedModel(name="tuned", open=lambda: make_engine("T", token_seconds=token_seconds)),
         ],
         is_one_at_a_time=False,
     )
     models.load()
-    return CompareDesk(models, VoteBox(tmp_path / "votes.jsonl"), Defaults(sampling=Sampling()))
+    return CompareController(
+        models, VoteFile(tmp_path / "votes.jsonl"), ControlDefaults(sampling=Sampling())
+    )
 
 
 def play(
-    desk: CompareDesk, prompt: str, *, is_blind: bool = False, most: int | None = None
+    desk: CompareController, prompt: str, *, is_blind: bool = False, most: int | None = None
 ) -> Round:
     settings = read_settings(0.0, 1.0, most or len(prompt) + 2, "1")
     opened = desk.open_round(prompt, "", settings, is_blind=is_blind)
@@ -212,15 +214,17 @@ def test_one_at_a_time_holds_one_engine(tmp_path: Path) -> None:
 
         return open_it
 
-    models = Models(
+    models = ComparedModels(
         [
-            Contestant(name="plain", open=open_one("P")),
-            Contestant(name="tuned", open=open_one("T")),
+            ComparedModel(name="plain", open=open_one("P")),
+            ComparedModel(name="tuned", open=open_one("T")),
         ],
         is_one_at_a_time=True,
     )
     models.load()
-    desk = CompareDesk(models, VoteBox(tmp_path / "v.jsonl"), Defaults(sampling=Sampling()))
+    desk = CompareController(
+        models, VoteFile(tmp_path / "v.jsonl"), ControlDefaults(sampling=Sampling())
+    )
 
     ended = play(desk, "turns")
 
@@ -229,7 +233,7 @@ def test_one_at_a_time_holds_one_engine(tmp_path: Path) -> None:
 
 
 def test_a_chat_remembers_what_was_answered_and_forgets_what_failed(tmp_path: Path) -> None:
-    desk = ChatDesk(make_desk(tmp_path).models, Defaults(sampling=Sampling()))
+    desk = ChatController(make_desk(tmp_path).models, ControlDefaults(sampling=Sampling()))
     sampling = Sampling(max_new_tokens=4)
     *_, first = desk.say((), "ab", 1, system="", sampling=sampling, visitor="v")
     *_, failed = desk.say(first, "refuse me", 0, system="", sampling=sampling, visitor="v")

@@ -12,10 +12,15 @@ import pytest
 
 from tightfit.core.dtypes import Dtype
 from tightfit.hardware.nvml import DriverReading, GpuReading
-from tightfit.serve.generate import ceilings
-from tightfit.serve.generate import meter as meters
-from tightfit.serve.generate.ceilings import probe_copy_bandwidth, probe_matmul_flops
-from tightfit.serve.generate.meter import RunMeter, count_threads, read_disk_bytes
+from tightfit.serve.generate import measure
+from tightfit.serve.generate import measure as meters
+from tightfit.serve.generate.measure import (
+    RunMeter,
+    count_threads,
+    probe_copy_bandwidth,
+    probe_matmul_flops,
+    read_disk_bytes,
+)
 
 
 def test_disk_reads_are_those_of_storage_not_of_the_page_cache(tmp_path: Path) -> None:
@@ -96,7 +101,7 @@ def test_threads_are_those_asked_for_or_those_that_compute(
 
 def test_the_copy_rate_is_that_of_a_copy_by_hand() -> None:
     """Against Python's own memcpy on the same machine; it is shared, so within a wide band."""
-    source = b"x" * ceilings.CPU_COPY_BYTES
+    source = b"x" * measure.CPU_COPY_BYTES
     target = memoryview(bytearray(len(source)))
     best = 0.0
     for _ in range(12):

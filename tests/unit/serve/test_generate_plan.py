@@ -11,20 +11,19 @@ import pytest
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError
 from tightfit.core.units import GIB
-from tightfit.engines.choose import Choice
-from tightfit.engines.open import EngineRequest
+from tightfit.engines.open import EngineChoice, EngineRequest
 from tightfit.estimate.inference import InferenceJob, estimate_inference
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serve.generate.plan import Prediction, require_fit
+from tightfit.serve.generate.prediction import InferencePrediction, require_fit
 
 LLAMA = resolve_model("Llama-2-7b")
 CARD = resolve_hardware("RTX-4090").groups[0].node.gpu
 
 
-def predict(capacity: int, *, slots: int, columns: int = 2048) -> Prediction:
+def predict(capacity: int, *, slots: int, columns: int = 2048) -> InferencePrediction:
     job = InferenceJob(
         weight_bytes=2 * LLAMA.num_params,
         compute=Dtype.BF16,
@@ -34,8 +33,8 @@ def predict(capacity: int, *, slots: int, columns: int = 2048) -> Prediction:
         new_tokens=256,
         pass_tokens=2048,
     )
-    return Prediction(
-        choice=Choice(engine="transformers", device="cuda", why="because."),
+    return InferencePrediction(
+        choice=EngineChoice(engine="transformers", device="cuda", why="because."),
         spec=LLAMA,
         gpu=CARD,
         job=job,
@@ -76,7 +75,7 @@ def test_a_refusal_proposes_the_least_change_that_fits(
         assert judge(prediction, twice) is not Verdict.FITS
 
 
-def judge(prediction: Prediction, job: InferenceJob) -> Verdict:
+def judge(prediction: InferencePrediction, job: InferenceJob) -> Verdict:
     return replace(prediction, job=job, estimate=estimate_inference(LLAMA, job, CARD)).verdict
 
 

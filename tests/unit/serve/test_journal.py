@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.core.errors import EnvironmentFaultError, UsageError
-from tightfit.serve.generate.journal import Key, journal_path, open_journal
+from tightfit.core.errors import SetupError, UsageError
+from tightfit.serve.generate.journal import AnswerKey, journal_path, open_journal
 
 SETTINGS = {"prompts": "d1", "model": "m1", "temperature": 0.7}
 
 
-def row_of(key: Key) -> dict[str, Any]:
+def row_of(key: AnswerKey) -> dict[str, Any]:
     return {"prompt_index": key.prompt, "sample": key.sample, "text": f"ä\n{key.prompt}" * 3}
 
 
-def write_all(out: Path, keys: Sequence[Key], *, is_complete: bool = True) -> int:
+def write_all(out: Path, keys: Sequence[AnswerKey], *, is_complete: bool = True) -> int:
     """Answer what is not there yet, in the given order; how many that were."""
     num_new = 0
     with open_journal(out, SETTINGS, seed=1) as journal:
@@ -37,13 +37,13 @@ def write_all(out: Path, keys: Sequence[Key], *, is_complete: bool = True) -> in
 
 
 keys_out_of_order = st.sets(st.tuples(st.integers(0, 30), st.integers(0, 2)), min_size=1).flatmap(
-    lambda found: st.permutations([Key(*pair) for pair in sorted(found)])
+    lambda found: st.permutations([AnswerKey(*pair) for pair in sorted(found)])
 )
 
 
 @given(keys=keys_out_of_order, data=st.data())
 def test_a_journal_cut_anywhere_gives_the_same_file(
-    keys: list[Key], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    keys: list[AnswerKey], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("cut")
     whole = folder / "whole.jsonl"
@@ -66,7 +66,7 @@ def test_a_flipped_bit_never_passes_for_an_answer(
     place: int, bit: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("bits")
-    out, keys = folder / "out.jsonl", [Key(0, 0), Key(1, 0), Key(2, 0)]
+    out, keys = folder / "out.jsonl", [AnswerKey(0, 0), AnswerKey(1, 0), AnswerKey(2, 0)]
     write_all(out, keys, is_complete=False)
     expected = out.read_bytes()
     journal = bytearray(journal_path(out).read_bytes())
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_keeps_the_seed_it_drew(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused_by_name_and_fresh_begins_again(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    write_all(out, [Key(0, 0)], is_complete=False)
+    write_all(out, [AnswerKey(0, 0)], is_complete=False)
 
     with pytest.raises(UsageError, match=r"temperature was 0\.7, now 0\.9") as caught:
         open_journal(out, SETTINGS | {"temperature": 0.9}, seed=None)
@@ -105,7 +105,7 @@ def test_a_finished_output_is_known_again_and_a_changed_one_is_not_overwritten(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out.jsonl"
-    write_all(out, [Key(0, 0)])
+    write_all(out, [AnswerKey(0, 0)])
 
     with open_journal(out, SETTINGS, seed=None) as journal:
         assert journal.is_finished
@@ -132,9 +132,9 @@ def test_a_file_of_the_user_is_not_replaced_unasked(tmp_path: Path) -> None:
 
 def test_failures_leave_the_journal_for_another_try(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    write_all(out, [Key(0, 0), Key(2, 0)], is_complete=False)
+    write_all(out, [AnswerKey(0, 0), AnswerKey(2, 0)], is_complete=False)
 
-    assert write_all(out, [Key(0, 0), Key(1, 0), Key(2, 0)]) == 1
+    assert write_all(out, [AnswerKey(0, 0), AnswerKey(1, 0), AnswerKey(2, 0)]) == 1
     indices = [json.loads(line)["prompt_index"] for line in out.read_text("utf-8").splitlines()]
     assert indices == [0, 1, 2]
 
@@ -160,7 +160,7 @@ def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_told_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         open_journal(tmp_path / "no" / "out.jsonl", SETTINGS, seed=None)
     assert "mkdir -p" in caught.value.remedy
 
@@ -171,14 +171,14 @@ def test_a_missing_folder_is_told_with_the_command_that_makes_it(tmp_path: Path)
 def test_a_full_disk_is_told_and_leaves_no_torn_line(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with open_journal(out, SETTINGS, seed=None) as journal:
-        journal.add(Key(0, 0), row_of(Key(0, 0)))
+        journal.add(AnswerKey(0, 0), row_of(AnswerKey(0, 0)))
         before = journal_path(out).read_bytes()
         kept, journal._handle = journal._handle, os.open("/dev/full", os.O_RDWR)
-        with pytest.raises(EnvironmentFaultError, match="No space left"):
-            journal.add(Key(1, 0), row_of(Key(1, 0)))
+        with pytest.raises(SetupError, match="No space left"):
+            journal.add(AnswerKey(1, 0), row_of(AnswerKey(1, 0)))
         os.close(journal._handle)
         journal._handle = kept
-        journal.add(Key(1, 0), row_of(Key(1, 0)))
+        journal.add(AnswerKey(1, 0), row_of(AnswerKey(1, 0)))
     assert journal_path(out).read_bytes().startswith(before)
     with open_journal(out, SETTINGS, seed=None) as again:
         assert again.num_done == 2

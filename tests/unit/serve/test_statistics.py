@@ -13,16 +13,17 @@ from tightfit.engines.protocol import EngineInfo
 from tightfit.estimate.flops import estimate_forward_flops
 from tightfit.estimate.inference import estimate_answer_flops, estimate_read_fraction
 from tightfit.models.resolve import resolve_model
-from tightfit.serve.generate.job import Timing
+from tightfit.serve.generate.job import AnswerTiming
 from tightfit.serve.generate.statistics import (
-    Ceilings,
-    Measured,
+    DeviceCeilings,
+    GenerateStatistics,
+    PassTraffic,
     RunFacts,
-    Statistics,
+    RunMeasurements,
     compute_statistics,
     percentiles,
+    sum_timeline,
 )
-from tightfit.serve.generate.timeline import Traffic, sum_timeline
 
 PASS_SECONDS = 0.02
 KV = 1000.0
@@ -33,7 +34,7 @@ WEIGHTS = 5e6
 class Played:
     """A batch engine played step by step, which counts what it does."""
 
-    timings: list[Timing]
+    timings: list[AnswerTiming]
     num_passes: int
     num_bytes: float
 
@@ -42,7 +43,7 @@ def play(lengths: list[tuple[int, int]], *, num_slots: int) -> Played:
     """Requests (prompt, new tokens) answered `num_slots` at a time, a pass every 20 ms."""
     waiting = list(lengths)
     active: list[list[float]] = []  # prompt, new tokens wanted, tokens made, first token at
-    timings: list[Timing] = []
+    timings: list[AnswerTiming] = []
     now, num_passes, num_bytes = 0.0, 0, 0.0
     while waiting or active:
         joining = waiting[: num_slots - len(active)]
@@ -60,7 +61,7 @@ def play(lengths: list[tuple[int, int]], *, num_slots: int) -> Played:
                 answer[2] += 1
         for prompt, new, made, first in [a for a in active if a[2] >= a[1]]:
             active.remove([prompt, new, made, first])
-            timings.append(Timing(int(prompt), 0, int(made), False, 0.0, first, now))
+            timings.append(AnswerTiming(int(prompt), 0, int(made), False, 0.0, first, now))
     return Played(timings, num_passes, num_bytes)
 
 
@@ -73,7 +74,7 @@ def test_passes_and_bytes_are_found_from_the_times_of_answers(
 ) -> None:
     played = play(lengths, num_slots=num_slots)
 
-    found = sum_timeline(played.timings, Traffic(WEIGHTS, KV), num_slots=num_slots)
+    found = sum_timeline(played.timings, PassTraffic(WEIGHTS, KV), num_slots=num_slots)
 
     assert found.num_passes == pytest.approx(played.num_passes, rel=0.05, abs=2)
     assert found.bytes_moved == pytest.approx(played.num_bytes, rel=0.06)
@@ -85,7 +86,7 @@ def test_passes_and_bytes_are_found_from_the_times_of_answers(
 def test_the_engines_own_count_of_passes_holds() -> None:
     played = play([(10, 30)] * 8, num_slots=2)
 
-    found = sum_timeline(played.timings, Traffic(WEIGHTS, 0.0), num_slots=2, num_passes=77)
+    found = sum_timeline(played.timings, PassTraffic(WEIGHTS, 0.0), num_slots=2, num_passes=77)
 
     assert found.num_passes == 77
     assert found.bytes_moved == pytest.approx(77 * WEIGHTS)
@@ -93,10 +94,10 @@ def test_the_engines_own_count_of_passes_holds() -> None:
 
 def test_the_busiest_second_stands_out() -> None:
     """One answer alone for 10 s at 10 passes a second, then eight at 100 for 1 s."""
-    slow = Timing(1, 0, 101, False, 0.0, 0.0, 10.0)
-    quick = [Timing(1, 0, 101, False, 0.0, 10.0, 11.0)] * 8
+    slow = AnswerTiming(1, 0, 101, False, 0.0, 0.0, 10.0)
+    quick = [AnswerTiming(1, 0, 101, False, 0.0, 10.0, 11.0)] * 8
 
-    found = sum_timeline([slow, *quick], Traffic(1e6, 0.0), num_slots=8)
+    found = sum_timeline([slow, *quick], PassTraffic(1e6, 0.0), num_slots=8)
 
     assert found.peak_bytes_per_second == pytest.approx(100e6, rel=0.05)
     assert found.bytes_moved == pytest.approx(200e6, rel=0.05)
@@ -104,10 +105,10 @@ def test_the_busiest_second_stands_out() -> None:
 
 def test_starving_is_time_with_fewer_requests_than_slots() -> None:
     """A prompt every second, each answered in half of it: one of two slots is ever open."""
-    late = [Timing(1, 0, 2, False, float(t), t + 0.1, t + 0.5) for t in range(10)]
-    assert sum_timeline(late, Traffic(1, 0), num_slots=2).starved_fraction == pytest.approx(1.0)
-    at_once = [Timing(1, 0, 2, False, 0.0, t + 0.1, t + 0.5) for t in range(10)]
-    assert sum_timeline(at_once, Traffic(1, 0), num_slots=2).starved_fraction == 0.0
+    late = [AnswerTiming(1, 0, 2, False, float(t), t + 0.1, t + 0.5) for t in range(10)]
+    assert sum_timeline(late, PassTraffic(1, 0), num_slots=2).starved_fraction == pytest.approx(1.0)
+    at_once = [AnswerTiming(1, 0, 2, False, 0.0, t + 0.1, t + 0.5) for t in range(10)]
+    assert sum_timeline(at_once, PassTraffic(1, 0), num_slots=2).starved_fraction == 0.0
 
 
 @given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
@@ -145,7 +146,7 @@ def test_a_pass_reads_what_its_tokens_need() -> None:
     assert many > 0.99 * (1 - mixtral.embedding_params / mixtral.num_params)
 
 
-def statistics_of(played: Played, *, num_hosts: int = 0, **ceilings: float) -> Statistics:
+def statistics_of(played: Played, *, num_hosts: int = 0, **ceilings: float) -> GenerateStatistics:
     info = EngineInfo(
         engine="transformers",
         version="5",
@@ -169,8 +170,8 @@ def statistics_of(played: Played, *, num_hosts: int = 0, **ceilings: float) -> S
             num_samples=1,
             num_earlier=3,
             num_failed=1,
-            measured=Measured(load_seconds=2.0, load_disk_bytes=25, weight_file_bytes=100),
-            ceilings=Ceilings(**ceilings),
+            measured=RunMeasurements(load_seconds=2.0, load_disk_bytes=25, weight_file_bytes=100),
+            ceilings=DeviceCeilings(**ceilings),
         )
     )
 
@@ -199,4 +200,4 @@ def test_the_figures_of_a_run_follow_from_its_answers() -> None:
     assert told.arithmetic.fraction == pytest.approx(2e9 * 2400 / seconds / 1e12)
     assert told.disk.cached_fraction == 0.75
     assert told.answer_seconds.p50 <= told.answer_seconds.p99
-    assert Statistics.model_validate_json(told.model_dump_json()) == told
+    assert GenerateStatistics.model_validate_json(told.model_dump_json()) == told

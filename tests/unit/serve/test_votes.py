@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.serve.compare.votes import (
-    Choice,
     Vote,
-    VoteBox,
+    VoteChoice,
+    VoteFile,
     VoteSettings,
     append_vote,
     check_votes_path,
@@ -26,7 +26,7 @@ from tightfit.serve.compare.votes import (
 
 
 def make_vote(
-    id: str = "1", *, vote: Choice = Choice.A, names: tuple[str, str] = ("x", "y")
+    id: str = "1", *, vote: VoteChoice = VoteChoice.A, names: tuple[str, str] = ("x", "y")
 ) -> Vote:
     return Vote(
         id=id,
@@ -77,7 +77,7 @@ def test_it_is_on_the_disk_before_it_counts(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", note)
-    VoteBox(path).cast(make_vote())
+    VoteFile(path).cast(make_vote())
 
     assert sizes[0] == path.stat().st_size > 0
 
@@ -98,7 +98,7 @@ def test_writers_in_several_processes_lose_and_mix_nothing(tmp_path: Path) -> No
 def test_a_pair_is_voted_on_once_also_by_two_clicks_at_once_and_after_a_restart(
     tmp_path: Path,
 ) -> None:
-    box = VoteBox(tmp_path / "votes.jsonl")
+    box = VoteFile(tmp_path / "votes.jsonl")
     results: list[bool] = []
     clicks = [
         threading.Thread(target=lambda: results.append(box.cast(make_vote()))) for _ in range(8)
@@ -109,7 +109,7 @@ def test_a_pair_is_voted_on_once_also_by_two_clicks_at_once_and_after_a_restart(
         click.join()
 
     assert sorted(results) == [False] * 7 + [True]
-    assert not VoteBox(box.path).cast(make_vote(vote=Choice.B))
+    assert not VoteFile(box.path).cast(make_vote(vote=VoteChoice.B))
     assert box.count("x", "y").total == 1
 
 
@@ -124,12 +124,12 @@ def test_a_line_that_was_cut_off_spoils_only_itself(tmp_path: Path) -> None:
 
 
 def test_counts_go_by_model_whichever_was_called_a(tmp_path: Path) -> None:
-    box = VoteBox(tmp_path / "votes.jsonl")
-    box.cast(make_vote("1", vote=Choice.A))
-    box.cast(make_vote("2", vote=Choice.B, names=("y", "x")))  # x again
-    box.cast(make_vote("3", vote=Choice.TIE, names=("y", "x")))
-    box.cast(make_vote("4", vote=Choice.BOTH_BAD))
-    box.cast(make_vote("5", vote=Choice.B, names=("x", "another")))
+    box = VoteFile(tmp_path / "votes.jsonl")
+    box.cast(make_vote("1", vote=VoteChoice.A))
+    box.cast(make_vote("2", vote=VoteChoice.B, names=("y", "x")))  # x again
+    box.cast(make_vote("3", vote=VoteChoice.TIE, names=("y", "x")))
+    box.cast(make_vote("4", vote=VoteChoice.BOTH_BAD))
+    box.cast(make_vote("5", vote=VoteChoice.B, names=("x", "another")))
 
     tally = box.count("x", "y")
 
@@ -165,7 +165,7 @@ except EnvironmentFaultError as fault:
 
 def test_a_place_that_takes_no_votes_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "votes.jsonl"):
-        with pytest.raises(EnvironmentFaultError, match="Cannot keep votes"):
+        with pytest.raises(SetupError, match="Cannot keep votes"):
             check_votes_path(path)
     check_votes_path(tmp_path / "votes.jsonl")
     assert not (tmp_path / "votes.jsonl").exists()

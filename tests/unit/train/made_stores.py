@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tightfit.data.store_writer import NewRow, StoreWriter
-from tightfit.data.token_store import StoreDescription, StoreFile, TokenStore
+from tightfit.data.token_store import NewRow, StoreDescription, StoreFile, StoreWriter, TokenStore
 
 Example = tuple[Sequence[int], Sequence[bool]]
 """Tokens, and which of them are trained."""

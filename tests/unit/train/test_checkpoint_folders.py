@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.strategy import Sharding
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.runs.run_folder import RunFolder
 from tightfit.train.checkpoint import (
     Progress,
     find_checkpoint,
@@ -25,7 +25,7 @@ from tightfit.train.checkpoint import (
     read_progress,
     write_checkpoint,
 )
-from tightfit.train.place import Place
+from tightfit.train.distributed import DistContext
 
 NUM_KILLS = 20
 MOST_KILLS = 100
@@ -57,8 +57,8 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(path=tmp_path)
 
 
-def _place(rank: int = 0) -> Place:
-    return Place(
+def _place(rank: int = 0) -> DistContext:
+    return DistContext(
         rank=rank, local_rank=rank, world_size=1, local_world_size=1, device=torch.device("cpu")
     )
 
@@ -177,7 +177,7 @@ def test_a_full_disk_leaves_the_one_before(run: RunFolder, number: int) -> None:
     engine = Toy(2)
     engine.fault = OSError(number, os.strerror(number))
 
-    with pytest.raises(EnvironmentFaultError, match=os.strerror(number)) as caught:
+    with pytest.raises(SetupError, match=os.strerror(number)) as caught:
         _write(run, engine, 6)
 
     assert "intact" in caught.value.problem
@@ -193,7 +193,7 @@ def test_a_write_that_the_system_cuts_off_is_the_disks_fault(run: RunFolder) -> 
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(EnvironmentFaultError, match="File too large"):
+        with pytest.raises(SetupError, match="File too large"):
             _write(run, Toy(2, num_bytes=1_000_000), 6)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError
+from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.strategy import Method, Sharding, Strategy
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.runs.run_folder import RunFolder
 from tightfit.train.checkpoint import Progress, find_checkpoint, write_checkpoint
+from tightfit.train.distributed import DistContext
 from tightfit.train.engine import TorchEngine
-from tightfit.train.place import Place
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda groups: AdamW(groups, lr=0.1, fused=True),
@@ -27,7 +27,9 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": lambda groups: Adafactor(groups, lr=0.1),
     "adamw-8bit": lambda groups: _8bit()(groups, lr=0.1, min_8bit_size=1),
 }
-PLACE = Place(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+PLACE = DistContext(
+    rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")
+)
 
 
 def _8bit() -> Any:
@@ -144,7 +146,7 @@ def test_a_disk_that_fills_while_torch_writes_leaves_the_one_before(tmp_path: Pa
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(EnvironmentFaultError, match="Cannot write the checkpoint"):
+        with pytest.raises(SetupError, match="Cannot write the checkpoint"):
             write_checkpoint(run, engine, _progress(2), PLACE, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

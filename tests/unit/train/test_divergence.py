@@ -7,18 +7,20 @@ import math
 import pytest
 
 from tightfit.core.errors import UserError
-from tightfit.train.agreement import Agreed
-from tightfit.train.divergence import Watch
+from tightfit.train.loop import DivergenceCheck
+from tightfit.train.step import ReducedMetrics
 
 ROWS = [f"train.jsonl line {number}" for number in range(1, 8)]
 
 
-def step_of(loss: float, *, is_skipped: bool = False) -> Agreed:
-    return Agreed(loss=loss, grad_norm=1.0, is_skipped=is_skipped, must_stop=False, must_save=False)
+def step_of(loss: float, *, is_skipped: bool = False) -> ReducedMetrics:
+    return ReducedMetrics(
+        loss=loss, grad_norm=1.0, is_skipped=is_skipped, must_stop=False, must_save=False
+    )
 
 
 def test_a_loss_that_is_no_number_names_the_rows() -> None:
-    watch = Watch(32000, is_scaled=False)
+    watch = DivergenceCheck(32000, is_scaled=False)
     watch.check(1, step_of(2.5), ROWS)
 
     with pytest.raises(UserError, match=r"step 2.*nan.*2\.500.*line 1;.*and 3 more"):
@@ -26,7 +28,7 @@ def test_a_loss_that_is_no_number_names_the_rows() -> None:
 
 
 def test_fp16_may_overflow_for_a_while() -> None:
-    watch = Watch(32000, is_scaled=True)
+    watch = DivergenceCheck(32000, is_scaled=True)
     for step in range(20):
         watch.check(step, step_of(2.0, is_skipped=True), ROWS)
     watch.check(20, step_of(2.0), ROWS)
@@ -39,11 +41,11 @@ def test_fp16_may_overflow_for_a_while() -> None:
 
 def test_without_a_scaler_an_infinite_gradient_stops_at_once() -> None:
     with pytest.raises(UserError, match="gradient"):
-        Watch(32000, is_scaled=False).check(1, step_of(2.0, is_skipped=True), ROWS)
+        DivergenceCheck(32000, is_scaled=False).check(1, step_of(2.0, is_skipped=True), ROWS)
 
 
 def test_noise_is_no_explosion_but_nonsense_is() -> None:
-    watch = Watch(32000, is_scaled=False)
+    watch = DivergenceCheck(32000, is_scaled=False)
     for step in range(30):
         watch.check(step, step_of(1.0 + (step % 3)), ROWS)
 

@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_stores import draw_rows, make_store
 
-from tightfit.train.batches import count_trained
-from tightfit.train.feed import Feed
-from tightfit.train.loader import Loader, choose_collate
-from tightfit.train.place import Place
+from tightfit.train.batches import BatchLoader, BatchSampler, choose_collate, count_trained
+from tightfit.train.distributed import DistContext
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +22,10 @@ def store_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_feed(folder: Path, *, effective_batch: int = 8, is_packed: bool = False) -> Feed:
+def make_feed(folder: Path, *, effective_batch: int = 8, is_packed: bool = False) -> BatchSampler:
     from tightfit.data.token_store import TokenStore
 
-    return Feed(
+    return BatchSampler(
         TokenStore(folder / "train"),
         effective_batch=effective_batch,
         seq_len=40,
@@ -37,8 +35,8 @@ def make_feed(folder: Path, *, effective_batch: int = 8, is_packed: bool = False
     )
 
 
-def place_of(rank: int, world_size: int) -> Place:
-    return Place(
+def place_of(rank: int, world_size: int) -> DistContext:
+    return DistContext(
         rank=rank,
         local_rank=rank,
         world_size=world_size,
@@ -47,7 +45,9 @@ def place_of(rank: int, world_size: int) -> Place:
     )
 
 
-def rows_of_step(feed: Feed, step: int, *, world_size: int, micro_batch: int) -> Counter[int]:
+def rows_of_step(
+    feed: BatchSampler, step: int, *, world_size: int, micro_batch: int
+) -> Counter[int]:
     found: Counter[int] = Counter()
     for rank in range(world_size):
         items = feed.deal(step, rank=rank, world_size=world_size, micro_batch=micro_batch)
@@ -102,7 +102,7 @@ def test_the_tensors_hold_what_the_step_counts(store_folder: Path, is_packed: bo
     for step in range(feed.steps_per_epoch):
         num_trained = []
         for rank in range(2):
-            loader = Loader(feed, collate, micro_batch=2, place=place_of(rank, 2))
+            loader = BatchLoader(feed, collate, micro_batch=2, place=place_of(rank, 2))
             [ready] = loader.steps(step, step + 1)
             assert len(ready.batches) == 2
             num_trained += [count_trained(b, is_encoder_decoder=False) for b in ready.batches]
@@ -133,7 +133,7 @@ def test_a_fault_in_the_thread_reaches_the_trainer(store_folder: Path) -> None:
     def broken(_sequences: object) -> dict[str, torch.Tensor]:
         raise ValueError("no tensors today")
 
-    loader = Loader(feed, broken, micro_batch=2, place=place_of(0, 1))
+    loader = BatchLoader(feed, broken, micro_batch=2, place=place_of(0, 1))
 
     with pytest.raises(ValueError, match="no tensors today"):
         list(loader.steps(0, 2))

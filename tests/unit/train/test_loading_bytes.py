@@ -11,12 +11,12 @@ import torch
 from small_models import make_llama
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.host import estimate_host_components, estimate_loading_bytes_by_rank
+from tightfit.estimate.host_and_disk import estimate_host_components, estimate_loading_bytes_by_rank
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.finish import finish_model
-from tightfit.train.tracing.packed import list_statistics
-from tightfit.train.tracing.subject import make_training
+from tightfit.train.model import prepare_model
+from tightfit.train.tracing.engine import make_training
+from tightfit.train.tracing.fake_kernels import list_quantization_state
 
 FSDP = {"sharding": "fsdp", "gpus_per_node": 4, "num_nodes": 2}
 TABLE_BYTES = 4 * (16 + 256 + 1)
@@ -41,8 +41,8 @@ def test_first_rank_of_fsdp_holds_the_model_it_read(tmp_path: Path, fields: dict
     assert others == [0] * 7
     request = LoadRequest.from_strategy(strategy, is_packed=False)
     model = load_base(folder, request, torch.device("cpu"))
-    whole = finish_model(model, strategy, make_training(strategy, folder))
-    held = {id(t): t for t in [*whole.parameters(), *list_statistics(whole)]}
+    whole = prepare_model(model, strategy, make_training(strategy, folder))
+    held = {id(t): t for t in [*whole.parameters(), *list_quantization_state(whole)]}
     read = sum(t.numel() * t.element_size() for t in held.values())
     num_packed = sum(type(t).__name__ == "Params4bit" for t in whole.parameters())
     assert first == read - num_packed * TABLE_BYTES

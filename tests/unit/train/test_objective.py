@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tightfit.core.strategy import Loss, Strategy
 from tightfit.train.batches import IGNORED
-from tightfit.train.objective import Objective, has_plain_head
+from tightfit.train.model import Objective, has_plain_head
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -6,10 +6,12 @@ import torch
 import torch.distributed as dist
 
 from tightfit.core.strategy import Sharding, Strategy
-from tightfit.train.place import Place, leave
+from tightfit.train.distributed import DistContext, destroy_dist_context
 from tightfit.train.sharding import make_mesh
 
-PLACE = Place(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+PLACE = DistContext(
+    rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")
+)
 
 
 def test_a_mesh_of_one_needs_no_torchrun() -> None:
@@ -17,4 +19,4 @@ def test_a_mesh_of_one_needs_no_torchrun() -> None:
     try:
         assert make_mesh(Strategy(sharding=Sharding.FSDP), PLACE).size() == 1
     finally:
-        leave()
+        destroy_dist_context()

@@ -17,16 +17,17 @@ from transformers import (
 
 from tightfit.core.strategy import Loss, Strategy
 from tightfit.core.training import Schedule, Training
+from tightfit.train.batches import BatchLoader, BatchSampler, choose_collate
+from tightfit.train.distributed import DistContext
 from tightfit.train.engine import TorchEngine
-from tightfit.train.feed import Feed
-from tightfit.train.loader import Loader, choose_collate
-from tightfit.train.objective import Objective
+from tightfit.train.loop import learning_rate_at
+from tightfit.train.model import Objective
 from tightfit.train.optimizers import build_optimizer
-from tightfit.train.place import Place
-from tightfit.train.schedule import learning_rate_at
 from tightfit.train.step import StepPlan, mix_seed, train_step
 
-ALONE = Place(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+ALONE = DistContext(
+    rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")
+)
 FP32: dict[str, Any] = {"weights": "fp32", "compute": "fp32", "method": "full"}
 
 
@@ -68,9 +69,11 @@ def run_steps(
     """Losses of a run over sixteen rows a step; packed, all rows share a step either way."""
     store = make_store(folder, draw_rows(16), seq_len=48)
     training = Training(model_path="none", learning_rate=1e-2, max_grad_norm=max_grad_norm)
-    feed = Feed(store, effective_batch=16, seq_len=48, is_packed=is_packed, seed=0, shuffle=True)
+    feed = BatchSampler(
+        store, effective_batch=16, seq_len=48, is_packed=is_packed, seed=0, shuffle=True
+    )
     collate = choose_collate(store.description, is_packed=is_packed)
-    loader = Loader(feed, collate, micro_batch=micro_batch, place=ALONE)
+    loader = BatchLoader(feed, collate, micro_batch=micro_batch, place=ALONE)
     engine = make_engine(training, **fields)
     losses = []
     for ready in loader.steps(0, num_steps):

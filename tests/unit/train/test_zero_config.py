@@ -9,14 +9,14 @@ import pytest
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Offload, Sharding, Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.buffers import estimate_buffer_bytes
 from tightfit.estimate.job import estimate_job
+from tightfit.estimate.state import estimate_buffer_bytes
 from tightfit.hardware.types import Node
-from tightfit.hardware.words import parse_words
+from tightfit.hardware.words import parse_hardware
 from tightfit.models.catalogue import list_models, load_row
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.plan import Plan, PlanHardware
-from tightfit.train.zero_config import make_zero_config
+from tightfit.train.zero import make_zero_config
 
 HIDDEN = 4096
 HALF_PRECISION = {
@@ -43,7 +43,7 @@ def make_plan(
     spec: ModelSpec, *, is_cpu: bool = False, clip: float | None = 1.0, **fields: Any
 ) -> Plan:
     strategy = Strategy(micro_batch=2, grad_accum=8, gpus_per_node=4, **fields)
-    node = parse_words("4xA100-80GB").groups[0].node
+    node = parse_hardware("4xA100-80GB").groups[0].node
     if is_cpu:
         node = Node(gpu=node.gpu.model_copy(update={"is_cpu": True}), num_gpus=4)
     return Plan(

@@ -9,11 +9,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tightfit.core.errors import EnvironmentFaultError
-from tightfit.train.place import Place
-from tightfit.train.zero_start import start_deepspeed
+from tightfit.core.errors import SetupError
+from tightfit.train.distributed import DistContext
+from tightfit.train.zero import start_deepspeed
 
-PLACE = Place(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+PLACE = DistContext(
+    rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
 
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         start_deepspeed(PLACE)
 
     assert "DeepSpeed cannot be imported" in caught.value.problem
@@ -42,7 +44,7 @@ def test_accelerator_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator", accelerator)
 
-    with pytest.raises(EnvironmentFaultError) as caught:
+    with pytest.raises(SetupError) as caught:
         start_deepspeed(PLACE)
 
     assert "started for cuda" in caught.value.problem

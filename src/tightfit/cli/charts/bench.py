@@ -7,12 +7,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.charts.memory_png import make_figure, save_figure, write_title
-from tightfit.cli.require import require_packages
-from tightfit.cli.terminal.harmless import harmless, shorten
+from tightfit.cli.charts.memory import make_figure, save_figure, write_title
+from tightfit.cli.packages import require_packages
+from tightfit.cli.terminal.output import harmless, shorten
 from tightfit.core.errors import UsageError
 from tightfit.core.files import check_writable
-from tightfit.ledger.trial import Bench, Trial, speed_of
+from tightfit.runs.bench import Bench, Trial, speed_of
 
 PREDICTED, MEASURED = "#b0b0b0", "#4477aa"
 BAR_HEIGHT = 0.38

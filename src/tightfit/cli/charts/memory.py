@@ -1,19 +1,25 @@
-"""The memory chart: for each GPU one panel, for each phase one bar stacked by component."""
+"""The memory chart: one panel per GPU, one bar per phase stacked by component; PNG or HTML.
+
+The HTML file is inline SVG without script; matplotlib loads only for PNG.
+"""
 
 from __future__ import annotations
 
+import io
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
+from typing import Any
 
-from tightfit.cli.terminal.harmless import shorten
-from tightfit.cli.terminal.output import announce
-from tightfit.core.errors import UsageError
-from tightfit.core.files import check_writable
+from tightfit.cli.terminal.output import announce, shorten
+from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.html_page import render_page
 from tightfit.core.units import GIB, render_bytes
 from tightfit.estimate.result import Estimate
-from tightfit.planning.explain import fullest_phases
+from tightfit.planning.search import fullest_phases
 
 NAMED_COLOURS = {
     "weights": "#4477aa",
@@ -111,13 +117,9 @@ def check_chart_path(path: Path) -> None:
 def write_chart(chart: Chart, path: Path) -> None:
     """PNG or HTML, by the file's ending."""
     if path.suffix.lower() == ".png":
-        from tightfit.cli.charts.memory_png import write_png
-
-        write_png(chart, path)
+        write_memory_png(chart, path)
     else:
-        from tightfit.cli.charts.memory_html import write_html
-
-        write_html(chart, path)
+        write_memory_html(chart, path)
     announce(path)
 
 
@@ -144,3 +146,229 @@ def _order(components: dict[str, int]) -> tuple[tuple[str, int], ...]:
 
 def _totals(panel: Panel) -> Sequence[int]:
     return [bar.total_bytes for bar in panel.bars]
+
+
+# The memory chart as one HTML file: inline SVG, no script, nothing fetched, light and dark.
+
+WIDTH = 960
+LEFT = 110
+RIGHT = 190
+ROW = 30
+TOP = 30
+
+_STYLE = """
+text.size { paint-order: stroke; stroke: var(--paper); stroke-width: 5px;
+  stroke-linejoin: round; }
+rect { stroke: var(--paper); stroke-width: 1; } rect:hover { opacity: .75; }
+"""
+
+
+def write_memory_html(chart: Chart, path: Path) -> None:
+    write_atomic(path, render_memory_html(chart))
+
+
+def render_memory_html(chart: Chart) -> str:
+    """The whole document."""
+    legend = "".join(
+        f'<li><span style="background:{colour}"></span>{escape(name)}</li>'
+        for name, colour in chart.colour_of.items()
+    )
+    panels = "".join(_render_panel(panel, chart) for panel in chart.panels)
+    title = escape(chart.title)
+    subtitle = f"<p>{escape(chart.subtitle)}</p>\n" if chart.subtitle else ""
+    return render_page(
+        chart.title,
+        f"<h1>{title}</h1>\n{subtitle}<p>Memory on each GPU by phase; the dashed line is the card. "
+        f'Point at a part for its size.</p>\n<ul class="legend">{legend}</ul>\n{panels}',
+        style=_STYLE,
+    )
+
+
+def _render_panel(panel: Panel, chart: Chart) -> str:
+    height = TOP + ROW * len(panel.bars) + 28
+    # The sizes last, each with a halo: the card's line would strike them through.
+    inside = "".join(
+        [
+            *_axis(chart, height),
+            *_bars(panel, chart),
+            *_limit(panel, chart, height),
+            *_sizes(panel, chart),
+        ]
+    )
+    label = escape(f"{panel.title}: memory by phase", quote=True)
+    return (
+        f"<h2>{escape(panel.title)}</h2>\n<p>{escape(panel.subtitle)}</p>\n"
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{inside}</svg>\n'
+    )
+
+
+def _x(gib: float, chart: Chart) -> float:
+    return round(LEFT + (WIDTH - LEFT - RIGHT) * gib / chart.top_gib, 2)
+
+
+def _axis(chart: Chart, height: int) -> Iterator[str]:
+    for tick in pick_ticks(chart.top_gib):
+        x = _x(tick, chart)
+        yield f'<line class="grid" x1="{x}" y1="{TOP}" x2="{x}" y2="{height - 24}"/>'
+        yield f'<text class="soft" x="{x}" y="{height - 8}" text-anchor="middle">{tick:g}</text>'
+    yield f'<text class="soft" x="{WIDTH - RIGHT + 16}" y="{height - 8}">GiB</text>'
+
+
+def _bars(panel: Panel, chart: Chart) -> Iterator[str]:
+    for row, bar in enumerate(panel.bars):
+        y = TOP + ROW * row + 4
+        yield f'<text x="{LEFT - 10}" y="{y + 16}" text-anchor="end">{escape(bar.phase)}</text>'
+        yield from _parts(bar, chart, y)
+
+
+def _sizes(panel: Panel, chart: Chart) -> Iterator[str]:
+    for row, bar in enumerate(panel.bars):
+        y = TOP + ROW * row + 4
+        end = _x(bar.total_bytes / GIB, chart) + 8
+        kind = "size over" if bar.total_bytes > panel.capacity_bytes else "size soft"
+        told = escape(describe_bar(bar, panel))
+        yield f'<text class="{kind}" x="{end}" y="{y + 16}">{told}</text>'
+
+
+def _parts(bar: Bar, chart: Chart, y: int) -> Iterator[str]:
+    colour_of = chart.colour_of
+    done = 0
+    for name, size in bar.parts:
+        left, right = _x(done / GIB, chart), _x((done + size) / GIB, chart)
+        done += size
+        told = escape(f"{bar.phase}: {name} {render_bytes(size)}")
+        yield (
+            f'<rect x="{left}" y="{y}" width="{max(right - left, 0.5):.2f}" height="{ROW - 8}" '
+            f'fill="{colour_of[name]}"><title>{told}</title></rect>'
+        )
+
+
+def _limit(panel: Panel, chart: Chart, height: int) -> Iterator[str]:
+    x = _x(panel.capacity_bytes / GIB, chart)
+    told = escape(f"card: {render_bytes(panel.capacity_bytes)}")
+    yield (
+        f'<line class="limit" x1="{x}" y1="{TOP - 6}" x2="{x}" y2="{height - 24}">'
+        f"<title>{told}</title></line>"
+    )
+    yield f'<text class="over" x="{x}" y="{TOP - 12}" text-anchor="middle">{told}</text>'
+
+
+# The memory chart as PNG, by matplotlib.
+
+
+def write_memory_png(chart: Chart, path: Path) -> None:
+    """Draw into memory, then write the file whole."""
+    heights = [1.1 + 0.34 * len(panel.bars) for panel in chart.panels]
+    figure = make_figure(sum(heights) + 1.6)
+    axes = figure.subplots(
+        len(chart.panels), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
+    )
+    for panel, axis in zip(chart.panels, axes[:, 0], strict=True):
+        _draw_panel(axis, panel, chart)
+    axes[-1, 0].set_xlabel("GiB on each GPU")
+    write_title(figure, chart.title, chart.subtitle)
+    draw_legend(figure, chart.colour_of)
+    save_figure(figure, path)
+
+
+def make_figure(height: float, *, hspace: float | None = None) -> Any:
+    """An empty picture, `height` inches high; `hspace` keeps its panels further apart."""
+    try:
+        # The object interface, not pyplot: no display, no global state.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as fault:
+        raise SetupError(
+            "A PNG chart needs matplotlib, which is not installed.",
+            remedy="pip install 'tightfit[plot]'    (or --chart chart.html, which needs nothing)",
+        ) from fault
+    figure = Figure(figsize=(10, height), dpi=150, layout=ConstrainedLayoutEngine(hspace=hspace))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_title(figure: Any, title: str, subtitle: str) -> None:
+    # Empty last lines keep the first panel's heading off the title.
+    lines = "\n\n" if subtitle else "\n"
+    figure.suptitle(f"{title}{lines}", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.text(0.01, 1 - 0.33 / figure.get_figheight(), subtitle, va="top", fontsize=9)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    image = io.BytesIO()
+    figure.savefig(image, format="png", metadata={"Software": "tightfit"})
+    write_atomic(path, image.getvalue())
+
+
+def _draw_panel(axis: Any, panel: Panel, chart: Chart) -> None:
+    from matplotlib.patheffects import withStroke
+
+    colour_of = chart.colour_of
+    for row, bar in enumerate(panel.bars):
+        left = 0.0
+        for name, size in bar.parts:
+            axis.barh(
+                row, size / GIB, left=left, height=0.72, color=colour_of[name],
+                edgecolor="white", linewidth=0.6,
+            )  # fmt: skip
+            left += size / GIB
+        over = bar.total_bytes > panel.capacity_bytes
+        axis.annotate(
+            describe_bar(bar, panel),
+            (left, row),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color="#b3261e" if over else "#333333",
+            zorder=5,
+            path_effects=[withStroke(linewidth=4, foreground="white")],
+        )
+    axis.axvline(
+        panel.capacity_bytes / GIB, color="#b3261e", linewidth=1.4, linestyle="--", zorder=3
+    )
+    axis.annotate(
+        f"card: {render_bytes(panel.capacity_bytes)}",
+        (panel.capacity_bytes / GIB, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        fontsize=8,
+        color="#b3261e",
+    )
+    _dress_axis(axis, panel, chart)
+
+
+def _dress_axis(axis: Any, panel: Panel, chart: Chart) -> None:
+    axis.set_title(
+        f"{panel.title}  ",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+        pad=30 if panel.subtitle else 18,
+    )
+    axis.annotate(
+        panel.subtitle, (0, 1), xycoords="axes fraction", xytext=(0, 17),
+        textcoords="offset points", fontsize=8, color="#555555",
+    )  # fmt: skip
+    axis.set_yticks(range(len(panel.bars)), [bar.phase for bar in panel.bars], fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlim(0, chart.top_gib * 1.08)
+    axis.set_xticks(pick_ticks(chart.top_gib))
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def draw_legend(figure: Any, colour_of: Mapping[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name) for name, colour in colour_of.items()]
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=5, fontsize=8, frameon=False,
+        handlelength=1.2, columnspacing=1.4,
+    )  # fmt: skip

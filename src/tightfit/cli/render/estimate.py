@@ -1,18 +1,32 @@
-"""An Estimate as text: the verdict first, then every part of the peak."""
+"""An estimate as text: the verdict, then every part of the peak; and the ZeRO table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.describe import count_of, describe_gpus, describe_sharding, describe_strategy
-from tightfit.cli.terminal.notes import heading, plain, render_notes
-from tightfit.cli.terminal.screen import Column, make_table, render_bar, render_gauge, show
+from tightfit.cli.render.describe import (
+    count_of,
+    describe_gpus,
+    describe_sharding,
+    describe_strategy,
+)
+from tightfit.cli.terminal.screen import (
+    Column,
+    heading,
+    make_table,
+    plain,
+    render_bar,
+    render_gauge,
+    render_notes,
+    show,
+)
 from tightfit.core.strategy import Strategy
-from tightfit.core.units import render_bytes, render_count, render_seconds
+from tightfit.core.units import GIB, render_bytes, render_count, render_seconds
 from tightfit.estimate.result import Estimate, StepTime, Verdict
+from tightfit.estimate.zero_table import ZeroRow
 from tightfit.hardware.types import NodeGroup
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.traced import TRACED, UNTRACED_PHASES
@@ -167,3 +181,34 @@ def _render_surroundings(estimate: Estimate) -> RenderableType:
 def _listed(components: dict[str, int]) -> str:
     largest = sorted(components.items(), key=lambda item: -item[1])
     return ", ".join(f"{_words(name)} {render_bytes(size)}" for name, size in largest if size > 0)
+
+
+# The ZeRO table as text, in the words of DeepSpeed's own.
+
+
+def show_zero_table(rows: Sequence[ZeroRow], subject: str) -> None:
+    show(_render_zero_table(rows, subject))
+
+
+def _render_zero_table(rows: Sequence[ZeroRow], subject: str) -> Iterator[RenderableType]:
+    yield plain(subject)
+    yield plain(
+        "Weights, gradients and Adam only: `tightfit estimate MODEL --sharding zero3` adds the "
+        "rest. GB are 2^30 bytes, as in DeepSpeed's table."
+    )
+    yield ""
+    columns = (
+        Column(title="per CPU", right=True),
+        Column(title="per GPU", right=True),
+        Column(title="Options", keep=False),
+    )
+    yield make_table(columns, [_zero_row(row) for row in rows])
+
+
+def _zero_row(row: ZeroRow) -> tuple[str, str, str]:
+    return (
+        f"{row.host_bytes / GIB:,.2f}GB",
+        f"{row.gpu_bytes / GIB:,.2f}GB",
+        f"offload_param={row.offload_param}, offload_optimizer={row.offload_optimizer}, "
+        f"zero_init={row.zero_init}",
+    )

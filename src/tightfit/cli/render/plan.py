@@ -1,28 +1,170 @@
-"""Plans as text: the best few side by side, why the first is first, and what was left out."""
+"""Plans as text: the best few side by side, why the first is first, what was excluded, and offers
+to rent.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.describe import count_of, describe_how, describe_levers
 from tightfit.cli.missing import find_missing
 from tightfit.cli.network import note_network
-from tightfit.cli.order import explain_order, explain_steps
+from tightfit.cli.render.describe import (
+    count_of,
+    describe_how,
+    describe_levers,
+    describe_method,
+    describe_precision,
+    describe_sharding,
+    shorten_gpu,
+)
 from tightfit.cli.render.estimate import VERDICT_STYLES
-from tightfit.cli.render.plan_groups import render_groups
-from tightfit.cli.terminal.harmless import harmless
-from tightfit.cli.terminal.notes import heading, plain, render_notes
-from tightfit.cli.terminal.screen import Column, make_table, render_gauge, show
+from tightfit.cli.terminal.output import harmless
+from tightfit.cli.terminal.screen import (
+    Cell,
+    Column,
+    heading,
+    make_table,
+    plain,
+    render_gauge,
+    render_notes,
+    show,
+)
+from tightfit.core.data_profile import DataProfile
+from tightfit.core.strategy import Offload, Optimizer, Strategy
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds, render_usd
-from tightfit.core.workload import DataProfile
 from tightfit.estimate.result import StepTime, Verdict
 from tightfit.hardware.types import Cluster
+from tightfit.planning.buying import Offer
 from tightfit.planning.plan import Exclusion, Plan
-from tightfit.planning.search import SearchResult
+from tightfit.planning.ranking import METHOD_HANDICAPS, handicap_total, measure_seconds
+from tightfit.planning.request import JobRequest, name_method
+from tightfit.planning.search import GroupBest, SearchResult, find_run_seconds
 from tightfit.planning.traced import TRACED
+
+# Why a faster plan stands behind the first: the ranking's policy in one line.
+
+LEAST_FACTOR = 1.01
+"""A closer race is decided by headroom and simplicity, which the table shows."""
+
+
+def explain_order(plans: Sequence[Plan]) -> str | None:
+    """`2 is 1.17x faster, but ...` for the fastest plan that is not first; None where it is."""
+    best = plans[0]
+    found = [
+        (factor, place, plan)
+        for place, plan in enumerate(plans[1:], start=2)
+        if (factor := _compare(plan, best)) >= LEAST_FACTOR
+    ]
+    if not found:
+        return None
+    factor, place, plan = max(found, key=lambda item: item[0])
+    return f"{place} is {factor:.2f}x faster, but {_reason(plan, best)}."
+
+
+def explain_steps(plans: Sequence[Plan]) -> list[str]:
+    """`3 is 1.06x faster than 2, but ...` for each plan behind the first that is faster than the
+    one above it, and that `explain_order` has no word on."""
+    told = []
+    for place, (above, plan) in enumerate(pairwise(plans), start=2):
+        factor = _compare(plan, above)
+        if place == 2 or factor < LEAST_FACTOR or _compare(plan, plans[0]) >= LEAST_FACTOR:
+            continue
+        is_other = above.estimate.tier != plan.estimate.tier
+        reason = "what is traced comes first" if is_other else _reason(plan, above)
+        told.append(f"{place} is {factor:.2f}x faster than {place - 1}, but {reason}.")
+    return told
+
+
+def _compare(plan: Plan, other: Plan) -> float:
+    """How many times as fast as the other."""
+    seconds = measure_seconds(plan.estimate)
+    return measure_seconds(other.estimate) / seconds if seconds > 0 else 0.0
+
+
+def _reason(plan: Plan, best: Plan) -> str:
+    is_tighter = plan.estimate.verdict is not best.estimate.verdict
+    if is_tighter and plan.estimate.verdict is Verdict.TIGHT:
+        return "it is tight: what fits with room comes first"
+    if plan.effective_batch > best.effective_batch:
+        return f"it takes {plan.effective_batch:,} sequences a step, more than were asked for"
+    if handicap_total(plan.strategy) <= handicap_total(best.strategy):
+        return "it leaves less room or needs more levers"
+    return next(_prices(plan.strategy, best.strategy), "it asks for more than its speed is worth")
+
+
+def _prices(strategy: Strategy, best: Strategy) -> Iterator[str]:
+    """What the strategy costs that the best does not, dearest first; see ranking.py."""
+    method = name_method(strategy)
+    if METHOD_HANDICAPS.get(method, 1.0) > METHOD_HANDICAPS.get(name_method(best), 1.0):
+        if method == "full":
+            yield "full tuning makes a whole model per run: --method full plans it first"
+        elif method == "qlora":
+            yield "QLoRA costs quality: --method qlora plans it first"
+        else:
+            weights = strategy.weights.value
+            yield (
+                f"{describe_method(strategy)} over {weights} costs quality: "
+                f"--set weights={weights} plans it first"
+            )
+    if strategy.offload is not Offload.NONE and best.offload is Offload.NONE:
+        setting = f"--set offload={strategy.offload.value}"
+        yield f"offload ties up host memory and the bus: {setting} plans it first"
+    if strategy.compile and not best.compile:
+        yield "compiling takes minutes before the first step: --set compile=true plans it first"
+    is_exact = strategy.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_KERNEL)
+    if strategy.optimizer is not best.optimizer and not is_exact:
+        name = strategy.optimizer.value
+        yield f"{name} costs some quality: --set optimizer={name} plans it first"
+    if strategy.sharding is not best.sharding:
+        name = strategy.sharding.value
+        yield f"{name} is one more part that can fail: --set sharding={name} plans it first"
+    if strategy.num_nodes > best.num_nodes:
+        yield "it needs more nodes, which is one more part that can fail"
+
+
+# The best plan of each partition or node pool: how fast, and whether it can start now.
+
+
+def render_groups(groups: Sequence[GroupBest], plans: Sequence[Plan]) -> Iterator[RenderableType]:
+    """One line per group; nothing where there is one group. Of `plans`, whichever are theirs are
+    shown in place of the first search's: they may have been traced since."""
+    if len(groups) < 2:
+        return
+    has_data = plans[0].data is not None
+    columns = (
+        Column(title="group", style="bold"),
+        Column(title="its best", keep=False),
+        Column(title="run" if has_data else "tokens/s", right=True),
+        Column(title="limit", right=True),
+        Column(title="free nodes", right=True),
+        Column(title="starts", keep=False),
+    )
+    shown = {plan.hardware.group: plan for plan in reversed(plans)}
+    yield ""
+    yield heading("By group")
+    yield make_table(columns, [_group_row(best, shown.get(best.group.name)) for best in groups])
+
+
+def _group_row(best: GroupBest, shown: Plan | None) -> tuple[str, ...]:
+    group, plan = best.group, shown or best.plan
+    limit = render_seconds(group.max_seconds) if group.max_seconds else "-"
+    free = group.num_free_nodes
+    nodes = f"{group.num_nodes:,}" if free is None else f"{free:,} of {group.num_nodes:,}"
+    if plan is None:
+        return harmless(group.name), "nothing fits", "-", limit, nodes, "-"
+    how = describe_how(plan.strategy, plan.hardware.node.gpu.name)
+    seconds = find_run_seconds(plan.estimate, plan.num_epochs)
+    speed = f"{plan.estimate.time.tokens_per_second:,.0f}"
+    run = speed if seconds is None else render_seconds(seconds)
+    starts = {True: "now", False: "must wait", None: "not told"}[best.can_start_now]
+    if best.exceeds_limit:
+        starts += ", is cut off"
+    return harmless(group.name), how, run, limit, nodes, starts
+
 
 BAR_WIDTH = 16
 NUM_CARDS = 6
@@ -225,3 +367,73 @@ def _render_excluded(result: SearchResult, *, is_explained: bool) -> Iterator[Re
         yield _render_exclusions(result.excluded)
     else:
         yield plain(f"{told} (--explain lists why).")
+
+
+# Offers as text.
+
+
+def show_offers(
+    offers: Sequence[Offer], request: JobRequest, *, num_shown: int, unused: str | None = None
+) -> None:
+    """`unused`: hardware that a recipe names, which buying does not look at."""
+    show(_render_offers(offers, request, num_shown=num_shown, unused=unused))
+
+
+def _render_offers(
+    offers: Sequence[Offer], request: JobRequest, *, num_shown: int, unused: str | None
+) -> Iterator[RenderableType]:
+    spec = request.spec
+    has_run = offers[0].usd_per_run is not None
+    price = "$ per run" if has_run else "$ per million tokens"
+    yield heading(
+        f"What to rent for {spec.name} ({render_count(spec.num_params)} parameters), "
+        f"{request.planned_seq_len:,} tokens a sequence, cheapest first by {price}"
+    )
+    yield ""
+    columns = (
+        Column(title="", right=True),
+        Column(title="rent", keep=False),
+        Column(title="GiB/GPU", right=True),
+        Column(title="time" if has_run else "tokens/s", right=True),
+        Column(title="$/run" if has_run else "$/M tokens", right=True),
+        Column(title="$/hour", right=True),
+        Column(title="$/month", right=True),
+    )
+    rows = [_offer_row(place, offer) for place, offer in enumerate(offers[:num_shown], start=1)]
+    yield make_table(columns, rows, is_spaced=True)
+    notes = list(_list_offer_notes(offers, num_shown=num_shown))
+    if unused is not None:
+        notes.append(f"the recipe's hardware ({unused}) is not used: --buy tries every priced card")
+    yield from render_notes("Notes", notes)
+
+
+def _list_offer_notes(offers: Sequence[Offer], *, num_shown: int) -> Iterator[str]:
+    if len(offers) > num_shown:
+        yield f"{len(offers) - num_shown} more at a higher price: --top {len(offers)}"
+    if offers[0].usd_per_run is None:
+        yield "with --data FILE the price of the whole run is known"
+    yield (
+        "each card at its cheapest cloud's median on-demand price, without host, disk and traffic: "
+        f"tightfit hardware {shorten_gpu(offers[0].gpu.name)!r} lists them"
+    )
+
+
+def _offer_row(place: int, offer: Offer) -> tuple[Cell, ...]:
+    estimate, strategy = offer.plan.estimate, offer.plan.strategy
+    gpu, time = estimate.gpu, estimate.time
+    words = (describe_method(strategy), describe_precision(strategy), describe_sharding(strategy))
+    rent = Text(f"{offer.num_gpus} x {shorten_gpu(offer.gpu.name)}", style="bold")
+    rent.append("\n" + ", ".join(words), style="not bold dim")
+    run = offer.usd_per_run
+    speed = f"{time.tokens_per_second:,.0f}"
+    if time.seconds_per_epoch is not None:
+        speed = render_seconds(time.seconds_per_epoch * offer.plan.num_epochs)
+    return (
+        str(place),
+        rent,
+        f"{gpu.peak_reserved_bytes / GIB:.1f}/{gpu.capacity_bytes / GIB:.1f}",
+        speed,
+        render_usd(run) if run is not None else f"${offer.usd_per_million_tokens:.2g}",
+        render_usd(offer.usd_per_hour),
+        render_usd(offer.usd_per_month),
+    )

@@ -1,4 +1,6 @@
-"""A trace as text: what survives, the peak of each stage, what stands at the peak, and advice."""
+"""A trace as text: the peak of each phase, the tensors alive at the peak, advice, and traced
+time.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,26 @@ from itertools import groupby
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.describe import count_of, shorten_gpu
+from tightfit.cli.render.describe import count_of, shorten_gpu
 from tightfit.cli.render.estimate import VERDICT_STYLES, VERDICT_WORDS
-from tightfit.cli.terminal.notes import heading, plain, render_notes
-from tightfit.cli.terminal.screen import Column, make_table, render_gauge, show
+from tightfit.cli.terminal.screen import (
+    Column,
+    heading,
+    make_table,
+    plain,
+    render_bar,
+    render_gauge,
+    render_notes,
+    show,
+)
 from tightfit.core.units import render_bytes, render_seconds
-from tightfit.estimate.host import PROCESS_BYTES
-from tightfit.estimate.result import Estimate
-from tightfit.estimate.trace.peak import Peak, PeakTensor
-from tightfit.estimate.trace.result import TracedMemory
-from tightfit.estimate.trace.summary import judge_traced
+from tightfit.estimate.host_and_disk import PROCESS_BYTES
+from tightfit.estimate.result import Estimate, Peak, PeakTensor, StepTime
 from tightfit.hardware.types import Gpu
 from tightfit.planning.advice import Advice
+from tightfit.trace.recording import judge_traced
+from tightfit.trace.result import TracedMemory, TracedTime
+from tightfit.trace.traced_time import CLOSED_FORM_COMPONENTS
 
 NUM_TENSORS = 8
 """Groups of tensors in the table; the rest is one row."""
@@ -213,3 +223,40 @@ def _render_tensors(traced: TracedMemory) -> RenderableType:
         Column(title="made by", keep=False),
     )
     return make_table(columns, rows)
+
+
+# A traced step's time as text: what each part takes, and what the formulas said.
+
+SHORTEST_SHOWN = 0.005
+"""Seconds that are still rounded to 0.01."""
+
+
+def show_traced_time(traced: TracedTime, *, step: StepTime, closed_form: StepTime) -> None:
+    """Print the parts of the traced step, transfers between ranks by formula."""
+    off = closed_form.seconds_per_step / max(step.seconds_per_step, 1e-12) - 1
+    parts = {name: seconds for name, seconds in traced.stages.items() if seconds > 0}
+    by_formula = {name: step.components.get(name, 0.0) for name in CLOSED_FORM_COMPONENTS}
+    parts |= {f"{name}, by formula": seconds for name, seconds in by_formula.items() if seconds > 0}
+    whole = max(step.seconds_per_step, 1e-12)
+    rows = [
+        (name, _say(seconds), render_bar(seconds / whole, width=36))
+        for name, seconds in parts.items()
+    ]
+    columns = (Column(title="part"), Column(title="time", right=True), Column(title="of the step"))
+    show(
+        [
+            "",
+            heading(f"Time of a step, traced: {render_seconds(step.seconds_per_step)}"),
+            make_table(columns, rows),
+            plain(
+                f"By itself the device needs {render_seconds(traced.device_seconds)} and the "
+                f"host {render_seconds(traced.host_seconds)}. The closed form says "
+                f"{render_seconds(closed_form.seconds_per_step)} ({off:+.1%})."
+            ),
+        ]
+    )
+
+
+def _say(seconds: float) -> str:
+    """What is there is not told as nothing."""
+    return render_seconds(seconds) if seconds >= SHORTEST_SHOWN else "under 0.01 s"

@@ -8,18 +8,24 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from tightfit.cli.describe import count_of, describe_how, describe_levers
+from tightfit.cli.render.describe import count_of, describe_how, describe_levers
 from tightfit.cli.render.plan import describe_data
-from tightfit.cli.terminal.notes import heading, plain, render_notes
-from tightfit.cli.terminal.screen import Column, make_table, show
-from tightfit.cli.terminal.table import render_pairs
+from tightfit.cli.terminal.screen import (
+    Column,
+    heading,
+    make_table,
+    plain,
+    render_notes,
+    render_pairs,
+    show,
+)
+from tightfit.clusters.slurm.queue import read_job_file
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds
 from tightfit.estimate.result import Verdict
-from tightfit.launch.slurm.job_file import read_job_file
-from tightfit.ledger.report import RunReport
-from tightfit.ledger.run_folder import RunFolder, RunStatus
-from tightfit.ledger.words import list_results, render_error, render_quantity
 from tightfit.planning.plan import Plan
+from tightfit.runs.report import RunReport
+from tightfit.runs.report_words import list_results, render_error, render_quantity
+from tightfit.runs.run_folder import RunFolder, RunStatus
 
 
 def show_start(plan: Plan, *, folder: Path, free_bytes: int, needed_bytes: int) -> None:

@@ -8,12 +8,18 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.describe import count_of
-from tightfit.cli.terminal.notes import heading, plain, render_notes
-from tightfit.cli.terminal.screen import Column, make_table, show
-from tightfit.cli.terminal.table import Cell
+from tightfit.cli.render.describe import count_of
+from tightfit.cli.terminal.screen import (
+    Cell,
+    Column,
+    heading,
+    make_table,
+    plain,
+    render_notes,
+    show,
+)
 from tightfit.core.units import render_bytes, render_seconds
-from tightfit.export.merge.merge import Merged
+from tightfit.export.merge import MergeResult
 from tightfit.export.verify.verdict import Comparison, Level, Verdict
 
 _STYLES = {Level.FAIL: "bold red", Level.WARNING: "yellow", Level.NOTE: ""}
@@ -24,7 +30,7 @@ def show_verdict(verdict: Verdict) -> None:
     show(render_verdict(verdict))
 
 
-def show_merged(merged: Merged) -> None:
+def show_merged(merged: MergeResult) -> None:
     show(_render_merged(merged))
 
 
@@ -105,7 +111,7 @@ def _count_failed(verdict: Verdict) -> str:
     return f"{failed} of {count_of(len(verdict.rows), 'model')} did not pass."
 
 
-def _render_merged(merged: Merged) -> Iterator[RenderableType]:
+def _render_merged(merged: MergeResult) -> Iterator[RenderableType]:
     yield heading(f"{merged.adapter} merged into {merged.base}")
     stored = " and ".join(merged.dtypes)
     yield plain(

@@ -1,4 +1,6 @@
-"""Following a submitted job: the queue, then the steps as `train` shows them, then the report."""
+"""Following a submitted job: the queue, the steps as `train` shows them, the report, or why it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,59 @@ from pathlib import Path
 import typer
 
 from tightfit.cli.exit_codes import EXIT_INTERRUPTED
-from tightfit.cli.submitting.faults import explain_end
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import write_err, write_out
-from tightfit.cli.training.display import open_display
-from tightfit.cli.training.end import find_artefact
-from tightfit.cli.training.progress import Progress
-from tightfit.core.errors import UserError
-from tightfit.launch.slurm.job_file import read_job_file
-from tightfit.launch.slurm.queue import JobState, JobStatus, cancel_jobs, read_jobs
-from tightfit.launch.slurm.watch import JobWatch
-from tightfit.ledger.past_run import parse_time
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+from tightfit.cli.terminal.output import show_json, write_err, write_out
+from tightfit.cli.terminal.run_display import Progress, open_display
+from tightfit.cli.training.finish import find_artefact
+from tightfit.clusters.local.outcome import read_lines
+from tightfit.clusters.slurm.follow import SlurmFollower
+from tightfit.clusters.slurm.queue import JobState, JobStatus, cancel_jobs, read_job_file, read_jobs
+from tightfit.core.errors import SetupError, UserError
+from tightfit.core.validation import printable
+from tightfit.runs.report import parse_time
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
+
+# Why a submitted job ended before its run did, and what to do about it.
+
+NUM_LAST_CHARACTERS = 200
+
+
+def explain_end(run: RunFolder, status: JobStatus, state: RunState | None) -> UserError:
+    """The run's own words where it failed by itself, else Slurm's."""
+    if state is not None and state.status is RunStatus.FAILED and state.problem:
+        fault = UserError(
+            state.problem, remedy=state.remedy or f"less {shlex.quote(str(run.log_path))}"
+        )
+        fault.exit_code = state.exit_code or UserError.exit_code
+        return fault
+    at = f" at step {state.step}" if state is not None and state.step else ""
+    log = run.path / f"slurm-{status.job_id}.out"
+    said = {
+        JobState.CANCELLED: f"Job {status.job_id} was cancelled{at}.",
+        JobState.TIMEOUT: f"Job {status.job_id} met its time limit{at} before it had saved.",
+        JobState.NODE_FAIL: f"Job {status.job_id} lost its node{at}.",
+        JobState.PREEMPTED: f"Job {status.job_id} was preempted{at}.",
+        JobState.UNKNOWN: f"Slurm no longer knows job {status.job_id}.",
+    }
+    if status.state in said:
+        again = (
+            f"tightfit submit {shlex.quote(str(run.path))}    (goes on from the last checkpoint)"
+        )
+        return UserError(said[status.state], remedy=again)
+    if status.state is JobState.OUT_OF_MEMORY:
+        return SetupError(
+            f"Job {status.job_id} took more host memory than it asked for{at}; Slurm ended it.",
+            remedy="`slurm: extra: [--mem=0]` in site.yaml asks for all of a node's memory",
+        )
+    return SetupError(
+        f"Job {status.job_id} ended{at} without a word from the run{_last_words(log)}",
+        remedy=f"less {shlex.quote(str(log))}",
+    )
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in read_lines(log, start=0) if line.strip()]
+    return f": {printable(lines[-1], most=NUM_LAST_CHARACTERS)}" if lines else "."
+
 
 SETTLE_SECONDS = 10.0
 """For a shared file system to show what the job wrote last."""
@@ -49,7 +92,7 @@ def is_active(job_id: str) -> bool:
     return not status.state.is_over and status.state is not JobState.UNKNOWN
 
 
-def tell_finished(run: RunFolder, *, as_json: bool) -> None:
+def report_finished(run: RunFolder, *, as_json: bool) -> None:
     """There is nothing to submit."""
     artefact = find_artefact(run)
     if as_json:
@@ -77,7 +120,7 @@ def _watch(run: RunFolder, job_id: str, *, as_json: bool) -> JobStatus:
 
     progress = Progress(num_steps=read_num_steps(), capacity_bytes=capacity)
     with open_display(progress, read_num_steps=read_num_steps, is_silent=as_json) as display:
-        return JobWatch(run, job_id, display).wait()
+        return SlurmFollower(run, job_id, display).wait()
 
 
 def _ask_to_cancel(job_id: str) -> bool:
@@ -141,7 +184,7 @@ def _is_stale(run: RunFolder, state: RunState) -> bool:
 
 
 def _show(run: RunFolder, status: JobStatus, *, code: int, as_json: bool) -> None:
-    from tightfit.ledger.report import make_report
+    from tightfit.runs.report import make_report
 
     try:
         report = make_report(run)

@@ -8,22 +8,23 @@ from pathlib import Path
 import typer
 
 from tightfit.cli.exit_codes import EXIT_INTERRUPTED
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.terminal.output import write_err
-from tightfit.cli.training.display import open_display
-from tightfit.cli.training.end import find_artefact
-from tightfit.cli.training.progress import Progress
+from tightfit.cli.terminal.output import show_json, write_err
+from tightfit.cli.terminal.run_display import Progress, open_display
+from tightfit.cli.training.finish import find_artefact
+from tightfit.clusters.kubernetes.client import KubernetesApi, cancel_job
+from tightfit.clusters.kubernetes.follow import (
+    JobPhase,
+    JobSnapshot,
+    KubernetesFollower,
+    describe_pod,
+)
+from tightfit.clusters.kubernetes.pod import Document
 from tightfit.core.errors import UserError
-from tightfit.launch.kubernetes.apply import cancel_job
-from tightfit.launch.kubernetes.connect import Cluster
-from tightfit.launch.kubernetes.follow import JobPhase, JobView
-from tightfit.launch.kubernetes.pod import Document
-from tightfit.launch.kubernetes.watch import JobWatch, describe_pod
-from tightfit.ledger.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 
 def follow_pods(
-    cluster: Cluster, leader: Document, *, run: RunFolder | None, as_json: bool
+    cluster: KubernetesApi, leader: Document, *, run: RunFolder | None, as_json: bool
 ) -> None:
     """Watch to the end and leave with the run's exit code; Ctrl-C asks what is to become of it."""
     is_cancelled = False
@@ -39,7 +40,9 @@ def follow_pods(
     _end(leader, view, run, as_json=as_json, is_cancelled=is_cancelled)
 
 
-def _watch(cluster: Cluster, leader: Document, run: RunFolder | None, *, as_json: bool) -> JobView:
+def _watch(
+    cluster: KubernetesApi, leader: Document, run: RunFolder | None, *, as_json: bool
+) -> JobSnapshot:
     def read_num_steps() -> int:
         state = None if run is None else _read_state(run)
         return state.num_steps if state is not None else 0
@@ -47,7 +50,7 @@ def _watch(cluster: Cluster, leader: Document, run: RunFolder | None, *, as_json
     capacity = 0 if run is None else run.read_plan().estimate.gpu.capacity_bytes
     progress = Progress(num_steps=read_num_steps(), capacity_bytes=capacity)
     with open_display(progress, read_num_steps=read_num_steps, is_silent=as_json) as display:
-        return JobWatch(cluster, leader, run=run, watch=display).wait()
+        return KubernetesFollower(cluster, leader, run=run, watch=display).wait()
 
 
 def _ask_to_cancel(leader: Document) -> bool:
@@ -87,10 +90,10 @@ def log_command(leader: Document) -> str:
 
 
 def _end(
-    leader: Document, view: JobView, run: RunFolder | None, *, as_json: bool, is_cancelled: bool
+    leader: Document, view: JobSnapshot, run: RunFolder | None, *, as_json: bool, is_cancelled: bool
 ) -> None:
     state = None if run is None else _read_state(run)
-    fault = None if is_cancelled else _find_fault(leader, view, state)
+    fault = None if is_cancelled else _find_error(leader, view, state)
     code = EXIT_INTERRUPTED if is_cancelled else fault.exit_code if fault is not None else 0
     if fault is None or not as_json:
         _show(leader, view, run, code=code, as_json=as_json)
@@ -100,7 +103,7 @@ def _end(
         raise typer.Exit(code)
 
 
-def _find_fault(leader: Document, view: JobView, state: RunState | None) -> UserError | None:
+def _find_error(leader: Document, view: JobSnapshot, state: RunState | None) -> UserError | None:
     """The run's own words where it has any, else those of its pods, else the cluster's."""
     if view.phase is JobPhase.COMPLETE:
         return None
@@ -127,9 +130,9 @@ def _find_fault(leader: Document, view: JobView, state: RunState | None) -> User
 
 
 def _show(
-    leader: Document, view: JobView, run: RunFolder | None, *, code: int, as_json: bool
+    leader: Document, view: JobSnapshot, run: RunFolder | None, *, code: int, as_json: bool
 ) -> None:
-    from tightfit.ledger.report import make_report
+    from tightfit.runs.report import make_report
 
     try:
         report = None if run is None else make_report(run)

@@ -1,44 +1,140 @@
-"""A run folder made ready here for a job that will run elsewhere, whatever schedules it."""
+"""A run folder prepared here for a job that will run on a cluster."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tightfit.cli.flags.submit import SubmitFlags
-from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.submitting.places import Workplace, move_tokens, open_workplace
-from tightfit.cli.terminal.harmless import shorten
-from tightfit.cli.terminal.output import write_err
-from tightfit.cli.training.folder import write_folder
-from tightfit.cli.training.job import read_training_job
-from tightfit.cli.training.place import Place, Stage, find_place, move_aside
-from tightfit.cli.training.plan import Ready, make_ready, reuse_plan
-from tightfit.cli.training.recipe import Wish
+from tightfit.cli.options.clusters import SubmitFlags
+from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.terminal.output import shorten, write_err
+from tightfit.cli.training.plan import PlannedJob, plan_job, reuse_plan
+from tightfit.cli.training.request import TrainRequest
+from tightfit.cli.training.run_folder import (
+    RunLocation,
+    RunStage,
+    claim_folder,
+    find_run_location,
+    folder_error,
+    move_aside,
+    name_folder,
+    read_training_job,
+    write_folder,
+)
+from tightfit.clusters.requirements import check_space
 from tightfit.core.errors import DoesNotFitError, UsageError, UserError
 from tightfit.core.recipe import Recipe
 from tightfit.core.strategy import Offload
+from tightfit.data.token_store import TokenStore
 from tightfit.hardware.types import Cluster, NodeGroup
-from tightfit.launch.space import check_space
-from tightfit.ledger.find import DEFAULT_FOLDER
-from tightfit.ledger.run_folder import RunFolder
 from tightfit.planning.plan import Plan
+from tightfit.runs.find import DEFAULT_FOLDER
+from tightfit.runs.run_folder import RunFolder
+
+# Where a submitted run will lie, and where it is prepared until it may lie there.
+
+_TOKENS = "tokens"
+"""What `data/encode.py` calls the folder that it makes in a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class RunWorkspace:
+    """A run's folder, and the one to prepare it in."""
+
+    run: RunFolder
+    cache: Path | None
+    """Where data is encoded: the run's own folder, or one beside it while an old run is there.
+    None: in this user's cache, as nothing is to be written."""
+
+
+@contextmanager
+def open_workspace(
+    flags: SubmitFlags, wish: TrainRequest, place: RunLocation, *, home: Path
+) -> Iterator[RunWorkspace]:
+    """`home` holds runs that were given no folder. What is new in it goes again on a failure."""
+    method = wish.recipe.method.value
+    if flags.dry_run:
+        folder = place.folder or name_folder(wish, method, home=home)
+        yield RunWorkspace(run=RunFolder(path=folder.absolute()), cache=None)
+    elif place.folder is None:
+        with _claimed(claim_folder(wish, method, home=home).absolute()) as run:
+            yield RunWorkspace(run=run, cache=run.path)
+    elif flags.fresh and place.run.is_run():
+        run = RunFolder(path=place.folder.absolute())
+        with _beside(run.path) as cache:
+            yield RunWorkspace(run=run, cache=cache)
+    else:
+        with _made(place.folder.absolute()) as run:
+            yield RunWorkspace(run=run, cache=run.path)
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[RunFolder]:
+    run = RunFolder(path=folder)
+    try:
+        yield run
+    finally:
+        if not run.is_run():  # the next attempt claims another: nobody would find its tokens
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """On the same disk, so that what it holds can be moved in an instant."""
+    try:
+        made = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", dir=folder.parent))
+    except OSError as fault:
+        raise folder_error(folder, fault) from fault
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[RunFolder]:
+    """Before any work, so that a folder that cannot be is not found out in the middle of it."""
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise folder_error(folder, fault) from fault
+    try:
+        yield RunFolder(path=folder)
+    finally:
+        if is_new:
+            with suppress(OSError):  # it is not empty: encoded data is found again
+                folder.rmdir()
+
+
+def move_tokens(ready: PlannedJob, source: Path, target: Path) -> PlannedJob:
+    """The same data, moved from one folder that was a cache to another."""
+    (source / _TOKENS).rename(target / _TOKENS)
+
+    def reopen(store: TokenStore) -> TokenStore:
+        return TokenStore(target / store.folder.relative_to(source))
+
+    held = ready.encoded
+    held_out = None if held.eval is None else reopen(held.eval)
+    return replace(ready, encoded=replace(held, train=reopen(held.train), eval=held_out))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRun:
     """A run that only needs to be written to its folder and started."""
 
     group: NodeGroup
     """The nodes that it is planned for."""
-    wish: Wish
-    ready: Ready
+    wish: TrainRequest
+    ready: PlannedJob
     begun: Plan | None
     """The plan of a run that goes on."""
-    workplace: Workplace
+    workplace: RunWorkspace
 
     @property
     def run(self) -> RunFolder:
@@ -50,7 +146,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _ExistingPlans:
     """Plans that there are already: of the run that goes on, or of a file that was named."""
 
     begun: Plan | None
@@ -64,11 +160,13 @@ def as_train_flags(flags: SubmitFlags) -> TrainFlags:
     return TrainFlags(nodes=flags.nodes or 1, **{name: getattr(flags, name) for name in shared})
 
 
-def find_submitted(flags: SubmitFlags, *, runs: str | None) -> tuple[Wish, Plan | None, Place]:
+def find_submitted(
+    flags: SubmitFlags, *, runs: str | None
+) -> tuple[TrainRequest, Plan | None, RunLocation]:
     """What is asked for, the plan where a saved one was named, and where it lies or will lie."""
     train_flags = as_train_flags(flags)
     wish, saved = read_training_job(train_flags)
-    return wish, saved, find_place(wish, train_flags, base=find_base(runs))
+    return wish, saved, find_run_location(wish, train_flags, base=find_base(runs))
 
 
 @contextmanager
@@ -76,25 +174,25 @@ def prepare_run(
     flags: SubmitFlags,
     cluster: Cluster,
     *,
-    found: tuple[Wish, Plan | None, Place],
+    found: tuple[TrainRequest, Plan | None, RunLocation],
     runs: str | None,
-) -> Iterator[Prepared]:
-    """Plan over `cluster` and encode; `settle_run` makes a run of it while this is open.
+) -> Iterator[PreparedRun]:
+    """Plan over `cluster` and encode; `write_prepared_run` makes a run of it while this is open.
 
     Until then an old run in the same place is whole, and a failure leaves nothing new behind but
     data that was encoded into a folder that the user named. With --dry-run nothing is written,
     and data is encoded in this user's cache.
     """
     wish, saved, place = found
-    begun = place.run.read_plan() if place.stage is Stage.BEGUN else None
-    with open_workplace(flags, wish, place, home=find_base(runs)) as workplace:
-        held = _Held(begun=begun, saved=saved)
+    begun = place.run.read_plan() if place.stage is RunStage.BEGUN else None
+    with open_workspace(flags, wish, place, home=find_base(runs)) as workplace:
+        held = _ExistingPlans(begun=begun, saved=saved)
         ready, group = _plan(flags, cluster, wish=wish, held=held, cache=workplace.cache)
         check_space(workplace.cache or workplace.run.path, ready.plan)
-        yield Prepared(group=group, wish=wish, ready=ready, begun=begun, workplace=workplace)
+        yield PreparedRun(group=group, wish=wish, ready=ready, begun=begun, workplace=workplace)
 
 
-def settle_run(prepared: Prepared) -> None:
+def write_prepared_run(prepared: PreparedRun) -> None:
     """Write the run's folder; a run that lies there is kept under another name."""
     place, ready = prepared.workplace, prepared.ready
     if place.cache not in (None, place.run.path):  # an old run is there
@@ -109,7 +207,7 @@ def find_base(runs: str | None) -> Path:
     return DEFAULT_FOLDER if runs is None else Path(runs).expanduser()
 
 
-def find_read(recipe: Recipe) -> dict[str, Path]:
+def list_inputs(recipe: Recipe) -> dict[str, Path]:
     """What a job reads beside its own folder, by what it is."""
     from tightfit.runtime.model_files import locate_model
 
@@ -120,8 +218,13 @@ def find_read(recipe: Recipe) -> dict[str, Path]:
 
 
 def _plan(
-    flags: SubmitFlags, cluster: Cluster, *, wish: Wish, held: _Held, cache: Path | None
-) -> tuple[Ready, NodeGroup]:
+    flags: SubmitFlags,
+    cluster: Cluster,
+    *,
+    wish: TrainRequest,
+    held: _ExistingPlans,
+    cache: Path | None,
+) -> tuple[PlannedJob, NodeGroup]:
     """The plan that is held where the cluster can run it, else a new one."""
     old = held.begun or held.saved
     if old is not None:
@@ -140,7 +243,7 @@ def _plan(
     return plan_on_fewest(
         cluster,
         flags.nodes,
-        lambda part: make_ready(
+        lambda part: plan_job(
             wish, as_train_flags(flags), cluster=part, cache=cache, begun=held.begun
         ),
     )

@@ -9,54 +9,56 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from tightfit.cli.flags.submit import SubmitFlags
 from tightfit.cli.network import state_network
-from tightfit.cli.submitting.follow import follow_job, is_active, tell_finished
+from tightfit.cli.options.clusters import SubmitFlags
+from tightfit.cli.submitting.follow import follow_job, is_active, report_finished
 from tightfit.cli.submitting.prepare import (
-    Prepared,
+    PreparedRun,
     find_base,
-    find_read,
     find_submitted,
+    list_inputs,
     prepare_run,
-    settle_run,
+    write_prepared_run,
 )
-from tightfit.cli.terminal.harmless import shorten
-from tightfit.cli.terminal.json_output import show_json
-from tightfit.cli.training.place import Place, Stage
-from tightfit.cli.training.recipe import Wish
-from tightfit.core.errors import EnvironmentFaultError, UsageError
-from tightfit.core.files import write_atomic
-from tightfit.core.units import render_seconds
-from tightfit.hardware.inventory import Inventory
-from tightfit.hardware.plannable import plan_over
-from tightfit.hardware.slurm import probe_slurm_inventory
-from tightfit.hardware.time_limit import parse_time_limit
-from tightfit.launch.site import Site, read_site
-from tightfit.launch.slurm.constraint import keep_fitting
-from tightfit.launch.slurm.gres import GpuWords, find_gpu_words
-from tightfit.launch.slurm.job_file import (
+from tightfit.cli.terminal.output import shorten, show_json
+from tightfit.cli.training.request import TrainRequest
+from tightfit.cli.training.run_folder import RunLocation, RunStage
+from tightfit.clusters.site import Site, read_site
+from tightfit.clusters.slurm.queue import (
     SubmittedJob,
-    one_at_a_time,
+    check_script,
+    find_queued,
+    lock_submission,
     read_job_file,
+    submit_script,
     write_job_file,
 )
-from tightfit.launch.slurm.queue import find_queued, submit_script, test_script
-from tightfit.launch.slurm.resources import Resources, find_resources
-from tightfit.launch.slurm.script import write_script
-from tightfit.launch.slurm.shared_files import check_shared, is_this_machine
-from tightfit.launch.slurm.training import SCRIPT_FILE, TrainingJob, make_batch_job
-from tightfit.ledger.find import find_run
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.clusters.slurm.resources import (
+    GpuRequest,
+    JobResources,
+    filter_nodes,
+    find_gpu_request,
+    find_resources,
+)
+from tightfit.clusters.slurm.script import SCRIPT_FILE, TrainingJob, make_batch_job, write_script
+from tightfit.clusters.slurm.shared_files import check_shared, is_this_machine
+from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.files import write_atomic
+from tightfit.core.units import parse_time_limit, render_seconds
+from tightfit.hardware.inventory import Inventory, plannable_cluster
+from tightfit.hardware.slurm import probe_slurm_inventory
 from tightfit.planning.plan import Plan
+from tightfit.runs.find import find_run
+from tightfit.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class SlurmDraft:
     """All that would be submitted."""
 
-    prepared: Prepared
+    prepared: PreparedRun
     partition: str
-    resources: Resources
+    resources: JobResources
     script: str
     notes: tuple[str, ...]
 
@@ -66,11 +68,11 @@ def submit_slurm(flags: SubmitFlags) -> None:
     limit = _read_time_limit(flags)  # faults of the command line come before any work
     if _follow_again(flags):
         return
-    site = _lay_over(read_site(), flags)
+    site = _apply_flags(read_site(), flags)
     found = find_submitted(flags, runs=site.runs)
     wish, _, place = found
-    if place.stage is Stage.FINISHED and not flags.dry_run:
-        tell_finished(place.run, as_json=flags.as_json)
+    if place.stage is RunStage.FINISHED and not flags.dry_run:
+        report_finished(place.run, as_json=flags.as_json)
         return
     if not flags.dry_run and (queued := _find_queued_of(place)) is not None:
         _refuse_second(place.run, flags)
@@ -78,16 +80,16 @@ def submit_slurm(flags: SubmitFlags) -> None:
         return
     _refuse_running(place, flags)
     partition = _read_partition(flags, wish, site)
-    inventory = keep_fitting(probe_slurm_inventory(partition), site.slurm.constraint)
+    inventory = filter_nodes(probe_slurm_inventory(partition), site.slurm.constraint)
     notes = _check_files(inventory, site, wish, place)
-    cluster = state_network(plan_over(inventory), flags.network)
+    cluster = state_network(plannable_cluster(inventory), flags.network)
     with prepare_run(flags, cluster, found=found, runs=site.runs) as prepared:
         draft = _draft(flags, site, inventory, prepared, limit=limit)
         draft = replace(draft, notes=(*notes, *cluster.warnings, *draft.notes))
         if flags.dry_run:
             _show_draft(draft, flags)
             return
-        settle_run(prepared)
+        write_prepared_run(prepared)
     job_id = _submit(draft)
     _show_submitted(draft, job_id, flags)
     if flags.follow is not False:
@@ -133,8 +135,8 @@ def _note(run: RunFolder, job_id: str, partition: str) -> None:
     write_job_file(run, SubmittedJob(job_id=job_id, partition=partition, submitted_at=now))
 
 
-def _find_queued_of(place: Place) -> str | None:
-    if place.folder is None or place.stage is not Stage.BEGUN:
+def _find_queued_of(place: RunLocation) -> str | None:
+    if place.folder is None or place.stage is not RunStage.BEGUN:
         return None
     return _find_active(place.run)
 
@@ -145,7 +147,7 @@ def _refuse_second(run: RunFolder, flags: SubmitFlags) -> None:
         raise _is_there_already(run)
 
 
-def _refuse_running(place: Place, flags: SubmitFlags) -> None:
+def _refuse_running(place: RunLocation, flags: SubmitFlags) -> None:
     """--fresh moves the old run away, which a job that writes in it must not see."""
     if not flags.fresh or flags.dry_run or place.folder is None or not place.run.is_run():
         return
@@ -164,7 +166,7 @@ def _is_there_already(run: RunFolder) -> UsageError:
     )
 
 
-def _lay_over(site: Site, flags: SubmitFlags) -> Site:
+def _apply_flags(site: Site, flags: SubmitFlags) -> Site:
     """Options win over site.yaml."""
     given = {name: getattr(flags, name) for name in ("account", "qos", "constraint", "reservation")}
     stated = {name: value for name, value in given.items() if value is not None}
@@ -193,17 +195,19 @@ def _read_time_limit(flags: SubmitFlags) -> float | None:
     return limit
 
 
-def _read_partition(flags: SubmitFlags, wish: Wish, site: Site) -> str | None:
+def _read_partition(flags: SubmitFlags, wish: TrainRequest, site: Site) -> str | None:
     said = flags.on or wish.recipe.on or ""
     named = said.partition(":")[2].strip() if said.casefold().startswith("slurm") else ""
     return named or site.slurm.partition
 
 
-def _check_files(inventory: Inventory, site: Site, wish: Wish, place: Place) -> list[str]:
+def _check_files(
+    inventory: Inventory, site: Site, wish: TrainRequest, place: RunLocation
+) -> list[str]:
     """Before the data is encoded: the nodes will see what they read and write."""
     if is_this_machine(node.name for node in inventory.nodes):
         return []
-    places = {"The run folder": place.folder or find_base(site.runs), **find_read(wish.recipe)}
+    places = {"The run folder": place.folder or find_base(site.runs), **list_inputs(wish.recipe)}
     return check_shared({what: path.absolute() for what, path in places.items()}, site)
 
 
@@ -211,10 +215,10 @@ def _draft(
     flags: SubmitFlags,
     site: Site,
     inventory: Inventory,
-    prepared: Prepared,
+    prepared: PreparedRun,
     *,
     limit: float | None,
-) -> Draft:
+) -> SlurmDraft:
     plan, group = prepared.plan, prepared.group
     if limit is not None and group.max_seconds is not None and limit > group.max_seconds:
         raise UsageError(
@@ -237,7 +241,7 @@ def _draft(
         resources=resources,
         can_requeue=flags.requeue,
     )
-    return Draft(
+    return SlurmDraft(
         prepared=prepared,
         partition=partition,
         resources=resources,
@@ -246,10 +250,10 @@ def _draft(
     )
 
 
-def _find_words(inventory: Inventory, partition: str, plan: Plan) -> GpuWords:
+def _find_words(inventory: Inventory, partition: str, plan: Plan) -> GpuRequest:
     if plan.hardware.node.gpu.is_cpu:
-        return GpuWords()
-    return find_gpu_words(
+        return GpuRequest()
+    return find_gpu_request(
         inventory,
         partition=partition,
         gpu_name=plan.hardware.node.gpu.name,
@@ -257,7 +261,7 @@ def _find_words(inventory: Inventory, partition: str, plan: Plan) -> GpuWords:
     )
 
 
-def _list_notes(resources: Resources, *, can_requeue: bool) -> list[str]:
+def _list_notes(resources: JobResources, *, can_requeue: bool) -> list[str]:
     """Where the run is longer than one job may be."""
     if resources.num_slices == 1 or resources.seconds is None:
         return []
@@ -273,10 +277,10 @@ def _list_notes(resources: Resources, *, can_requeue: bool) -> list[str]:
     ]
 
 
-def _submit(draft: Draft) -> str:
+def _submit(draft: SlurmDraft) -> str:
     run = draft.prepared.run
     path = run.path / SCRIPT_FILE
-    with one_at_a_time(run):
+    with lock_submission(run):
         if find_queued(path) is not None:
             raise _is_there_already(run)
         write_atomic(path, draft.script)
@@ -285,14 +289,14 @@ def _submit(draft: Draft) -> str:
     return job_id
 
 
-def _show_draft(draft: Draft, flags: SubmitFlags) -> None:
+def _show_draft(draft: SlurmDraft, flags: SubmitFlags) -> None:
     """The plan, the script, and what Slurm would do with it."""
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as stream:
         stream.write(draft.script)
         stream.flush()
         try:
-            said: str | None = test_script(Path(stream.name))
-        except EnvironmentFaultError as fault:
+            said: str | None = check_script(Path(stream.name))
+        except SetupError as fault:
             said = fault.problem
     if flags.as_json:
         show_json(
@@ -306,12 +310,12 @@ def _show_draft(draft: Draft, flags: SubmitFlags) -> None:
             }
         )
         return
-    from tightfit.cli.submitting.render import show_draft
+    from tightfit.cli.submitting.render import show_slurm_draft
 
-    show_draft(draft.prepared, script=draft.script, notes=draft.notes, said=said)
+    show_slurm_draft(draft.prepared, script=draft.script, notes=draft.notes, said=said)
 
 
-def _show_submitted(draft: Draft, job_id: str, flags: SubmitFlags) -> None:
+def _show_submitted(draft: SlurmDraft, job_id: str, flags: SubmitFlags) -> None:
     run = draft.prepared.run
     if not flags.as_json:
         from tightfit.cli.submitting.render import show_submitted

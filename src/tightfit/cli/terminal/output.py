@@ -1,14 +1,42 @@
-"""The one way text leaves: stdout or a named failure, stderr or nothing."""
+"""Text to stdout and stderr: plain, JSON, progress bars; control characters are escaped.
+
+Loads no rich until a progress bar is drawn.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from tightfit.cli.terminal.harmless import harmless
+# Names from files and arguments, without characters that a terminal would obey.
+
+LONGEST_VALUE = 60
+
+
+def harmless(text: str) -> str:
+    """Each control character, line break and direction mark as `?`; odd spaces as spaces."""
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def harmless_lines(text: str) -> str:
+    """The same for text whose line breaks are ours."""
+    return "\n".join(map(harmless, text.split("\n")))
+
+
+def shorten(value: object) -> str:
+    """A value for the middle of a sentence."""
+    text = harmless(str(value))
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def _shown(char: str) -> str:
+    if char.isprintable():
+        return char
+    return " " if char == "\t" or (char.isspace() and ord(char) > 0x9F and char < "\u2028") else "?"
 
 
 class PipeClosedError(Exception):
@@ -46,7 +74,7 @@ def announce(path: Path) -> None:
     write_err(f"wrote {harmless(str(path))}\n")
 
 
-def speaks_unicode() -> bool:
+def supports_unicode() -> bool:
     """Whether stdout can show more than ASCII for certain."""
     return (getattr(sys.stdout, "encoding", None) or "ascii").lower().startswith("utf")
 
@@ -66,3 +94,46 @@ def _encodable(text: str) -> str:
     """Characters that stdout's encoding lacks, as `\\xe4`."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+# The `--json` side of every verb.
+
+
+def show_json(value: Any) -> None:
+    """One JSON document on stdout and nothing else."""
+    import json
+
+    text = json.dumps(value, indent=2, ensure_ascii=not supports_unicode(), allow_nan=False)
+    # Half of a surrogate pair (a file name that is no UTF-8) is JSON only as an escape.
+    write_out(_escape_halves(text) + "\n")
+
+
+def _escape_halves(text: str) -> str:
+    if text.isascii():
+        return text
+    return "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+# A bar with the time left on stderr where someone watches, and nothing elsewhere.
+
+Report = Callable[[str, int, int], None]
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Report | None]:
+    """What to call with a task's name, how far it is, and of how much."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, of: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=of)
+            bars.update(tasks[what], completed=done)
+
+        yield report

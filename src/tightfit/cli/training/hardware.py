@@ -1,4 +1,4 @@
-"""The hardware that `train` may use: what is here, as many nodes as run it, within a limit."""
+"""The hardware of a job: named by `--on` or found here, its memory limit, its rendezvous."""
 
 from __future__ import annotations
 
@@ -6,16 +6,64 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.hardware_choice import with_measured_rates
 from tightfit.cli.network import state_network
-from tightfit.cli.terminal.harmless import shorten
-from tightfit.core.errors import EnvironmentFaultError, InvalidInputError, UsageError
+from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.terminal.output import shorten
+from tightfit.clusters.rendezvous import Rendezvous, parse_endpoint, probe_is_here
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError
 from tightfit.core.training import MEMORY_VARIABLE
 from tightfit.core.units import parse_bytes
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster, NodeGroup
-from tightfit.launch.rendezvous import Rendezvous, parse_endpoint, probe_is_here
+
+# Which hardware is meant where `--on` was not given: this machine, else what the verb says.
+
+DEFAULT_CARD = "RTX-4090"
+"""What an estimate is made against where no GPU is here and none was named."""
+
+
+def choose_cluster_or_card(on: str | None) -> tuple[Cluster, tuple[str, ...]]:
+    """For an estimate, which is useful without any GPU: a common card, and a note that says so."""
+    found = _find_cluster(on)
+    if found is not None:
+        return found, () if on else ("Estimated on this machine (--on was not given).",)
+    cluster = resolve_hardware(DEFAULT_CARD)
+    card = cluster.groups[0].node.gpu.name
+    return cluster, (f"No GPU is here and --on was not given: estimated on one {card}.",)
+
+
+def choose_cluster(on: str | None, *, command: str) -> Cluster:
+    """For a plan, which is made for hardware that exists."""
+    found = _find_cluster(on)
+    if found is None:
+        raise UsageError(
+            "No GPU is here, and --on was not given.",
+            remedy=f"{command} --on 4xV100-32GB    (--on cpu for this machine; --buy to be told "
+            "what to rent)",
+        )
+    return found
+
+
+def _find_cluster(on: str | None) -> Cluster | None:
+    """What was named, else the GPUs of this machine. Its CPU is used only where it is asked for:
+    who plans on a laptop mostly plans for another machine."""
+    if on is not None:
+        return with_measured_rates(resolve_hardware(on))
+    try:
+        cluster = resolve_hardware("here")
+    except UserError:
+        return None
+    return None if cluster.groups[0].node.gpu.is_cpu else with_measured_rates(cluster)
+
+
+def with_measured_rates(cluster: Cluster) -> Cluster:
+    """This machine by what `tightfit calibrate` found; hardware that is only named as it is."""
+    if cluster.source != "here":
+        return cluster
+    from tightfit.runs.measured_rates import apply_calibrations
+
+    return apply_calibrations(cluster)
+
 
 ELSEWHERE = ("slurm", "k8s", "kubernetes")
 
@@ -115,7 +163,7 @@ def _refuse_absent(cluster: Cluster, said: str) -> None:
     for group in cluster.groups:
         if held.get(group.node.gpu.name, 0) < group.node.num_gpus:
             found = ", ".join(f"{count} x {name}" for name, count in held.items())
-            raise EnvironmentFaultError(
+            raise SetupError(
                 f"`--on {shorten(said)}` is not what this machine has ({found}).",
                 remedy="--on here    (tightfit plan takes any hardware)",
             )

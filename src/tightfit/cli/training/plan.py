@@ -1,26 +1,26 @@
-"""From a wish to the plan that will run, with the data that it will run on."""
+"""From a training request to the plan that will run, with its encoded data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.cli.describe import count_of
-from tightfit.cli.flags.train import TrainFlags
-from tightfit.cli.traced_plans import trace_search
-from tightfit.cli.training.data import encode_for
+from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.render.describe import count_of
 from tightfit.cli.training.hardware import find_hardware
-from tightfit.cli.training.recipe import Wish, fixed_fields
-from tightfit.cli.way_out import VainSearch, find_way_out
+from tightfit.cli.training.no_plan import NoPlanError, suggest_fix
+from tightfit.cli.training.prepare import encode_for
+from tightfit.cli.training.request import TrainRequest, fixed_fields
+from tightfit.cli.training.tracing import trace_search
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
-from tightfit.data.encode import Encoded
+from tightfit.data.encode import EncodedDataset
 from tightfit.data.profile import profile_from_store
 from tightfit.hardware.types import Cluster
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.known import KnownOutcome
+from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
 from tightfit.planning.search import NUM_PLANS, SearchResult, search
@@ -43,29 +43,29 @@ SAME_TRAINING = (
 )
 """Fields that decide what is learnt: they stay when a run goes on with other hardware."""
 
-TOLD_FINDINGS = ("empty-answer", "answer-cut-off", "truncated", "in-both")
+REPORTED_FINDINGS = ("empty-answer", "answer-cut-off", "truncated", "in-both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class PlannedJob:
     """A plan to run and its encoded data."""
 
     plan: Plan
-    encoded: Encoded
+    encoded: EncodedDataset
 
-    def keep(self, plan: Plan) -> Ready:
+    def keep(self, plan: Plan) -> PlannedJob:
         """The same data under a plan as it was."""
         return replace(self, plan=plan)
 
 
-def make_ready(
-    wish: Wish,
+def plan_job(
+    wish: TrainRequest,
     flags: TrainFlags,
     *,
     cluster: Cluster | None = None,
     cache: Path | None = None,
     begun: Plan | None = None,
-) -> Ready:
+) -> PlannedJob:
     """Find the model, encode the data, search.
 
     `cluster` is where a submitted job will run; None: what `--on` means here. `begun` is the
@@ -81,7 +81,7 @@ def make_ready(
         method: make_training(recipe, method=method, model_path=folder)
         for method in (Method.FULL, Method.LORA)
     }
-    request = make_request(wish, flags, read_spec(recipe.model, folder), begun)
+    request = make_job_request(wish, flags, read_spec(recipe.model, folder), begun)
     anyhow = training[Method.LORA]  # the data side is the same for every method
     encoded = encode_for(anyhow, model_folder=folder, seq_len=request.planned_seq_len, cache=cache)
     request = replace(
@@ -93,11 +93,11 @@ def make_ready(
     num_plans = max(NUM_PLANS, wish.plan_number)
     result = search_plans(request, cluster, wish, flags, num_plans=num_plans)
     result = trace_search(result, asked=None).result
-    return Ready(plan=_warn(_pick(result, wish), encoded), encoded=encoded)
+    return PlannedJob(plan=_warn(_pick(result, wish), encoded), encoded=encoded)
 
 
-def make_request(
-    wish: Wish, flags: TrainFlags, spec: ModelSpec, begun: Plan | None = None
+def make_job_request(
+    wish: TrainRequest, flags: TrainFlags, spec: ModelSpec, begun: Plan | None = None
 ) -> JobRequest:
     """What is asked of the planner, before the data is known."""
     recipe, fixed = wish.recipe, fixed_fields(wish)
@@ -119,7 +119,7 @@ def make_request(
     )
 
 
-def reuse_plan(saved: Plan, wish: Wish, *, cache: Path | None = None) -> Ready:
+def reuse_plan(saved: Plan, wish: TrainRequest, *, cache: Path | None = None) -> PlannedJob:
     """A saved plan as it is, with the data and the learning side that were asked for."""
     from tightfit.runtime.model_files import locate_model
 
@@ -128,15 +128,15 @@ def reuse_plan(saved: Plan, wish: Wish, *, cache: Path | None = None) -> Ready:
     encoded = encode_for(training, model_folder=folder, seq_len=encoded_len(saved), cache=cache)
     profile = profile_from_store(encoded.train)
     update = {"training": training, "data": profile, "num_epochs": wish.recipe.num_epochs}
-    return Ready(plan=_warn(saved.model_copy(update=update), encoded), encoded=encoded)
+    return PlannedJob(plan=_warn(saved.model_copy(update=update), encoded), encoded=encoded)
 
 
-def _warn(plan: Plan, encoded: Encoded) -> Plan:
+def _warn(plan: Plan, encoded: EncodedDataset) -> Plan:
     """Rows that train less than they look, told where the number of rows is."""
     told = [
         f"{count_of(finding.num_rows, 'row')}: {finding.says}    (tightfit prepare lists them)"
         for finding in encoded.report.findings
-        if finding.kind in TOLD_FINDINGS
+        if finding.kind in REPORTED_FINDINGS
     ]
     return plan.model_copy(update={"warnings": (*plan.warnings, *told)})
 
@@ -154,7 +154,7 @@ def read_spec(name: str, folder: Path) -> ModelSpec:
 
 def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
     """What earlier runs of this model showed, as far as it bears on planning."""
-    from tightfit.ledger.store import read_outcomes
+    from tightfit.runs.store import read_outcomes
 
     return [
         KnownOutcome(
@@ -173,7 +173,7 @@ def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
 def search_plans(
     request: JobRequest,
     cluster: Cluster,
-    wish: Wish,
+    wish: TrainRequest,
     flags: TrainFlags,
     *,
     num_plans: int,
@@ -183,13 +183,13 @@ def search_plans(
     known = recall_outcomes(request.spec)
     result = search(request, cluster, num_plans=num_plans, is_exhaustive=is_exhaustive, known=known)
     if not result.plans:
-        vain = VainSearch(result=result, request=request, cluster=cluster, known=known)
-        remedy = find_way_out(vain, flags, wish.recipe)
+        vain = NoPlanError(result=result, request=request, cluster=cluster, known=known)
+        remedy = suggest_fix(vain, flags, wish.recipe)
         raise DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
     return result
 
 
-def _pick(result: SearchResult, wish: Wish) -> Plan:
+def _pick(result: SearchResult, wish: TrainRequest) -> Plan:
     number = wish.plan_number
     if number > len(result.plans):
         raise UsageError(

@@ -3,31 +3,231 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, UserError
-from tightfit.engines.transformers.answer import RunningAnswer
-from tightfit.engines.transformers.rows import Rows
-from tightfit.engines.transformers.sampling import choose_tokens, draw_uniform, penalize
+from tightfit.data.prompter import Prompter, TextStream
+from tightfit.engines.protocol import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    FinishReason,
+    Listener,
+    Request,
+    Sampling,
+)
+from tightfit.engines.transformers.rows import BatchRows
 from tightfit.runtime.devices import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
 
+
+# The next token of every row: greedy, or drawn with that row's own settings and seed.
+
+_MASK = (1 << 64) - 1
+
+
+def draw_uniform(seed: int, number: int) -> float:
+    """The `number`-th value in [0, 1) of a seed's sequence, without any state to carry.
+
+    An answer thus depends on its own seed alone, whatever else is computed beside it.
+    Source: SplitMix64, Steele, Lea and Flood, OOPSLA 2014.
+    """
+    mixed = _mix((seed & _MASK) ^ _mix(number + 1))
+    return (_mix(mixed) >> 40) / (1 << 24)
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def penalize(logits: torch.Tensor, seen: torch.Tensor, penalties: torch.Tensor) -> torch.Tensor:
+    """Logits with every token in `seen` made less likely. Source: CTRL, arXiv:1909.05858."""
+    import torch
+
+    by = penalties[:, None]
+    return torch.where(seen, torch.where(logits < 0, logits * by, logits / by), logits)
+
+
+def choose_tokens(
+    logits: torch.Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
+) -> torch.Tensor:
+    """One token for each row of fp32 logits. `uniforms` are used where a row is drawn."""
+    import torch
+
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    if not drawn:
+        return logits.argmax(dim=-1)
+    device = logits.device
+    settings = torch.tensor(
+        [
+            [
+                samplings[row].temperature,
+                samplings[row].top_p,
+                samplings[row].min_p,
+                float(samplings[row].top_k),
+                uniforms[row],
+            ]
+            for row in drawn
+        ],
+        dtype=torch.float32,
+    ).to(device)
+    if len(drawn) == len(samplings):
+        return draw_tokens(logits, settings)
+    rows = torch.tensor(drawn, device=device)
+    chosen = logits.argmax(dim=-1)
+    chosen[rows] = draw_tokens(logits[rows], settings)
+    return chosen
+
+
+def draw_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
+    """Draw by the inverse of the distribution function, likeliest token first.
+
+    Columns of `settings`: temperature, top_p, min_p, top_k (0: all), a uniform number.
+    Filters are applied in transformers' order: temperature, top k, top p, min p.
+    """
+    import torch
+
+    temperature, top_p, min_p, top_k, uniform = settings.unbind(dim=1)
+    chances, tokens = torch.softmax(logits / temperature[:, None], dim=-1).sort(
+        dim=-1, descending=True
+    )
+    rank = torch.arange(chances.shape[-1], device=logits.device)
+    most = torch.where(top_k > 0, top_k, float(chances.shape[-1]))
+    chances = chances * (rank < most[:, None])
+    chances = chances / chances.sum(dim=-1, keepdim=True)
+    before = chances.cumsum(dim=-1) - chances
+    is_kept = (before < top_p[:, None]) & (chances >= min_p[:, None] * chances[:, :1])
+    is_kept[:, 0] = True
+    chances = chances * is_kept
+    reached = chances.cumsum(dim=-1)
+    target = uniform[:, None] * reached[:, -1:]
+    place = torch.searchsorted(reached, target, right=True)
+    # Rounding can carry the target to the very end, behind the last token that is left.
+    place = torch.minimum(place, is_kept.sum(dim=-1, keepdim=True) - 1)
+    return tokens.gather(-1, place).squeeze(-1)
+
+
+# One request on its way: its tokens to text and events, and when it is over.
+
+
+class RunningAnswer:
+    """What is known of an answer that is being computed. Changed by the engine's thread alone."""
+
+    def __init__(
+        self, request: Request, listener: Listener, prompter: Prompter, *, max_context: int
+    ) -> None:
+        self.prompt = request.prompt
+        self.sampling: Sampling = request.sampling
+        self.tokens: list[int] = []
+        """All new tokens so far, the stop token included."""
+        self.seed = random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
+        """Draws are numbered by the tokens before them, so an interrupted answer goes on alike."""
+        self.is_cancelled = False
+        self.is_over = False
+        self._listener = listener
+        self._stops = (
+            frozenset() if self.sampling.ignores_stop_tokens else frozenset(prompter.stop_ids)
+        )
+        self._stream = TextStream(prompter, self.sampling.stop)
+        self._pending: list[int] = []
+        self.most_tokens = self.sampling.max_new_tokens
+        if not prompter.tokenizer.is_encoder_decoder:
+            self.most_tokens = min(self.most_tokens, max_context - len(self.prompt))
+        self._submitted_s = time.monotonic()
+        self._first_token_s = 0.0
+
+    @property
+    def so_far(self) -> list[int]:
+        """Prompt and answer: what an answer that had to make room goes on from."""
+        return [*self.prompt, *self.tokens]
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+        return self.most_tokens - len(self.tokens)
+
+    def cancel(self) -> None:
+        """From any thread; the engine sees it before its next step."""
+        self.is_cancelled = True
+
+    def take(self, token: int) -> bool:
+        """Hand on the next token. True when the answer has ended with it."""
+        if not self.tokens:
+            self._first_token_s = time.monotonic()
+        self.tokens.append(token)
+        if token in self._stops:
+            return self._end(FinishReason.STOP)
+        self._pending.append(token)
+        piece = self._stream.push([token])
+        if piece:
+            self._tell(Delta(text=piece, tokens=self._hand_over()))
+        if self._stream.is_stopped:
+            return self._end(FinishReason.STOP)
+        return self._end(FinishReason.LENGTH) if self.num_left <= 0 else False
+
+    def end_cancelled(self) -> None:
+        self._end(FinishReason.CANCELLED)
+
+    def fail(self, fault: Exception) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._tell(Failed(fault=fault))
+
+    def _end(self, reason: FinishReason) -> bool:
+        if self.is_over:
+            return True
+        self.is_over = True
+        rest = "" if self._stream.is_stopped else self._stream.finish()
+        if rest or self._pending:
+            self._tell(Delta(text=rest, tokens=self._hand_over()))
+        now = time.monotonic()
+        self._tell(
+            Done(
+                reason=reason,
+                text=self._stream.text,
+                num_prompt_tokens=len(self.prompt),
+                num_new_tokens=len(self.tokens),
+                submitted_s=self._submitted_s,
+                first_token_s=self._first_token_s or now,
+                finished_s=now,
+            )
+        )
+        return True
+
+    def _hand_over(self) -> tuple[int, ...]:
+        tokens = tuple(self._pending)
+        self._pending.clear()
+        return tokens
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._listener(event)
+        except Exception:  # whoever listens has gone; other answers must not suffer
+            self.is_cancelled = True
+
+
 _Result = TypeVar("_Result")
 _GATHER_SECONDS = 0.002
-_CALM_ROWS = 8
+_ROWS_BEFORE_GROWTH = 8
 """Rows that must end in peace before one more is tried."""
 
 
-class RowBatcher:
+class ContinuousBatcher:
     """Computes answers side by side, with rows that suit the family and the device."""
 
-    def __init__(self, rows: Rows, *, num_slots: int, prefill_tokens: int) -> None:
+    def __init__(self, rows: BatchRows, *, num_slots: int, prefill_tokens: int) -> None:
         self._rows = rows
         self._num_slots = num_slots
         self._room = num_slots
@@ -51,7 +251,7 @@ class RowBatcher:
         """Queue an answer. Returns at once."""
         with self._wake:
             if self._is_closing:
-                answer.fail(closed_fault())
+                answer.fail(closed_error())
                 return
             self._waiting.append(answer)
             self._wake.notify()
@@ -61,7 +261,7 @@ class RowBatcher:
         future: Future[Any] = Future()
         with self._wake:
             if self._is_closing:
-                raise closed_fault()
+                raise closed_error()
             self._calls.append((function, future))
             self._wake.notify()
         result: _Result = future.result()
@@ -115,7 +315,7 @@ class RowBatcher:
             else:
                 answer.fail(fault)
         for _, future in calls:
-            future.set_exception(fault or closed_fault())
+            future.set_exception(fault or closed_error())
         self._active.clear()
         self._seen.clear()
 
@@ -159,7 +359,7 @@ class RowBatcher:
             for answer in joiners:
                 answer.fail(fault)
         elif not self._active and len(joiners) == 1:
-            joiners[0].fail(too_long_fault(joiners[0]))
+            joiners[0].fail(out_of_memory_error(joiners[0]))
         else:
             self._put_back(joiners)
             self._room = len(self._active) + len(joiners) // 2
@@ -201,7 +401,7 @@ class RowBatcher:
         ended = []
         for place, (answer, token) in enumerate(zip(joiners, chosen, strict=True)):
             if not is_number[place]:
-                answer.fail(_no_numbers())
+                answer.fail(_non_finite_error())
                 ended.append(first + place)
             elif answer.take(token):
                 ended.append(first + place)
@@ -278,7 +478,7 @@ class RowBatcher:
         self._next = None
         # Where memory has run out, more rows are tried again, but seldom: a failure costs much.
         self._num_calm += 1
-        if self._num_calm % _CALM_ROWS == 0 or not self._active:
+        if self._num_calm % _ROWS_BEFORE_GROWTH == 0 or not self._active:
             self._room = min(self._num_slots, self._room + 1)
 
     def _recover(self, fault: Exception, *, is_behind: bool) -> None:
@@ -294,7 +494,7 @@ class RowBatcher:
         for row in reversed(range(keep, num_active)):
             answer = self._active[row]
             if is_lost:
-                answer.fail(too_long_fault(answer) if is_memory else fault)
+                answer.fail(out_of_memory_error(answer) if is_memory else fault)
             else:
                 self._put_back([answer])
             self._leave(row)
@@ -316,18 +516,18 @@ def free_memory() -> None:
             torch.cuda.empty_cache()
 
 
-def closed_fault() -> UserError:
+def closed_error() -> UserError:
     return UserError("The engine has been closed.", remedy="start the command again")
 
 
-def _no_numbers() -> UserError:
+def _non_finite_error() -> UserError:
     return InvalidInputError(
         "The model's scores are not numbers (NaN or infinity).",
         remedy="--weights bf16 or fp32; if they stay, the weights are damaged: tightfit verify",
     )
 
 
-def too_long_fault(answer: RunningAnswer) -> UserError:
+def out_of_memory_error(answer: RunningAnswer) -> UserError:
     count = len(answer.prompt) + len(answer.tokens)
     return DoesNotFitError(
         f"Memory ran out on a request of {count:,} tokens, alone on the device.",

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import UsageError
-from tightfit.engines.context import check_request, choose_context
 from tightfit.engines.open import EngineRequest, open_prompter
-from tightfit.engines.protocol import Engine, EngineInfo, Listener, Request, Ticket
-from tightfit.engines.transformers.answer import RunningAnswer
-from tightfit.engines.transformers.batch import RowBatcher, closed_fault, free_memory
-from tightfit.engines.transformers.measure import (
-    choose_slots,
-    count_bytes,
-    count_params,
-    find_context,
-    kv_bytes_per_token,
+from tightfit.engines.protocol import (
+    Engine,
+    EngineInfo,
+    Listener,
+    Request,
+    Ticket,
+    check_request,
+    choose_context,
 )
-from tightfit.engines.transformers.rows import open_rows
-from tightfit.engines.transformers.scores import score_tokens
-from tightfit.engines.transformers.sizes import PREFILL_TOKENS
-from tightfit.runtime.load_for_answers import LoadedModel, load_for_answers
+from tightfit.engines.transformers.batch import (
+    ContinuousBatcher,
+    RunningAnswer,
+    closed_error,
+    free_memory,
+)
+from tightfit.engines.transformers.rows import (
+    CPU_SLOTS,
+    KV_MEMORY_FRACTION,
+    MAX_GPU_SLOTS,
+    PREFILL_TOKENS,
+    open_rows,
+)
+from tightfit.runtime.load_for_inference import LoadedModel, load_for_inference
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,10 +40,151 @@ if TYPE_CHECKING:
     from tightfit.data.prompter import Prompter
 
 
+# What a loaded model holds and what it can hold beside itself: parameters, bytes, slots.
+
+
+def count_params(model: Any) -> int:
+    """Parameters of the architecture, whatever they are packed into."""
+    from tightfit.runtime.gptq import GptqLinear
+
+    packed = [module for module in model.modules() if isinstance(module, GptqLinear)]
+    total = sum(module.in_features * module.out_features for module in packed)
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        total += parameter.numel() if state is None else state.shape.numel()
+    return int(total)
+
+
+def count_bytes(model: Any) -> int:
+    """Weights as they lie in memory, with the scales of packed ones; shared ones count once."""
+    found: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        for part in (tensor, *_scales(tensor)):
+            found[part.data_ptr()] = part.numel() * part.element_size()
+    return sum(found.values())
+
+
+def _scales(tensor: Any) -> list[Any]:
+    """bitsandbytes keeps them beside the parameter."""
+    import torch
+
+    state = getattr(tensor, "quant_state", None)
+    nested = getattr(state, "state2", None)
+    held = [getattr(state, "absmax", None), getattr(nested, "absmax", None)]
+    held.append(getattr(tensor, "SCB", None))
+    return [part for part in held if isinstance(part, torch.Tensor)]
+
+
+def kv_bytes_per_token(model: Any) -> int:
+    """Keys and values that one token leaves behind, over all layers, as this engine keeps them."""
+    config = model.config.get_text_config(decoder=True)
+    heads = int(config.num_attention_heads)
+    # Falcon's and Bloom's configs name no key heads, or name them only in some variants.
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", 0):
+        key_heads = 1
+    if getattr(config, "new_decoder_architecture", False):
+        key_heads = int(config.num_kv_heads)
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    width = int(width or config.hidden_size // heads)
+    layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
+    return 2 * layers * key_heads * width * _value_bytes(model)
+
+
+def _value_bytes(model: Any) -> int:
+    import torch
+
+    return int(torch.empty((), dtype=model.dtype).element_size())
+
+
+def find_context(config: Any) -> int | None:
+    """Tokens the model was made for; None where its positions have no end."""
+    if config.is_encoder_decoder:
+        return None
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(found) if found else None
+
+
+def choose_slots(model: Any, asked: int | None, *, max_context: int) -> int:
+    """Requests at once: as many as memory holds when each fills half of its context."""
+    import torch
+
+    from tightfit.engines.transformers.rows import has_plain_cache
+
+    if not model.config.is_encoder_decoder and not has_plain_cache(model.config):
+        return 1
+    if asked is not None:
+        return max(1, asked)
+    if model.device.type != "cuda":
+        return CPU_SLOTS
+    free = sum(torch.cuda.mem_get_info(index)[0] for index in _gpus(model))
+    each = kv_bytes_per_token(model) * max(1, max_context // 2)
+    return max(1, min(MAX_GPU_SLOTS, int(free * KV_MEMORY_FRACTION // each)))
+
+
+def _gpus(model: Any) -> set[int]:
+    return {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+
+
+# Scores of every next token of a text, read piece by piece so that they never lie on the device
+# all at once.
+
+_MAX_LOGITS = 1 << 26
+"""Of one piece: 256 MiB in fp32."""
+
+
+def compute_logits(model: Any, tokens: list[int]) -> NDArray[np.float32]:
+    """(tokens, vocabulary) in fp32. Called with the model to itself."""
+    import numpy as np
+    import torch
+
+    from tightfit.engines.transformers.rows import has_plain_cache
+
+    device = model.get_input_embeddings().weight.device
+    # The head itself may be packed, and then has no weight to ask.
+    num_vocabulary = int(model.config.get_text_config().vocab_size)
+    scores = np.empty((len(tokens), num_vocabulary), dtype=np.float32)
+    is_plain = has_plain_cache(model.config)
+    size = max(16, _MAX_LOGITS // num_vocabulary) if is_plain else len(tokens)
+    cache = _open_cache(model)
+    names = inspect.signature(model.forward).parameters
+    for start in range(0, len(tokens), size):
+        end = min(start + size, len(tokens))
+        extra = {}
+        if "position_ids" in names:
+            extra["position_ids"] = torch.arange(start, end, device=device)[None]
+        with torch.inference_mode():
+            output = model(
+                input_ids=torch.tensor([tokens[start:end]], device=device),
+                attention_mask=torch.ones((1, end), dtype=torch.long, device=device),
+                past_key_values=cache,
+                use_cache=True,
+                **extra,
+            )
+        if is_plain:
+            cache.advance(end - start)
+        scores[start:end] = output.logits[0].float().cpu().numpy()
+        del output
+    return scores
+
+
+def _open_cache(model: Any) -> Any:
+    from transformers import DynamicCache
+
+    from tightfit.engines.transformers.cache import RowCache
+    from tightfit.engines.transformers.rows import has_plain_cache
+
+    if not has_plain_cache(model.config):
+        return DynamicCache(config=model.config)
+    cache = RowCache(most_rows=1)
+    cache.begin(1, 0)
+    return cache
+
+
 def open_transformers(request: EngineRequest, *, why: str) -> Engine:
     """Load the artefact and start to take requests."""
     prompter = open_prompter(request)
-    loaded = load_for_answers(request.artefact, weights=request.weights, device=request.device)
+    loaded = load_for_inference(request.artefact, weights=request.weights, device=request.device)
     return TransformersEngine(loaded, prompter, request, why=why)
 
 
@@ -96,7 +246,7 @@ class TransformersEngine:
                 remedy="compare its answers instead: tightfit eval",
             )
         wanted = list(tokens)
-        return self._batcher.call(lambda: score_tokens(self._model, wanted))
+        return self._batcher.call(lambda: compute_logits(self._model, wanted))
 
     def tokenize(self, text: str) -> list[int]:
         return self._prompter.tokenizer.encode(text)
@@ -113,11 +263,11 @@ class TransformersEngine:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise closed_fault()
+            raise closed_error()
 
 
-def _open_batcher(model: Any, *, num_slots: int) -> RowBatcher:
-    return RowBatcher(
+def _open_batcher(model: Any, *, num_slots: int) -> ContinuousBatcher:
+    return ContinuousBatcher(
         open_rows(model, most_rows=num_slots),
         num_slots=num_slots,
         prefill_tokens=PREFILL_TOKENS["cuda" if model.device.type == "cuda" else "cpu"],

@@ -7,11 +7,10 @@ from math import ceil
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
 from tightfit.core.units import MIB
-from tightfit.estimate.host import FILE_SHARD_BYTES
+from tightfit.estimate.host_and_disk import FILE_SHARD_BYTES
 from tightfit.estimate.weights import largest_layer, largest_matrix
-from tightfit.export.quantize.gguf import SLICE_VALUES
-from tightfit.export.quantize.mixture import KINDS, fit_width
-from tightfit.export.quantize.targets import Family, Target
+from tightfit.export.formats import ExportFormat, FormatFamily
+from tightfit.export.quantize.gguf import MAIN_TYPES, SLICE_VALUES, fit_width
 from tightfit.models.spec import ModelSpec
 
 PROCESS_BYTES = 620 * MIB
@@ -28,7 +27,7 @@ VOCABULARY_BYTES = 40
 NF4_BITS, INT8_BITS, GPTQ_SCALE_BITS = 4.127, 8.03, 20.0
 """nf4 with doubly quantized scales; int8 with one scale per row; per group a 16-bit scale and a
 zero point."""
-VALUES_PER_SECOND = {Target.Q8_0: 80e6}
+VALUES_PER_SECOND = {ExportFormat.Q8_0: 80e6}
 K_VALUES_PER_SECOND = 8e6
 """Of one core of a server CPU, importance included; measured, and rough."""
 CPU_FLOPS = 60e9
@@ -38,7 +37,7 @@ TUNED_PASSES = 3
 """Forward and backward of one layer per iteration, in forward passes."""
 
 
-class Forecast(BaseModel):
+class QuantizeForecast(BaseModel):
     """What one target will take."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,7 +50,7 @@ class Forecast(BaseModel):
     """Rough: it depends on the machine and on what else runs there."""
 
 
-class Effort(BaseModel):
+class QuantizeEffort(BaseModel):
     """What the forecast depends on beside the model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,17 +65,21 @@ class Effort(BaseModel):
     """Of one value of the source."""
 
 
-def estimate_quantize(spec: ModelSpec, target: Target, effort: Effort) -> Forecast:
+def estimate_quantize(
+    spec: ModelSpec, target: ExportFormat, effort: QuantizeEffort
+) -> QuantizeForecast:
     """Memory, disk and time of one target. Leaves out the check behind it."""
     estimate = {
-        Family.GGUF: _estimate_gguf,
-        Family.GPTQ: _estimate_gptq,
-        Family.BITS: _estimate_bits,
+        FormatFamily.GGUF: _estimate_gguf,
+        FormatFamily.GPTQ: _estimate_gptq,
+        FormatFamily.BITS: _estimate_bits,
     }[target.family]
     return estimate(spec, target, effort)
 
 
-def _estimate_gguf(spec: ModelSpec, target: Target, effort: Effort) -> Forecast:
+def _estimate_gguf(
+    spec: ModelSpec, target: ExportFormat, effort: QuantizeEffort
+) -> QuantizeForecast:
     """Slices of fp32 for each thread; the importance holds the model in fp32."""
     host = PROCESS_BYTES + effort.num_threads * 4 * SLICE_VALUES * 6
     seconds = spec.num_params / (
@@ -85,13 +88,13 @@ def _estimate_gguf(spec: ModelSpec, target: Target, effort: Effort) -> Forecast:
     if effort.num_tokens and target.takes_importance:
         host = max(host, PROCESS_BYTES + (2 if effort.has_gpu else 4) * spec.num_params)
         seconds += _forward_seconds(spec, effort)
-    return Forecast(host_bytes=host, disk_bytes=_gguf_bytes(spec, target), seconds=seconds)
+    return QuantizeForecast(host_bytes=host, disk_bytes=_gguf_bytes(spec, target), seconds=seconds)
 
 
-def _gguf_bytes(spec: ModelSpec, target: Target) -> int:
+def _gguf_bytes(spec: ModelSpec, target: ExportFormat) -> int:
     """The main type or what rows of odd width get instead, and a head of six or eight bits."""
-    kind = KINDS[target]
-    mixed = 1.0 if target in (Target.Q8_0, Target.Q6_K) else MIXED_MORE
+    kind = MAIN_TYPES[target]
+    mixed = 1.0 if target in (ExportFormat.Q8_0, ExportFormat.Q6_K) else MIXED_MORE
     layers = sum(
         block.num_layers * part.num_params * BITS[fit_width(kind, part.in_features)]
         for block in spec.blocks
@@ -105,7 +108,9 @@ def _gguf_bytes(spec: ModelSpec, target: Target) -> int:
     return ceil(bits / 8 + 4 * rest) + spec.vocab_size * VOCABULARY_BYTES
 
 
-def _estimate_gptq(spec: ModelSpec, target: Target, effort: Effort) -> Forecast:
+def _estimate_gptq(
+    spec: ModelSpec, target: ExportFormat, effort: QuantizeEffort
+) -> QuantizeForecast:
     """The model as stored, one layer in fp32 with its tuning state, and the inputs of two layers.
 
     Source: auto-round works block by block on cached inputs (github.com/intel/auto-round).
@@ -116,25 +121,27 @@ def _estimate_gptq(spec: ModelSpec, target: Target, effort: Effort) -> Forecast:
     packed = spec.linear_params * (target.bits + GPTQ_SCALE_BITS / group) / 8
     passes = 2 + TUNED_PASSES * effort.iters * min(1.0, 8 * 512 / max(effort.num_tokens, 1))
     search = spec.linear_params * 200 / 1e9  # grid search of the scales, on one core
-    return Forecast(
+    return QuantizeForecast(
         host_bytes=int(PROCESS_BYTES + effort.stored_bytes * spec.num_params + layer + inputs),
         disk_bytes=ceil(packed + 2 * (spec.num_params - spec.linear_params)),
         seconds=passes * _forward_seconds(spec, effort) + search,
     )
 
 
-def _estimate_bits(spec: ModelSpec, target: Target, effort: Effort) -> Forecast:
+def _estimate_bits(
+    spec: ModelSpec, target: ExportFormat, effort: QuantizeEffort
+) -> QuantizeForecast:
     """The packed model, and the file it is read from, which is mapped while it is read."""
-    bits = NF4_BITS if target is Target.NF4 else INT8_BITS
+    bits = NF4_BITS if target is ExportFormat.NF4 else INT8_BITS
     packed = ceil(spec.linear_params * bits / 8) + 2 * (spec.num_params - spec.linear_params)
     mapped = min(effort.stored_bytes * spec.num_params, FILE_SHARD_BYTES)
-    return Forecast(
+    return QuantizeForecast(
         host_bytes=PROCESS_BYTES + packed + mapped + 4 * largest_matrix(spec),
         disk_bytes=packed,
         seconds=5 + spec.num_params * effort.stored_bytes / 500e6,
     )
 
 
-def _forward_seconds(spec: ModelSpec, effort: Effort) -> float:
+def _forward_seconds(spec: ModelSpec, effort: QuantizeEffort) -> float:
     rate = GPU_FLOPS if effort.has_gpu else CPU_FLOPS
     return 2 * spec.num_params * effort.num_tokens / rate

@@ -1,4 +1,4 @@
-"""`quantize_model`: the targets one after another, each checked, none blessed that is broken."""
+"""`quantize_model`: make the wanted formats one after another and check each."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from pathlib import Path
 
 from tightfit import __version__
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
-from tightfit.export.quantize.forecast import Forecast
-from tightfit.export.quantize.make import MakeOptions, Report, Workshop
-from tightfit.export.quantize.plot import write_plot
-from tightfit.export.quantize.source import (
-    Places,
-    Source,
-    choose_places,
-    find_source,
+from tightfit.export.formats import ExportFormat, FormatFamily
+from tightfit.export.quantize.forecast import QuantizeForecast
+from tightfit.export.quantize.quantizer import (
+    OutputPaths,
+    QuantizeOptions,
+    Quantizer,
+    QuantizeSource,
+    StageCallback,
+    choose_output_paths,
+    find_quantize_source,
     weight_bytes,
 )
 from tightfit.export.quantize.summary import (
     PLOT_FILE,
     QuantizedModel,
+    QuantizeStatus,
     QuantizeSummary,
-    Standing,
     read_summary,
+    write_plot,
     write_summary,
 )
-from tightfit.export.quantize.targets import Family, Target
 from tightfit.export.verify.verdict import Comparison, StepKind, Verdict
 from tightfit.runtime.artefacts import Artefact, find_artefact
-from tightfit.runtime.finished_folder import REJECTED, check_room
-from tightfit.runtime.finished_folder import check_target as check_folder
+from tightfit.runtime.output_folder import REJECTED, check_room
+from tightfit.runtime.output_folder import check_target as check_folder
 
-Check = Callable[[Artefact, Sequence[Artefact]], Verdict]
+QuantizeCheck = Callable[[Artefact, Sequence[Artefact]], Verdict]
 """The original and what was made of it, to a verdict with a row for each."""
 
 
@@ -44,16 +46,16 @@ class QuantizeRequest:
     """What to make, of what, and how."""
 
     model: str
-    targets: Sequence[Target]
+    targets: Sequence[ExportFormat]
     out: Path | None = None
-    options: MakeOptions = field(default_factory=MakeOptions)
-    check: Check | None = None
+    options: QuantizeOptions = field(default_factory=QuantizeOptions)
+    check: QuantizeCheck | None = None
     """None: results are not checked."""
     force: bool = False
     """Replace results that are there."""
-    announce: Callable[[Mapping[Target, Forecast]], None] | None = None
+    announce: Callable[[Mapping[ExportFormat, QuantizeForecast]], None] | None = None
     """Told what is left to make, and what it will take, before anything is written."""
-    report: Report | None = None
+    report: StageCallback | None = None
 
 
 def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
@@ -62,8 +64,8 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
     With several targets, one that cannot be made does not keep the others from it, and what an
     interrupted call has finished is not made again.
     """
-    source = find_source(request.model, request.targets)
-    places = choose_places(source, request.targets, request.out)
+    source = find_quantize_source(request.model, request.targets)
+    places = choose_output_paths(source, request.targets, request.out)
     summary = _open_summary(request, source, places)
     key = _settings_key(request.options)
     left = [
@@ -73,7 +75,7 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
     ]
     for target in left:
         _check_place(places.of[target], target, source, force=request.force)
-    workshop = Workshop(source, places.home, request.options, request.report)
+    workshop = Quantizer(source, places.home, request.options, request.report)
     forecasts = {target: workshop.forecast(target) for target in left}
     _check_disk(places, forecasts, workshop)
     if request.announce is not None:
@@ -82,22 +84,24 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
         for target in left:
             row = _make(workshop, source, target, places, request)
             row = row.model_copy(update={"key": key, "predicted": forecasts[target]})
-            summary = _keep(places, summary.with_row(row))
+            summary = _save_summary(places, summary.with_row(row))
     finally:
         workshop.close()
     summary = _note_calibration(summary, workshop)
     if request.check is not None:
         summary = _check(request.check, source, summary)
-    return _keep(places, _draw(places, summary))
+    return _save_summary(places, _plot_summary(places, summary))
 
 
-def _open_summary(request: QuantizeRequest, source: Source, places: Places) -> QuantizeSummary:
+def _open_summary(
+    request: QuantizeRequest, source: QuantizeSource, places: OutputPaths
+) -> QuantizeSummary:
     """What is known of earlier calls, if it is of the same weights."""
     key = source.stamp
     found = _read_earlier(places, force=request.force)
     if found is not None and found.key == key:
         return found
-    if found is not None and _is_several(request) and not request.force:
+    if found is not None and _has_several_formats(request) and not request.force:
         raise UsageError(
             f"{places.home} holds results of other weights.",
             remedy="--force to replace them, or --out another folder",
@@ -112,7 +116,7 @@ def _open_summary(request: QuantizeRequest, source: Source, places: Places) -> Q
     )
 
 
-def _read_earlier(places: Places, *, force: bool) -> QuantizeSummary | None:
+def _read_earlier(places: OutputPaths, *, force: bool) -> QuantizeSummary | None:
     if places.summary is None:
         return None
     try:
@@ -123,11 +127,11 @@ def _read_earlier(places: Places, *, force: bool) -> QuantizeSummary | None:
         raise
 
 
-def _is_several(request: QuantizeRequest) -> bool:
+def _has_several_formats(request: QuantizeRequest) -> bool:
     return len(request.targets) > 1
 
 
-def _settings_key(options: MakeOptions) -> str:
+def _settings_key(options: QuantizeOptions) -> str:
     """With the same one, a result need not be made again."""
     parts = [str(options.num_rows), str(options.iters), options.tool, str(options.with_importance)]
     if options.calibrate is not None:
@@ -146,8 +150,8 @@ def _is_done(row: QuantizedModel | None, path: Path, key: str) -> bool:
     return row is not None and row.key == key and row.standing.is_done and path.exists()
 
 
-def _check_place(path: Path, target: Target, source: Source, *, force: bool) -> None:
-    if target.family is not Family.GGUF:
+def _check_place(path: Path, target: ExportFormat, source: QuantizeSource, *, force: bool) -> None:
+    if target.family is not FormatFamily.GGUF:
         check_folder(path, force=force, sources=(source.path,))
         return
     if path.resolve() == source.path.resolve() or path.is_dir():
@@ -158,28 +162,34 @@ def _check_place(path: Path, target: Target, source: Source, *, force: bool) -> 
         )
 
 
-def _check_disk(places: Places, forecasts: Mapping[Target, Forecast], workshop: Workshop) -> None:
+def _check_disk(
+    places: OutputPaths, forecasts: Mapping[ExportFormat, QuantizeForecast], workshop: Quantizer
+) -> None:
     needed = sum(forecast.disk_bytes for forecast in forecasts.values())
-    if any(target.family is Family.GGUF for target in forecasts):
+    if any(target.family is FormatFamily.GGUF for target in forecasts):
         needed += workshop.plain_bytes()
     if needed:
         check_room(places.home, needed)
 
 
 def _make(
-    workshop: Workshop, source: Source, target: Target, places: Places, request: QuantizeRequest
+    workshop: Quantizer,
+    source: QuantizeSource,
+    target: ExportFormat,
+    places: OutputPaths,
+    request: QuantizeRequest,
 ) -> QuantizedModel:
     path = places.of[target]
     try:
         made = workshop.make(target, path)
     except UserError as fault:
-        if not _is_several(request):
+        if not _has_several_formats(request):
             raise
         return QuantizedModel(
             target=target,
             key="",
             path=str(path),
-            standing=Standing.FAILED,
+            standing=QuantizeStatus.FAILED,
             problem=fault.problem,
             remedy=fault.remedy,
         )
@@ -188,7 +198,7 @@ def _make(
         target=target,
         key="",
         path=str(path),
-        standing=Standing.MADE,
+        standing=QuantizeStatus.MADE,
         size_bytes=size,
         bits_per_weight=8 * size / source.spec.num_params,
         of_original_fraction=size / source.size_bytes,
@@ -199,7 +209,7 @@ def _make(
     )
 
 
-def _note_calibration(summary: QuantizeSummary, workshop: Workshop) -> QuantizeSummary:
+def _note_calibration(summary: QuantizeSummary, workshop: Quantizer) -> QuantizeSummary:
     if "calibration" not in vars(workshop):  # nothing has asked for it
         return summary
     found = workshop.calibration
@@ -208,27 +218,31 @@ def _note_calibration(summary: QuantizeSummary, workshop: Workshop) -> QuantizeS
     )
 
 
-def _check(check: Check, source: Source, summary: QuantizeSummary) -> QuantizeSummary:
+def _check(
+    check: QuantizeCheck, source: QuantizeSource, summary: QuantizeSummary
+) -> QuantizeSummary:
     """All unchecked results in one go, so that the original is asked once."""
     open_rows = [
-        row for row in summary.rows if row.standing is Standing.MADE and Path(row.path).exists()
+        row
+        for row in summary.rows
+        if row.standing is QuantizeStatus.MADE and Path(row.path).exists()
     ]
     if not open_rows:
         return summary
     others = [find_artefact(row.path) for row in open_rows]
     verdict = check(source.artefact, others)
     for row, comparison in zip(open_rows, verdict.rows, strict=True):
-        summary = summary.with_row(_judged(row, comparison))
+        summary = summary.with_row(_apply_comparison(row, comparison))
     return summary.model_copy(
         update={"text": verdict.text, "reference_perplexity": verdict.reference_perplexity}
     )
 
 
-def _judged(row: QuantizedModel, comparison: Comparison) -> QuantizedModel:
+def _apply_comparison(row: QuantizedModel, comparison: Comparison) -> QuantizedModel:
     """A result that failed loses its name, so that nobody takes it for a model."""
     if comparison.is_good:
         has_limit = comparison.kind not in (StepKind.Q3, StepKind.Q2)
-        standing = Standing.GOOD if has_limit else Standing.REPORTED
+        standing = QuantizeStatus.GOOD if has_limit else QuantizeStatus.REPORTED
         return row.model_copy(update={"standing": standing, "check": comparison})
     path = Path(row.path)
     rejected = path.with_name(path.name + REJECTED)
@@ -236,11 +250,11 @@ def _judged(row: QuantizedModel, comparison: Comparison) -> QuantizedModel:
         shutil.rmtree(rejected)
     path.replace(rejected)
     return row.model_copy(
-        update={"standing": Standing.REJECTED, "check": comparison, "path": str(rejected)}
+        update={"standing": QuantizeStatus.REJECTED, "check": comparison, "path": str(rejected)}
     )
 
 
-def _draw(places: Places, summary: QuantizeSummary) -> QuantizeSummary:
+def _plot_summary(places: OutputPaths, summary: QuantizeSummary) -> QuantizeSummary:
     """The picture of size against quality, where several stand beside each other."""
     scored = [row for row in summary.rows if row.check and row.check.perplexity is not None]
     if places.summary is None or len(scored) < 2:
@@ -251,7 +265,7 @@ def _draw(places: Places, summary: QuantizeSummary) -> QuantizeSummary:
     return summary.model_copy(update={"plot": str(path)})
 
 
-def _keep(places: Places, summary: QuantizeSummary) -> QuantizeSummary:
+def _save_summary(places: OutputPaths, summary: QuantizeSummary) -> QuantizeSummary:
     stamped = summary.model_copy(update={"updated_at": _now()})
     if places.summary is not None:
         places.home.mkdir(parents=True, exist_ok=True)

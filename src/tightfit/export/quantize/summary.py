@@ -1,9 +1,13 @@
-"""QuantizeSummary: what was made of a model, how large and how good; kept as quantize.json."""
+"""QuantizeSummary: what was made of a model, how large and how good; saved as quantize.json and a
+plot.
+"""
 
 from __future__ import annotations
 
+import io
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from pydantic import (
     BaseModel,
@@ -16,15 +20,16 @@ from pydantic import (
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.files import write_atomic
-from tightfit.export.quantize.forecast import Forecast
-from tightfit.export.quantize.targets import Target
+from tightfit.core.units import MIB
+from tightfit.export.formats import ExportFormat, FormatFamily
+from tightfit.export.quantize.forecast import QuantizeForecast
 from tightfit.export.verify.verdict import Comparison
 
 SUMMARY_FILE = "quantize.json"
 PLOT_FILE = "quantize.png"
 
 
-class Standing(str, Enum):
+class QuantizeStatus(str, Enum):
     """What became of one target."""
 
     MADE = "made"
@@ -39,7 +44,7 @@ class Standing(str, Enum):
 
     @property
     def is_done(self) -> bool:
-        return self in (Standing.MADE, Standing.GOOD, Standing.REPORTED)
+        return self in (QuantizeStatus.MADE, QuantizeStatus.GOOD, QuantizeStatus.REPORTED)
 
 
 class _Frozen(BaseModel):
@@ -49,11 +54,11 @@ class _Frozen(BaseModel):
 class QuantizedModel(_Frozen):
     """One target."""
 
-    target: Target
+    target: ExportFormat
     key: str
     """Of the calibration and the settings: only with the same ones is it taken as done."""
     path: str
-    standing: Standing
+    standing: QuantizeStatus
     size_bytes: NonNegativeInt = 0
     """Of the weights' files."""
     bits_per_weight: NonNegativeFloat = 0.0
@@ -61,7 +66,7 @@ class QuantizedModel(_Frozen):
     seconds: NonNegativeFloat = 0.0
     peak_host_bytes: NonNegativeInt = 0
     """Of the process that did it."""
-    predicted: Forecast | None = None
+    predicted: QuantizeForecast | None = None
     importance: bool = False
     notes: tuple[str, ...] = ()
     problem: str | None = None
@@ -95,7 +100,7 @@ class QuantizeSummary(_Frozen):
     def is_good(self) -> bool:
         return bool(self.rows) and all(row.standing.is_done for row in self.rows)
 
-    def find(self, target: Target) -> QuantizedModel | None:
+    def find(self, target: ExportFormat) -> QuantizedModel | None:
         return next((row for row in self.rows if row.target is target), None)
 
     def with_row(self, row: QuantizedModel) -> QuantizeSummary:
@@ -121,3 +126,78 @@ def read_summary(path: Path) -> QuantizeSummary | None:
             f"{path} cannot be read as a summary of quantized models.",
             remedy="--force to make everything anew, or --out another folder",
         ) from fault
+
+
+# Size against perplexity as a picture, one point for each quantized model.
+
+_COLOURS_BY_FAMILY = {
+    FormatFamily.GGUF: "#1b6ca8",
+    FormatFamily.GPTQ: "#c1512e",
+    FormatFamily.BITS: "#4c8c4a",
+}
+_REJECTED_COLOUR = "#b3261e"
+_LOG_AXIS_RATIO = 10.0
+"""Perplexities this many times apart need a logarithmic axis."""
+
+
+def write_plot(summary: QuantizeSummary, path: Path) -> bool:
+    """A PNG; False where matplotlib is not installed."""
+    try:
+        # The object interface, not pyplot: no display, no global state.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    rows = [row for row in summary.rows if row.check and row.check.perplexity is not None]
+    for row in rows:
+        _plot_point(axis, row)
+    _plot_original(axis, summary)
+    _style_axes(axis, summary, rows)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", metadata={"Software": "tightfit"})
+    write_atomic(path, image.getvalue())
+    return True
+
+
+def _plot_point(axis: Any, row: QuantizedModel) -> None:
+    assert row.check is not None
+    is_rejected = row.standing is QuantizeStatus.REJECTED
+    colour = _REJECTED_COLOUR if is_rejected else _COLOURS_BY_FAMILY[row.target.family]
+    place = (row.size_bytes / MIB, row.check.perplexity)
+    axis.plot(*place, "X" if is_rejected else "o", color=colour, markersize=7)
+    axis.annotate(
+        row.target.value, place, xytext=(6, 4), textcoords="offset points", fontsize=8, color=colour
+    )
+
+
+def _plot_original(axis: Any, summary: QuantizeSummary) -> None:
+    if summary.reference_perplexity is None:
+        return
+    axis.axhline(summary.reference_perplexity, color="#777777", linewidth=1, linestyle="--")
+    axis.annotate(
+        f"original, {summary.size_bytes / MIB:,.0f} MiB",
+        (0.99, summary.reference_perplexity),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -10),
+        textcoords="offset points",
+        ha="right",
+        fontsize=8,
+        color="#555555",
+    )
+
+
+def _style_axes(axis: Any, summary: QuantizeSummary, rows: list[QuantizedModel]) -> None:
+    found = [row.check.perplexity for row in rows if row.check and row.check.perplexity]
+    if found and max(found) > _LOG_AXIS_RATIO * min(found):
+        axis.set_yscale("log")
+    axis.set_xlabel("size of the weights in MiB")
+    axis.set_ylabel("perplexity (lower is better)")
+    axis.set_title(f"{Path(summary.model).name}, quantized", loc="left", fontweight="bold")
+    axis.margins(x=0.12, y=0.12)
+    axis.grid(color="#dddddd", linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

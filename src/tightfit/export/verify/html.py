@@ -10,9 +10,9 @@ from pathlib import Path
 from tightfit.core.files import write_atomic
 from tightfit.core.html_page import render_page
 from tightfit.core.units import render_bytes
-from tightfit.export.verify.verdict import Answered, Comparison, Verdict
-from tightfit.ledger.curves import pick_ticks
-from tightfit.ledger.page_style import STYLE as TABLE_STYLE
+from tightfit.export.verify.verdict import AnswerComparison, Comparison, Verdict
+from tightfit.runs.charts import pick_ticks
+from tightfit.runs.report_html import PAGE_STYLE as TABLE_STYLE
 
 GOOD, BAD, REFERENCE = "#4477aa", "#ee6677", "#228833"
 WIDTH, BAR_HEIGHT, LABEL_WIDTH = 960, 26, 250
@@ -190,7 +190,7 @@ def _answers(row: Comparison) -> str:
     )
 
 
-def _answer(answer: Answered) -> str:
+def _answer(answer: AnswerComparison) -> str:
     at = "" if answer.first_difference is None else str(answer.first_difference)
     return (
         f'<tr><td>{escape(answer.prompt[:200])}</td><td class="said">{escape(answer.reference)}'

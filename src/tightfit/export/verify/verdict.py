@@ -52,7 +52,7 @@ class Finding(_Frozen):
     """What to do about it. None: nothing needs doing."""
 
 
-class Answered(_Frozen):
+class AnswerComparison(_Frozen):
     """One prompt's greedy answers."""
 
     prompt: str
@@ -94,7 +94,7 @@ class Comparison(_Frozen):
     """99% interval of it, place by place against the reference."""
     num_same_answers: NonNegativeInt = 0
     num_prompts: NonNegativeInt = 0
-    answers: tuple[Answered, ...] = ()
+    answers: tuple[AnswerComparison, ...] = ()
     template_same: bool | None = None
     tokenizer_same: bool | None = None
     specials_same: bool | None = None

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from tightfit.models.families.parts import (
+    MAX_COUNT,
+    MAX_POSITIONS,
+    ConfigFields,
     decoder,
     fused_attention,
     plain_mlp,
-    read_stem,
+    read_decoder_shape,
     split_attention,
 )
-from tightfit.models.fields import MAX_COUNT, MAX_POSITIONS, Fields
 from tightfit.models.spec import ModelSpec
 
 _OPT_POSITION_OFFSET = 2  # OPT's position table starts after two unused rows
 
 
-def read_bloom(f: Fields) -> ModelSpec:
+def read_bloom(f: ConfigFields) -> ModelSpec:
     """ALiBi, biases everywhere, a norm behind the embedding."""
-    stem = read_stem(f, inner_factor=4, activation="gelu")
+    stem = read_decoder_shape(f, inner_factor=4, activation="gelu")
     linears = fused_attention(stem, names=("query_key_value", "dense"), bias=True) + plain_mlp(
         stem, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True
     )
@@ -32,9 +34,9 @@ def read_bloom(f: Fields) -> ModelSpec:
     )
 
 
-def read_opt(f: Fields) -> ModelSpec:
+def read_opt(f: ConfigFields) -> ModelSpec:
     """Learned positions; OPT-350m projects a narrower embedding and has no last norm."""
-    stem = read_stem(f, inner_factor=4, activation="relu")
+    stem = read_decoder_shape(f, inner_factor=4, activation="relu")
     bias = f.flag("enable_bias", default=True)
     positions = f.size_or_default("max_position_embeddings", default=2048, most=MAX_POSITIONS)
     width = f.optional_size("word_embed_proj_dim") or stem.hidden
@@ -61,12 +63,12 @@ def read_opt(f: Fields) -> ModelSpec:
     )
 
 
-def read_mpt(f: Fields) -> ModelSpec:
+def read_mpt(f: ConfigFields) -> ModelSpec:
     """ALiBi, no biases, LayerNorm without one either.
 
     transformers builds the MLP four times as wide whatever `expansion_ratio` says.
     """
-    stem = read_stem(f, inner=4 * f.size("d_model", "hidden_size"), activation="gelu")
+    stem = read_decoder_shape(f, inner=4 * f.size("d_model", "hidden_size"), activation="gelu")
     linears = fused_attention(stem, names=("Wqkv", "out_proj")) + plain_mlp(
         stem, names=("up_proj", "down_proj"), bias=False
     )
@@ -81,7 +83,7 @@ def read_mpt(f: Fields) -> ModelSpec:
     )
 
 
-def read_falcon(f: Fields) -> ModelSpec:
+def read_falcon(f: ConfigFields) -> ModelSpec:
     """Falcon's three shapes: grouped (40B), one key/value head (7B), all heads (RW)."""
     is_new = f.flag("new_decoder_architecture", default=False)
     has_one_kv = f.flag("multi_query", default=True)
@@ -90,7 +92,7 @@ def read_falcon(f: Fields) -> ModelSpec:
         kv_heads = f.optional_size("num_kv_heads", "n_head_kv", most=MAX_COUNT) or heads
     else:
         kv_heads = 1 if has_one_kv else heads
-    stem = read_stem(f, kv_heads=kv_heads, inner_factor=4, activation="gelu")
+    stem = read_decoder_shape(f, kv_heads=kv_heads, inner_factor=4, activation="gelu")
     bias = f.flag("bias", default=False)
     parallel = f.flag("parallel_attn", default=True)
     norms = f.optional_size("num_ln_in_parallel_attn", most=2) or (2 if is_new else 1)

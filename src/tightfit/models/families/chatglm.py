@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from tightfit.models.families.parts import decoder, fused_attention, plain_mlp, read_stem
-from tightfit.models.fields import MAX_COUNT, Fields
+from tightfit.models.families.parts import (
+    MAX_COUNT,
+    ConfigFields,
+    decoder,
+    fused_attention,
+    plain_mlp,
+    read_decoder_shape,
+)
 from tightfit.models.spec import ModelSpec
 
 _ATTENTION = ("query_key_value", "dense")
 _MLP = ("dense_h_to_4h", "dense_4h_to_h")
 
 
-def read_chatglm(f: Fields) -> ModelSpec:
+def read_chatglm(f: ConfigFields) -> ModelSpec:
     """The generations share a `model_type`; only the first names `inner_hidden_size`."""
     return _read_first(f) if f.has("inner_hidden_size") else _read_later(f)
 
 
-def _read_first(f: Fields) -> ModelSpec:
-    stem = read_stem(f, activation="gelu")
+def _read_first(f: ConfigFields) -> ModelSpec:
+    stem = read_decoder_shape(f, activation="gelu")
     linears = fused_attention(stem, names=_ATTENTION, bias=True) + plain_mlp(
         stem, names=_MLP, bias=True
     )
@@ -31,10 +37,10 @@ def _read_first(f: Fields) -> ModelSpec:
     )
 
 
-def _read_later(f: Fields) -> ModelSpec:
+def _read_later(f: ConfigFields) -> ModelSpec:
     grouped = f.flag("multi_query_attention", default=False)
     groups = f.size_or_default("multi_query_group_num", default=1, most=MAX_COUNT)
-    stem = read_stem(f, kv_heads=groups if grouped else None)
+    stem = read_decoder_shape(f, kv_heads=groups if grouped else None)
     bias = f.flag("add_bias_linear", default=False)
     qkv_bias = bias or f.flag("add_qkv_bias", default=False)
     linears = fused_attention(stem, names=_ATTENTION, bias=qkv_bias, out_bias=bias) + plain_mlp(

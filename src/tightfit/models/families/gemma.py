@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from tightfit.models.families.parts import (
-    Stem,
+    MAX_COUNT,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    ConfigFields,
+    DecoderShape,
     count_sliding,
     decoder,
     gated_mlp,
-    read_stem,
+    read_decoder_shape,
     split_attention,
 )
-from tightfit.models.fields import MAX_COUNT, MAX_LAYERS, MAX_VOCAB, Fields
 from tightfit.models.spec import Linear, ModelSpec
 
 _TANH = "gelu_pytorch_tanh"
 
 
-def read_gemma(f: Fields) -> ModelSpec:
+def read_gemma(f: ConfigFields) -> ModelSpec:
     """The first Gemma: Llama's layer with tied embeddings."""
-    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH)
+    stem = read_decoder_shape(
+        f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH
+    )
     return ModelSpec(
         **stem.numbers(),
         model_type="gemma",
@@ -28,9 +33,11 @@ def read_gemma(f: Fields) -> ModelSpec:
     )
 
 
-def read_gemma2(f: Fields) -> ModelSpec:
+def read_gemma2(f: ConfigFields) -> ModelSpec:
     """Four norms a layer, every other layer slides, soft caps on scores and logits."""
-    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH)
+    stem = read_decoder_shape(
+        f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH
+    )
     window = f.window("sliding_window", default=4096)
     sliding = count_sliding(f, layers=stem.layers, otherwise=(stem.layers + 1) // 2)
     return ModelSpec(
@@ -46,13 +53,13 @@ def read_gemma2(f: Fields) -> ModelSpec:
     )
 
 
-def read_gemma3(f: Fields) -> ModelSpec:
+def read_gemma3(f: ConfigFields) -> ModelSpec:
     """Gemma 2's layer with head norms instead of caps; five layers in six slide.
 
     A multimodal config's `text_config` leaves out what equals the library's
     defaults, so those are filled in, each with a warning.
     """
-    filled = Fields(
+    filled = ConfigFields(
         {
             "vocab_size": f.size_or_default("vocab_size", default=262_208, most=MAX_VOCAB),
             "num_attention_heads": f.size_or_default(
@@ -66,7 +73,7 @@ def read_gemma3(f: Fields) -> ModelSpec:
         name=f.name,
         source=f.source,
     )
-    stem = read_stem(
+    stem = read_decoder_shape(
         filled,
         kv_heads=f.size_or_default("num_key_value_heads", default=4, most=MAX_COUNT),
         head_dim=f.size_or_default("head_dim", default=256),
@@ -89,12 +96,12 @@ def read_gemma3(f: Fields) -> ModelSpec:
     )
 
 
-def _linears(f: Fields, stem: Stem) -> tuple[Linear, ...]:
+def _linears(f: ConfigFields, stem: DecoderShape) -> tuple[Linear, ...]:
     bias = f.flag("attention_bias", default=False)
     return split_attention(stem, bias=bias) + gated_mlp(stem)
 
 
-def _is_capped(f: Fields, key: str) -> bool:
+def _is_capped(f: ConfigFields, key: str) -> bool:
     """Gemma 2 caps unless its config says null."""
     f.number(key)
     return f.has(key) or not f.mentions(key)

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from tightfit.models.families.parts import (
-    Stem,
+    MAX_POSITIONS,
+    ConfigFields,
+    DecoderShape,
     decoder,
     fused_attention,
     plain_mlp,
-    read_stem,
+    read_decoder_shape,
     split_attention,
 )
-from tightfit.models.fields import MAX_POSITIONS, Fields
 from tightfit.models.spec import Linear, ModelSpec
 
 _TANH = "gelu_pytorch_tanh"
 
 
-def read_gpt2(f: Fields) -> ModelSpec:
+def read_gpt2(f: ConfigFields) -> ModelSpec:
     """Learned positions, biases everywhere, tied embeddings."""
-    stem = read_stem(f, inner_factor=4, activation="gelu_new")
+    stem = read_decoder_shape(f, inner_factor=4, activation="gelu_new")
     return _read_learned_positions(f, stem, "gpt2")
 
 
-def read_gpt_bigcode(f: Fields) -> ModelSpec:
+def read_gpt_bigcode(f: ConfigFields) -> ModelSpec:
     """GPT-2 with one key/value head: StarCoder, SantaCoder."""
     shared = f.flag("multi_query", default=True)
-    stem = read_stem(f, inner_factor=4, kv_heads=1 if shared else None, activation=_TANH)
+    stem = read_decoder_shape(f, inner_factor=4, kv_heads=1 if shared else None, activation=_TANH)
     return _read_learned_positions(f, stem, "gpt_bigcode")
 
 
-def read_gpt_neox(f: Fields) -> ModelSpec:
+def read_gpt_neox(f: ConfigFields) -> ModelSpec:
     """GPT-NeoX and Pythia: rotary, two norms a layer whether or not the residual is parallel."""
-    stem = read_stem(f, inner_factor=4, activation="gelu")
+    stem = read_decoder_shape(f, inner_factor=4, activation="gelu")
     names = ("query_key_value", "dense")
     attention = fused_attention(stem, names=names, bias=f.flag("attention_bias", default=True))
     mlp = plain_mlp(stem, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True)
@@ -47,20 +48,20 @@ def read_gpt_neox(f: Fields) -> ModelSpec:
     )
 
 
-def read_gptj(f: Fields) -> ModelSpec:
+def read_gptj(f: ConfigFields) -> ModelSpec:
     """GPT-J: one norm a layer, biases on the MLP and the head alone."""
-    stem = read_stem(f, inner_factor=4, activation="gelu_new")
+    stem = read_decoder_shape(f, inner_factor=4, activation="gelu_new")
     return _read_parallel(f, stem, split_attention(stem, out_name="out_proj"), "gptj")
 
 
-def read_codegen(f: Fields) -> ModelSpec:
+def read_codegen(f: ConfigFields) -> ModelSpec:
     """CodeGen 1 and 2: GPT-J with query, key and value in one matrix."""
-    stem = read_stem(f, inner_factor=4, activation="gelu_new")
+    stem = read_decoder_shape(f, inner_factor=4, activation="gelu_new")
     attention = fused_attention(stem, names=("qkv_proj", "out_proj"))
     return _read_parallel(f, stem, attention, "codegen")
 
 
-def _read_learned_positions(f: Fields, stem: Stem, model_type: str) -> ModelSpec:
+def _read_learned_positions(f: ConfigFields, stem: DecoderShape, model_type: str) -> ModelSpec:
     positions = f.size_or_default(
         "n_positions", "max_position_embeddings", "n_ctx", default=1024, most=MAX_POSITIONS
     )
@@ -80,7 +81,7 @@ def _read_learned_positions(f: Fields, stem: Stem, model_type: str) -> ModelSpec
 
 
 def _read_parallel(
-    f: Fields, stem: Stem, attention: tuple[Linear, ...], model_type: str
+    f: ConfigFields, stem: DecoderShape, attention: tuple[Linear, ...], model_type: str
 ) -> ModelSpec:
     mlp = plain_mlp(stem, names=("fc_in", "fc_out"), bias=True)
     return ModelSpec(

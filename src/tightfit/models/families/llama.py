@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from tightfit.models.families.parts import (
+    ConfigFields,
     decoder,
     fused_attention,
     gated_mlp,
-    read_stem,
+    read_decoder_shape,
     split_attention,
 )
-from tightfit.models.fields import Fields
 from tightfit.models.spec import ModelSpec
 
 
-def read_llama(f: Fields) -> ModelSpec:
+def read_llama(f: ConfigFields) -> ModelSpec:
     """Llama, and with it Granite, Yi, SmolLM, TinyLlama, Vicuna."""
-    stem = read_stem(f)
+    stem = read_decoder_shape(f)
     attention = split_attention(stem, bias=f.flag("attention_bias", default=False))
     mlp = gated_mlp(stem, bias=f.flag("mlp_bias", default=False))
     return ModelSpec(
@@ -27,17 +27,17 @@ def read_llama(f: Fields) -> ModelSpec:
     )
 
 
-def read_tied_llama(f: Fields) -> ModelSpec:
+def read_tied_llama(f: ConfigFields) -> ModelSpec:
     """Llama's layer where a silent config means tied embeddings: SmolLM3."""
     return read_llama(f).model_copy(
         update={"tie_embeddings": f.flag("tie_word_embeddings", default=True)}
     )
 
 
-def read_mistral(f: Fields) -> ModelSpec:
+def read_mistral(f: ConfigFields) -> ModelSpec:
     """Llama's layer with a sliding window on every layer, where one is set."""
     heads = f.size_or_default("num_key_value_heads", default=8)
-    stem = read_stem(f, kv_heads=heads)
+    stem = read_decoder_shape(f, kv_heads=heads)
     window = f.window("sliding_window", default=4096)
     return ModelSpec(
         **stem.numbers(),
@@ -50,9 +50,9 @@ def read_mistral(f: Fields) -> ModelSpec:
     )
 
 
-def read_stablelm(f: Fields) -> ModelSpec:
+def read_stablelm(f: ConfigFields) -> ModelSpec:
     """Llama's matrices under LayerNorm; a parallel residual has one norm."""
-    stem = read_stem(f)
+    stem = read_decoder_shape(f)
     bias = f.flag("use_qkv_bias", default=False)
     parallel = f.flag("use_parallel_residual", default=False)
     per_head = f.flag("qk_layernorm", default=False)
@@ -74,9 +74,9 @@ def read_stablelm(f: Fields) -> ModelSpec:
     )
 
 
-def read_baichuan(f: Fields) -> ModelSpec:
+def read_baichuan(f: ConfigFields) -> ModelSpec:
     """Llama's layer with query, key and value in one matrix, `W_pack`. Code on the hub only."""
-    stem = read_stem(f)
+    stem = read_decoder_shape(f)
     attention = fused_attention(stem, names=("W_pack", "o_proj"))
     return ModelSpec(
         **stem.numbers(),

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from tightfit.models.families.parts import (
+    ConfigFields,
     count_sliding,
     decoder,
     expert_linears,
+    read_decoder_shape,
     read_experts,
-    read_stem,
     split_attention,
 )
-from tightfit.models.fields import Fields
 from tightfit.models.spec import ModelSpec
 
 
-def read_mixtral(f: Fields) -> ModelSpec:
+def read_mixtral(f: ConfigFields) -> ModelSpec:
     """Mistral's attention, experts for the MLP."""
-    stem = read_stem(f, kv_heads=f.size_or_default("num_key_value_heads", default=8))
+    stem = read_decoder_shape(f, kv_heads=f.size_or_default("num_key_value_heads", default=8))
     experts = read_experts(f, inner=stem.inner, count_default=8, per_token_default=2)
     window = f.window("sliding_window", default=None)
     linears = split_attention(stem) + expert_linears(stem, experts, router="gate", adapted=True)
@@ -31,9 +31,9 @@ def read_mixtral(f: Fields) -> ModelSpec:
     )
 
 
-def read_granitemoe(f: Fields) -> ModelSpec:
+def read_granitemoe(f: ConfigFields) -> ModelSpec:
     """Granite's attention, experts for the MLP."""
-    stem = read_stem(f)
+    stem = read_decoder_shape(f)
     experts = read_experts(f, inner=stem.inner, count_default=8, per_token_default=2)
     attention = split_attention(stem, bias=f.flag("attention_bias", default=False))
     return ModelSpec(
@@ -45,9 +45,9 @@ def read_granitemoe(f: Fields) -> ModelSpec:
     )
 
 
-def read_gpt_oss(f: Fields) -> ModelSpec:
+def read_gpt_oss(f: ConfigFields) -> ModelSpec:
     """gpt-oss: biases on experts too, a learned sink per head, every other layer slides."""
-    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=64))
+    stem = read_decoder_shape(f, head_dim=f.size_or_default("head_dim", default=64))
     experts = read_experts(f, inner=stem.inner, count_default=128, per_token_default=4)
     bias = f.flag("attention_bias", default=True)
     linears = split_attention(stem, bias=bias) + expert_linears(

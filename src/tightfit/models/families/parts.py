@@ -1,20 +1,184 @@
-"""Parts that several families share: the numbers every decoder has, attention, MLP, experts."""
+"""What config readers share: checked access to config values, attention, MLP, experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypedDict
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.models.fields import (
-    MAX_COUNT,
-    MAX_INNER_WIDTH,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    MAX_VOCAB,
-    Fields,
-)
 from tightfit.models.spec import Block, Linear, Role
+
+# Checked access to the values of a model's config: nothing unchecked gets past this file.
+
+MAX_WIDTH = 1_000_000
+"""Of hidden states. The widest public model has 18,432."""
+MAX_INNER_WIDTH = 16 * MAX_WIDTH
+MAX_LAYERS = 10_000
+MAX_COUNT = 65_536
+"""Of heads, experts, buckets."""
+MAX_VOCAB = 100_000_000
+MAX_POSITIONS = 10_000_000_000
+
+
+class ConfigFields:
+    """The values of one config. Each read names the key, so each error can name it too."""
+
+    def __init__(self, values: Mapping[str, object], *, name: str, source: str) -> None:
+        self._values = values
+        self.name = name
+        self.source = source
+        self.warnings: list[str] = []
+
+    def has(self, *keys: str) -> bool:
+        """Whether any of the keys holds a value; null counts as absent."""
+        return self._first(keys) is not None
+
+    def mentions(self, key: str) -> bool:
+        """Whether the key is there at all, null or not."""
+        return key in self._values
+
+    def need(self, *groups: tuple[str, ...]) -> None:
+        """Name every missing key at once. A group holds the spellings of one key."""
+        missing = [f"`{group[0]}`" for group in groups if not self.has(*group)]
+        if missing:
+            raise InvalidInputError(
+                f"{self.source} does not say {', '.join(missing)}.",
+                remedy=f"add {'it' if len(missing) == 1 else 'them'}, or name a model that "
+                "`tightfit models` lists",
+            )
+
+    def size(self, *keys: str, most: int = MAX_WIDTH) -> int:
+        """A whole number from 1 to `most`, under the first of the keys that is there."""
+        value = self.optional_size(*keys, most=most)
+        if value is None:
+            self.need(keys)
+            raise AssertionError("unreachable: `need` raises")
+        return value
+
+    def size_or_default(self, *keys: str, default: int, most: int = MAX_WIDTH) -> int:
+        """As `size`; where the config is silent, the library's default, with a warning."""
+        value = self.optional_size(*keys, most=most)
+        if value is None:
+            self.warnings.append(f"`{keys[0]}` is not in the config; {default} assumed.")
+            return default
+        return value
+
+    def optional_size(self, *keys: str, most: int = MAX_WIDTH) -> int | None:
+        """As `size`, or None where no key holds a value."""
+        key = self._first(keys)
+        if key is None:
+            return None
+        value = self._values[key]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, "a whole number")
+        if value < 1:
+            raise self._wrong(key, "1 or more")
+        if value > most:
+            raise self._wrong(key, f"at most {most:,}")
+        return value
+
+    def window(self, key: str, *, default: int | None) -> int | None:
+        """A size where null means none and only a missing key means the default."""
+        if key not in self._values:
+            return default
+        return self.optional_size(key, most=MAX_POSITIONS)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """True or false; null counts as absent."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, *, default: str) -> str:
+        """Short printable text; null counts as absent."""
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str) or len(value) > 100 or not value.isprintable():
+            raise self._wrong(key, "a short word")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """A list of words, or None where the config is silent."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, "a list of words")
+        return tuple(value)
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers; empty where the config is silent."""
+        value = self._values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, (list, tuple)) or not all(type(item) is int for item in value):
+            raise self._wrong(key, "a list of whole numbers")
+        return tuple(value)
+
+    def number(self, key: str) -> float | None:
+        """Any finite number, or None."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._wrong(key, "a number")
+        if not abs(value) <= 1e18:  # written so that NaN is refused too
+            raise self._wrong(key, "a number")
+        return float(value)
+
+    def part(self, key: str) -> ConfigFields | None:
+        """A nested config that shares this one's warnings, or None."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, "an object with keys")
+        inner = ConfigFields(value, name=self.name, source=self.source)
+        inner.warnings = self.warnings
+        return inner
+
+    def with_fallback(self, other: ConfigFields, *keys: str) -> ConfigFields:
+        """These values, with some keys taken from `other` where these are silent."""
+        borrowed = {key: other._values[key] for key in keys if other.has(key)}
+        merged = ConfigFields({**borrowed, **self._values}, name=self.name, source=self.source)
+        merged.warnings = self.warnings
+        return merged
+
+    def quotient(self, whole: int, parts: int, what: str) -> int:
+        """`whole / parts`, refused where it is not whole."""
+        if whole % parts:
+            raise InvalidInputError(
+                f"{self.source}: {what}: {parts:,} does not divide {whole:,}.",
+                remedy="correct the config, or name a model that `tightfit models` lists",
+            )
+        return whole // parts
+
+    def _first(self, keys: tuple[str, ...]) -> str | None:
+        return next((key for key in keys if self._values.get(key) is not None), None)
+
+    def _wrong(self, key: str, expected: str) -> InvalidInputError:
+        return InvalidInputError(
+            f"{self.source}: `{key}` is {shown(self._values[key])}; it must be {expected}.",
+            remedy=f"correct `{key}` in the config",
+        )
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, printable, whatever it is."""
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    if isinstance(value, int) and abs(value) > 10**40:
+        return "an integer of more than 40 digits"
+    text = ascii(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
 
 HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "dim")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -50,10 +214,10 @@ class SpecNumbers(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stem:
+class DecoderShape:
     """The numbers every decoder has."""
 
-    fields: Fields
+    fields: ConfigFields
     hidden: int
     layers: int
     heads: int
@@ -87,15 +251,15 @@ class Stem:
         )
 
 
-def read_stem(
-    f: Fields,
+def read_decoder_shape(
+    f: ConfigFields,
     *,
     kv_heads: int | None = None,
     head_dim: int | None = None,
     inner: int | None = None,
     inner_factor: int | None = None,
     activation: str = "silu",
-) -> Stem:
+) -> DecoderShape:
     """Read the usual names.
 
     `kv_heads`, `head_dim` and `inner` are what the family fixes whatever the config
@@ -115,7 +279,7 @@ def read_stem(
     f.quotient(heads, kv_heads, "the heads must share the key/value heads evenly")
     if inner is None:
         inner = f.optional_size(*INNER, most=MAX_INNER_WIDTH) or hidden * (inner_factor or 4)
-    return Stem(
+    return DecoderShape(
         fields=f,
         hidden=hidden,
         layers=f.size(*LAYERS, most=MAX_LAYERS),
@@ -139,7 +303,11 @@ def linear(
 
 
 def split_attention(
-    stem: Stem, *, bias: bool = False, out_bias: bool | None = None, out_name: str = "o_proj"
+    stem: DecoderShape,
+    *,
+    bias: bool = False,
+    out_bias: bool | None = None,
+    out_name: str = "o_proj",
 ) -> tuple[Linear, ...]:
     """Separate query, key, value and output matrices; `out_bias` where it differs from `bias`."""
     role = Role.ATTENTION
@@ -158,7 +326,7 @@ def split_attention(
 
 
 def fused_attention(
-    stem: Stem, *, names: tuple[str, str], bias: bool = False, out_bias: bool | None = None
+    stem: DecoderShape, *, names: tuple[str, str], bias: bool = False, out_bias: bool | None = None
 ) -> tuple[Linear, ...]:
     """One matrix for query, key and value, one for the output."""
     fused, out = names
@@ -174,7 +342,9 @@ def fused_attention(
     )
 
 
-def gated_mlp(stem: Stem, *, bias: bool = False, inner: int | None = None) -> tuple[Linear, ...]:
+def gated_mlp(
+    stem: DecoderShape, *, bias: bool = False, inner: int | None = None
+) -> tuple[Linear, ...]:
     """Gate, up and down."""
     width = inner or stem.inner
     return (
@@ -185,7 +355,7 @@ def gated_mlp(stem: Stem, *, bias: bool = False, inner: int | None = None) -> tu
 
 
 def plain_mlp(
-    stem: Stem, *, names: tuple[str, str], bias: bool, up_factor: int = 1
+    stem: DecoderShape, *, names: tuple[str, str], bias: bool, up_factor: int = 1
 ) -> tuple[Linear, ...]:
     """Up and down; `up_factor` 2 where the first matrix holds the gate as well."""
     up, down = names
@@ -204,7 +374,9 @@ class Experts:
     inner: int
 
 
-def read_experts(f: Fields, *, inner: int, count_default: int, per_token_default: int) -> Experts:
+def read_experts(
+    f: ConfigFields, *, inner: int, count_default: int, per_token_default: int
+) -> Experts:
     """Counts of experts, under the names in use."""
     count_keys = ("num_local_experts", "num_experts", "n_routed_experts")
     count = f.size_or_default(*count_keys, default=count_default, most=MAX_COUNT)
@@ -219,7 +391,7 @@ def read_experts(f: Fields, *, inner: int, count_default: int, per_token_default
 
 
 def expert_linears(
-    stem: Stem, experts: Experts, *, router: str, bias: bool = False, adapted: bool = False
+    stem: DecoderShape, experts: Experts, *, router: str, bias: bool = False, adapted: bool = False
 ) -> tuple[Linear, ...]:
     """Router and experts as transformers 5 keeps them: bare 3-D parameters, not modules.
 
@@ -249,7 +421,7 @@ def expert_linears(
 
 
 def decoder(
-    stem: Stem,
+    stem: DecoderShape,
     linears: tuple[Linear, ...],
     *,
     num_norms: int = 2,
@@ -269,7 +441,7 @@ def decoder(
     )
 
 
-def count_sliding(f: Fields, *, layers: int, otherwise: int) -> int:
+def count_sliding(f: ConfigFields, *, layers: int, otherwise: int) -> int:
     """Layers with a window: from `layer_types` where given, else the family's own pattern."""
     kinds = f.texts("layer_types")
     if kinds is None:

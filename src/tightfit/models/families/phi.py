@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from tightfit.models.families.parts import (
+    ConfigFields,
     decoder,
     fused_attention,
     plain_mlp,
-    read_stem,
+    read_decoder_shape,
     split_attention,
 )
-from tightfit.models.fields import Fields
 from tightfit.models.spec import ModelSpec
 
 
-def read_phi(f: Fields) -> ModelSpec:
+def read_phi(f: ConfigFields) -> ModelSpec:
     """Phi 1, 1.5, 2: one norm a layer, biases everywhere, the head's too."""
-    stem = read_stem(f, activation="gelu_new")
+    stem = read_decoder_shape(f, activation="gelu_new")
     linears = split_attention(stem, bias=True, out_name="dense") + plain_mlp(
         stem, names=("fc1", "fc2"), bias=True
     )
@@ -40,9 +40,9 @@ def read_phi(f: Fields) -> ModelSpec:
     )
 
 
-def read_phi3(f: Fields) -> ModelSpec:
+def read_phi3(f: ConfigFields) -> ModelSpec:
     """Phi 3, 3.5, 4: `qkv_proj` and `gate_up_proj` are fused."""
-    stem = read_stem(f)
+    stem = read_decoder_shape(f)
     linears = fused_attention(stem, names=("qkv_proj", "o_proj")) + plain_mlp(
         stem, names=("gate_up_proj", "down_proj"), bias=False, up_factor=2
     )

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from tightfit.models.families.parts import (
-    Stem,
+    MAX_COUNT,
+    MAX_INNER_WIDTH,
+    MAX_LAYERS,
+    ConfigFields,
+    DecoderShape,
     count_sliding,
     decoder,
     expert_linears,
     fused_attention,
     gated_mlp,
     linear,
+    read_decoder_shape,
     read_experts,
-    read_stem,
     split_attention,
 )
-from tightfit.models.fields import MAX_COUNT, MAX_INNER_WIDTH, MAX_LAYERS, Fields
 from tightfit.models.spec import Block, ModelSpec, Role
 
 
-def read_qwen(f: Fields) -> ModelSpec:
+def read_qwen(f: ConfigFields) -> ModelSpec:
     """The first Qwen: `intermediate_size` counts gate and up together. Code on the hub only."""
     f.need(("intermediate_size",))
     doubled = f.size("intermediate_size", most=MAX_INNER_WIDTH)
-    stem = read_stem(f, inner=f.quotient(doubled, 2, "`intermediate_size` holds gate and up"))
+    stem = read_decoder_shape(
+        f, inner=f.quotient(doubled, 2, "`intermediate_size` holds gate and up")
+    )
     bias = not f.flag("no_bias", default=True)
     linears = (
         *fused_attention(stem, names=("c_attn", "c_proj"), bias=True, out_bias=bias),
@@ -39,9 +44,9 @@ def read_qwen(f: Fields) -> ModelSpec:
     )
 
 
-def read_qwen2(f: Fields) -> ModelSpec:
+def read_qwen2(f: ConfigFields) -> ModelSpec:
     """Qwen 2 and 2.5: biases on query, key and value alone."""
-    stem = read_stem(f)
+    stem = read_decoder_shape(f)
     linears = split_attention(stem, bias=True, out_bias=False) + gated_mlp(stem)
     window, sliding = _late_window(f, stem)
     return ModelSpec(
@@ -55,9 +60,9 @@ def read_qwen2(f: Fields) -> ModelSpec:
     )
 
 
-def read_qwen3(f: Fields) -> ModelSpec:
+def read_qwen3(f: ConfigFields) -> ModelSpec:
     """Qwen 3: a norm over each query and key head; `head_dim` stands apart."""
-    stem = read_stem(f, head_dim=f.size_or_default("head_dim", default=128))
+    stem = read_decoder_shape(f, head_dim=f.size_or_default("head_dim", default=128))
     linears = split_attention(stem, bias=f.flag("attention_bias", default=False)) + gated_mlp(stem)
     window, sliding = _late_window(f, stem)
     return ModelSpec(
@@ -71,9 +76,9 @@ def read_qwen3(f: Fields) -> ModelSpec:
     )
 
 
-def read_qwen3_moe(f: Fields) -> ModelSpec:
+def read_qwen3_moe(f: ConfigFields) -> ModelSpec:
     """Qwen 3 with experts on every layer, or on those the config picks."""
-    stem = read_stem(f)
+    stem = read_decoder_shape(f)
     inner = f.size_or_default("moe_intermediate_size", default=768, most=MAX_INNER_WIDTH)
     experts = read_experts(f, inner=inner, count_default=128, per_token_default=8)
     attention = split_attention(stem, bias=f.flag("attention_bias", default=False))
@@ -105,14 +110,14 @@ def read_qwen3_moe(f: Fields) -> ModelSpec:
     )
 
 
-def _num_dense_layers(f: Fields, layers: int) -> int:
+def _num_dense_layers(f: ConfigFields, layers: int) -> int:
     """Layers with a plain MLP: those listed, and those off the sparse step."""
     step = f.optional_size("decoder_sparse_step", most=MAX_LAYERS) or 1
     listed = {index for index in f.numbers("mlp_only_layers") if 0 <= index < layers}
     return sum(index in listed or (index + 1) % step != 0 for index in range(layers))
 
 
-def _late_window(f: Fields, stem: Stem) -> tuple[int | None, int]:
+def _late_window(f: ConfigFields, stem: DecoderShape) -> tuple[int | None, int]:
     """The window, if used, covers the layers from `max_window_layers` on."""
     if not f.flag("use_sliding_window", default=False):
         return None, 0

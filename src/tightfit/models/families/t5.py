@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tightfit.models.families.parts import Stem, linear, read_stem
-from tightfit.models.fields import MAX_COUNT, MAX_LAYERS, Fields
+from tightfit.models.families.parts import (
+    MAX_COUNT,
+    MAX_LAYERS,
+    ConfigFields,
+    DecoderShape,
+    linear,
+    read_decoder_shape,
+)
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 
-def read_t5(f: Fields) -> ModelSpec:
+def read_t5(f: ConfigFields) -> ModelSpec:
     """T5, T5 1.1, Flan-T5, mT5: one relative-position table in each stack."""
     f.need(("d_model",), ("d_kv",), ("d_ff",), ("num_layers",), ("num_heads",), ("vocab_size",))
     gate, _, activation = f.text("feed_forward_proj", default="relu").rpartition("-")
     gated = gate == "gated"
     if gated and activation == "gelu":
         activation = "gelu_new"  # as T5 1.1 was trained, whatever its config calls it
-    stem = replace(read_stem(f, head_dim=f.size("d_kv")), activation=activation)
+    stem = replace(read_decoder_shape(f, head_dim=f.size("d_kv")), activation=activation)
     mlp = _mlp(stem, gated=gated)
     own, crossed = _attention(stem, Role.ATTENTION), _attention(stem, Role.CROSS_ATTENTION)
     encoder = Block(
@@ -43,7 +49,7 @@ def read_t5(f: Fields) -> ModelSpec:
     )
 
 
-def _attention(stem: Stem, role: Role) -> tuple[Linear, ...]:
+def _attention(stem: DecoderShape, role: Role) -> tuple[Linear, ...]:
     wide, narrow = stem.query_width, stem.hidden
     return (
         linear("q", narrow, wide, role),
@@ -53,7 +59,7 @@ def _attention(stem: Stem, role: Role) -> tuple[Linear, ...]:
     )
 
 
-def _mlp(stem: Stem, *, gated: bool) -> tuple[Linear, ...]:
+def _mlp(stem: DecoderShape, *, gated: bool) -> tuple[Linear, ...]:
     names = ("wi_0", "wi_1") if gated else ("wi",)
     ups = tuple(linear(name, stem.hidden, stem.inner, Role.MLP) for name in names)
     return (*ups, linear("wo", stem.inner, stem.hidden, Role.MLP))

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Optimizer, Strategy
 from tightfit.estimate import communication as comms
-from tightfit.estimate import efficiency as eff
+from tightfit.estimate import rates as eff
 from tightfit.estimate import traffic
-from tightfit.estimate.allocator import estimate_context_bytes
-from tightfit.estimate.launches import ADAPTER_KERNELS
+from tightfit.estimate.memory import estimate_context_bytes
+from tightfit.estimate.step_time import ADAPTER_KERNELS
 from tightfit.hardware.calibration import BACKWARD_FLOPS, KERNEL, Calibration
 from tightfit.hardware.types import Node
 
@@ -58,7 +58,7 @@ def _usual(found: Calibration) -> Dtype:
     return Dtype(max(rows, key=lambda dtype: len(rows[dtype]))) if rows else Dtype.FP32
 
 
-def _rates(found: Calibration, node: Node, head_dim: int = 128) -> eff.Rates:
+def _rates(found: Calibration, node: Node, head_dim: int = 128) -> eff.DeviceRates:
     usual = Dtype.FP32 if found.is_cpu else _usual(found)
     strategy = Strategy(compute=usual, weights=usual, attention=Attention.SDPA)
     return eff.find_rates(node.gpu, strategy, head_dim=head_dim)

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.units import MIB
-from tightfit.runtime.finished_folder import check_room
 from tightfit.runtime.gguf.config import read_config
+from tightfit.runtime.gguf.families import choose_undo
 from tightfit.runtime.gguf.file import PLAIN, GgufFile
-from tightfit.runtime.gguf.layout import choose_undo
-from tightfit.runtime.gguf.tokenizer import read_marks, write_tokenizer
-from tightfit.runtime.quiet import silence_libraries
-from tightfit.runtime.shard_writer import DEFAULT_SHARD_BYTES, Output, write_shards
-from tightfit.runtime.whole_output import whole_folder
+from tightfit.runtime.gguf.tokenizer import read_special_tokens, write_tokenizer
+from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.output_folder import check_room, whole_folder
+from tightfit.runtime.tensor_files import DEFAULT_SHARD_BYTES, Output, write_shards
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +104,7 @@ def plan_unpack(path: Path, dtype: torch.dtype | None = None) -> UnpackPlan:
     """Understand the file; refuse what transformers would not compute the same."""
     silence_libraries()
     file = GgufFile(path)
-    marks = read_marks(file)
+    marks = read_special_tokens(file)
     model_type, config = read_config(file, marks)
     wanted = dtype or _stored_dtype(file)
     sources, outputs = {}, []
@@ -168,13 +167,13 @@ def fill_unpacked(
         if watch is not None:
             watch("writing", done, total)
 
-    write_speech(plan.file, plan.marks, work)
+    write_tokenizer_folder(plan.file, plan.marks, work)
     plan.config.dtype = plan.outputs[0].dtype
     plan.config.save_pretrained(str(work))
     write_shards(work, plan.outputs, produce, max_shard_bytes=max_shard_bytes, report=count)
 
 
-def write_speech(file: GgufFile, marks: dict[str, int], folder: Path) -> None:
+def write_tokenizer_folder(file: GgufFile, marks: dict[str, int], folder: Path) -> None:
     """Tokenizer, template and stop tokens."""
     write_tokenizer(file, folder)
     generation = json.dumps(_generation(marks), indent=2) + "\n"

@@ -1,17 +1,84 @@
-"""Answers, statistics, faults and counts as markup. All text of models and users is escaped."""
+"""HTML of answers, differences, errors and vote counts. All text from models and users is
+escaped.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from html import escape
 
 from tightfit.core.errors import UserError
 from tightfit.core.units import render_seconds
 from tightfit.engines.protocol import Done, EngineInfo, FinishReason
-from tightfit.serve.compare.diff import Piece
-from tightfit.serve.compare.stream import Side
-from tightfit.serve.compare.votes import Tally
+from tightfit.serve.compare.models import PartialAnswer
+from tightfit.serve.compare.votes import VoteCounts
+
+# Where two answers differ, word by word.
+
+MAX_DIFF_WORDS = 3_000
+"""On one side. Longer answers are held together line by line: the search is quadratic."""
+_WORDS = re.compile(r"\s*(?:\w+|[^\w\s])")
+_LINES = re.compile(r"\s*\S[^\n]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffPiece:
+    """A stretch of one answer."""
+
+    text: str
+    is_shared: bool
+    """Stands in the other answer too, in the same order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Both answers in pieces, which put together are the answers again."""
+
+    left: tuple[DiffPiece, ...]
+    right: tuple[DiffPiece, ...]
+    shared_fraction: float
+    """Of the words of both; 1 where they say the same, whatever the spaces between."""
+
+
+def find_difference(left: str, right: str) -> Difference:
+    """Words and marks are compared; the space before them is not, so a new line alone is none."""
+    pattern = _WORDS
+    if max(len(_split(text, _WORDS)) for text in (left, right)) > MAX_DIFF_WORDS:
+        pattern = _LINES
+    words = _split(left, pattern), _split(right, pattern)
+    keys = tuple([word.strip() for word in side] for side in words)
+    matcher = SequenceMatcher(None, keys[0], keys[1], autojunk=False)
+    is_shared = [False] * len(words[0]), [False] * len(words[1])
+    for block in matcher.get_matching_blocks():
+        is_shared[0][block.a : block.a + block.size] = [True] * block.size
+        is_shared[1][block.b : block.b + block.size] = [True] * block.size
+    return Difference(
+        left=_join(words[0], is_shared[0]),
+        right=_join(words[1], is_shared[1]),
+        shared_fraction=matcher.ratio(),
+    )
+
+
+def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
+    """Each with the space before it, the last with the space behind it too."""
+    words = pattern.findall(text) or [""]
+    words[-1] += text[sum(map(len, words)) :]
+    return [word for word in words if word]
+
+
+def _join(words: Sequence[str], is_shared: Sequence[bool]) -> tuple[DiffPiece, ...]:
+    """Neighbours of one kind as one piece."""
+    pieces: list[DiffPiece] = []
+    for word, shared in zip(words, is_shared, strict=True):
+        if pieces and pieces[-1].is_shared == shared:
+            pieces[-1] = DiffPiece(text=pieces[-1].text + word, is_shared=shared)
+        else:
+            pieces.append(DiffPiece(text=word, is_shared=shared))
+    return tuple(pieces)
+
 
 _ENDINGS = {
     FinishReason.STOP: "",
@@ -22,7 +89,7 @@ _MARKS = str.maketrans({"{": "&#123;", "}": "&#125;", "$": "&#36;", "`": "&#96;"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class AnswerCard:
     """One side of the page."""
 
     number: int
@@ -30,14 +97,14 @@ class Card:
     name: str | None
     """None: hidden until the vote."""
     info: EngineInfo | None = None
-    side: Side | None = None
+    side: PartialAnswer | None = None
     """None: nothing was asked yet."""
-    pieces: tuple[Piece, ...] | None = None
+    pieces: tuple[DiffPiece, ...] | None = None
     """The answer with its differences; None: plain."""
     are_figures_shown: bool = True
 
 
-def safe(text: str) -> str:
+def escape_html(text: str) -> str:
     """Text as markup that shows exactly this text.
 
     Also the marks of the page's own template language are escaped: an answer may hold
@@ -46,23 +113,25 @@ def safe(text: str) -> str:
     return escape(text, quote=True).translate(_MARKS)
 
 
-def render_card(card: Card) -> str:
+def render_card(card: AnswerCard) -> str:
     """A heading, the answer in whatever state it is, and its figures."""
     name = "hidden until you vote" if card.name is None else card.name
     kind = "" if card.info is None or card.name is None else _describe_engine(card.info)
     is_busy = card.side is not None and not card.side.has_ended
     return (
         f'<section class="tf-side" data-state="{_state(card.side)}" '
-        f'aria-busy="{str(is_busy).lower()}" aria-label="Answer {card.number}: {safe(name)}">'
+        f'aria-busy="{str(is_busy).lower()}" '
+        f'aria-label="Answer {card.number}: {escape_html(name)}">'
         f'<h3><span class="tf-number">{card.number}</span>'
-        f'<span class="{"tf-hidden" if card.name is None else "tf-name"}">{safe(name)}</span>'
-        f"<small>{safe(kind)}</small></h3>"
+        f'<span class="{"tf-hidden" if card.name is None else "tf-name"}">'
+        f"{escape_html(name)}</span>"
+        f"<small>{escape_html(kind)}</small></h3>"
         f"{_answer(card)}"
-        f'<p class="tf-figures">{safe(_figures(card))}&nbsp;</p></section>'
+        f'<p class="tf-figures">{escape_html(_figures(card))}&nbsp;</p></section>'
     )
 
 
-def render_fault(fault: Exception) -> str:
+def render_error(fault: Exception) -> str:
     """What went wrong and what to do, as the command line says it."""
     if isinstance(fault, UserError):
         problem, remedy = fault.problem, fault.remedy
@@ -70,17 +139,18 @@ def render_fault(fault: Exception) -> str:
         problem = f"The engine failed: {type(fault).__name__}: {fault}"
         remedy = "try again; if it stays, start the page again"
     return (
-        f'<div class="tf-fault" role="alert"><b>{safe(problem)}</b><p>try: {safe(remedy)}</p></div>'
+        f'<div class="tf-fault" role="alert"><b>{escape_html(problem)}</b>'
+        f"<p>try: {escape_html(remedy)}</p></div>"
     )
 
 
 def render_note(text: str) -> str:
     """One quiet line."""
-    return f'<p class="tf-note">{safe(text)}</p>'
+    return f'<p class="tf-note">{escape_html(text)}</p>'
 
 
-def render_tally(
-    tally: Tally, names: Sequence[str], *, said: str = "", export: str | None = None
+def render_vote_counts(
+    tally: VoteCounts, names: Sequence[str], *, said: str = "", export: str | None = None
 ) -> str:
     """The counts so far, and where the file of votes can be had."""
     parts = (
@@ -89,15 +159,16 @@ def render_tally(
         ("tie", tally.tie),
         ("both bad", tally.both_bad),
     )
-    counts = "".join(f"<li>{safe(name)} <b>{number}</b></li>" for name, number in parts)
+    counts = "".join(f"<li>{escape_html(name)} <b>{number}</b></li>" for name, number in parts)
     votes = "1 vote" if tally.total == 1 else f"{tally.total:,} votes"
     link = (
-        f'<a class="tf-export" href="{safe(export)}" download="votes.jsonl">Download votes</a>'
+        f'<a class="tf-export" href="{escape_html(export)}" download="votes.jsonl">'
+        "Download votes</a>"
         if export is not None
         else ""
     )
     return (
-        f'<div class="tf-tally"><div role="status"><span>{safe(said)}</span>'
+        f'<div class="tf-tally"><div role="status"><span>{escape_html(said)}</span>'
         f"<ul><li>{votes} so far:</li>{counts}</ul></div>{link}</div>"
     )
 
@@ -120,7 +191,7 @@ def _describe_engine(info: EngineInfo) -> str:
     return f"{info.format} · {info.engine} · {info.device}"
 
 
-def _state(side: Side | None) -> str:
+def _state(side: PartialAnswer | None) -> str:
     if side is None:
         return "empty"
     if side.fault is not None:
@@ -130,22 +201,22 @@ def _state(side: Side | None) -> str:
     return "streaming" if side.text else "waiting"
 
 
-def _answer(card: Card) -> str:
+def _answer(card: AnswerCard) -> str:
     side = card.side
     if side is None:
         return '<div class="tf-answer tf-none">The answer will appear here.</div>'
     if side.fault is not None:
-        said = f'<div class="tf-answer">{safe(side.text)}</div>' if side.text else ""
-        return said + render_fault(side.fault)
+        said = f'<div class="tf-answer">{escape_html(side.text)}</div>' if side.text else ""
+        return said + render_error(side.fault)
     if not side.has_ended:
-        text = safe(side.text) or '<span class="tf-none">reading the prompt</span>'
+        text = escape_html(side.text) or '<span class="tf-none">reading the prompt</span>'
         return f'<div class="tf-answer">{text}<span class="tf-cursor"></span></div>'
     if not side.text:
         return '<div class="tf-answer tf-none">The model answered with nothing.</div>'
     if card.pieces is None:
-        return f'<div class="tf-answer">{safe(side.text)}</div>'
+        return f'<div class="tf-answer">{escape_html(side.text)}</div>'
     marked = "".join(
-        safe(piece.text) if piece.is_shared else _mark(piece.text) for piece in card.pieces
+        escape_html(piece.text) if piece.is_shared else _mark(piece.text) for piece in card.pieces
     )
     return f'<div class="tf-answer">{marked}</div>'
 
@@ -153,10 +224,14 @@ def _answer(card: Card) -> str:
 def _mark(text: str) -> str:
     """The space before a word stays unmarked, else a mark would run over the line's end."""
     bare = text.lstrip()
-    return f"{safe(text[: len(text) - len(bare)])}<mark>{safe(bare)}</mark>" if bare else text
+    return (
+        f"{escape_html(text[: len(text) - len(bare)])}<mark>{escape_html(bare)}</mark>"
+        if bare
+        else text
+    )
 
 
-def _figures(card: Card) -> str:
+def _figures(card: AnswerCard) -> str:
     side = card.side
     if side is None or side.done is None:
         return ""

@@ -10,14 +10,13 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from tightfit.core.errors import EnvironmentFaultError
-from tightfit.ledger.run_folder import RunFolder
-from tightfit.serve.compare.events import knows_visitor, name_visitor
-from tightfit.serve.compare.examples import Example
-from tightfit.serve.compare.html import safe
-from tightfit.serve.compare.models import Models
-from tightfit.serve.compare.settings import Defaults
-from tightfit.serve.compare.votes import VoteBox
+from tightfit.core.errors import SetupError
+from tightfit.runs.run_folder import RunFolder
+from tightfit.serve.compare.compare_tab import ExamplePrompt
+from tightfit.serve.compare.controls import ControlDefaults, visitor_id, with_request
+from tightfit.serve.compare.html import escape_html
+from tightfit.serve.compare.models import ComparedModels
+from tightfit.serve.compare.votes import VoteFile
 
 QUIET_ENVIRONMENT = {
     "GRADIO_ANALYTICS_ENABLED": "False",
@@ -53,13 +52,13 @@ Asgi = Callable[[Scope, Any, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
+class ComparePage:
     """What the page shows and where votes go."""
 
-    models: Models
-    votes: VoteBox
-    defaults: Defaults
-    examples: tuple[Example, ...] = ()
+    models: ComparedModels
+    votes: VoteFile
+    defaults: ControlDefaults
+    examples: tuple[ExamplePrompt, ...] = ()
     runs: tuple[RunFolder, ...] = ()
     plan_model: str = ""
     """The name that the plan tab starts with."""
@@ -75,13 +74,13 @@ def require_gradio() -> None:
     os.environ.update(QUIET_ENVIRONMENT)
     for package in ("gradio", "fastapi", "uvicorn"):
         if find_spec(package) is None:
-            raise EnvironmentFaultError(
+            raise SetupError(
                 f"The page needs {package}, which is not installed.",
                 remedy="pip install 'tightfit[ui]'",
             )
 
 
-def make_app(page: Page) -> Asgi:
+def make_compare_app(page: ComparePage) -> Asgi:
     """The app to be served. Nothing is loaded or asked yet."""
     require_gradio()
     import gradio as gr
@@ -132,31 +131,32 @@ def _make_guard(password: str) -> Callable[[str, str], bool]:
     return is_right
 
 
-def _make_blocks(page: Page) -> Any:
+def _make_blocks(page: ComparePage) -> Any:
     import gradio as gr
 
-    from tightfit.serve.compare.chat import ChatDesk, lay_out_chat
-    from tightfit.serve.compare.plan import lay_out_plan
-    from tightfit.serve.compare.round import CompareDesk
-    from tightfit.serve.compare.runs import lay_out_runs
-    from tightfit.serve.compare.tab import lay_out_compare
+    from tightfit.serve.compare.chat_tab import ChatController, build_chat_tab
+    from tightfit.serve.compare.compare_tab import CompareController, build_compare_tab
+    from tightfit.serve.compare.plan_tab import build_plan_tab
+    from tightfit.serve.compare.runs_tab import build_runs_tab
 
     names = page.models.names
     with gr.Blocks(analytics_enabled=False, title=f"{names[0]} and {names[1]}: compare") as blocks:
         gr.HTML(_render_head(names), apply_default_css=False)
         with gr.Tabs():
             with gr.Tab("Compare", id="compare"):
-                lay_out_compare(CompareDesk(page.models, page.votes, page.defaults), page.examples)
+                build_compare_tab(
+                    CompareController(page.models, page.votes, page.defaults), page.examples
+                )
             with gr.Tab("Chat", id="chat"):
-                lay_out_chat(ChatDesk(page.models, page.defaults))
+                build_chat_tab(ChatController(page.models, page.defaults))
             with gr.Tab("Plan", id="plan"):
-                lay_out_plan(page.plan_model, page.plan_on, page.colours)
+                build_plan_tab(page.plan_model, page.plan_on, page.colours)
             with gr.Tab("Runs", id="runs"):
-                lay_out_runs(page.runs)
+                build_runs_tab(page.runs)
 
-        @knows_visitor
+        @with_request
         def leave(request: Any) -> None:
-            page.models.cancel(name_visitor(request))
+            page.models.cancel(visitor_id(request))
 
         blocks.unload(leave)
     blocks.queue(api_open=False)
@@ -164,5 +164,5 @@ def _make_blocks(page: Page) -> Any:
 
 
 def _render_head(names: Sequence[str]) -> str:
-    told = f"{safe(names[0])} <b>and</b> {safe(names[1])}"
+    told = f"{escape_html(names[0])} <b>and</b> {escape_html(names[1])}"
     return f'<header class="tf-head"><h1>tightfit compare</h1><p>{told}</p></header>'

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from tightfit.core.errors import EnvironmentFaultError, UsageError
+from tightfit.core.errors import SetupError, UsageError
 from tightfit.serve.compare.page import Asgi, Scope, Send
 
 DEFAULT_HOST = "127.0.0.1"
@@ -49,7 +49,7 @@ def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         try:
             held.bind((bare, port))
         except OSError as fault:
-            raise EnvironmentFaultError(
+            raise SetupError(
                 f"Cannot listen on {host}:{port}: {fault.strerror or fault}.",
                 remedy="--port 0    (any free port)",
             ) from fault

@@ -15,11 +15,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.core.files import describe_kind, sync
 
 
-class Choice(str, Enum):
+class VoteChoice(str, Enum):
     """Which answer was better, told of the models, not of the sides they stood on."""
 
     A = "a"
@@ -55,7 +55,7 @@ class Vote(BaseModel):
     name_b: str
     answer_a: str
     answer_b: str
-    vote: Choice
+    vote: VoteChoice
     blind: bool
     """Whether the names were hidden when the vote was cast."""
     left: Literal["a", "b"]
@@ -63,7 +63,7 @@ class Vote(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class VoteCounts:
     """Votes counted."""
 
     a: int = 0
@@ -76,7 +76,7 @@ class Tally:
         return self.a + self.b + self.tie + self.both_bad
 
 
-class VoteBox:
+class VoteFile:
     """The votes file of one page. May be used from any thread, and by several pages at once."""
 
     def __init__(self, path: Path) -> None:
@@ -93,12 +93,12 @@ class VoteBox:
             self._cast.add(vote.id)
             return True
 
-    def count(self, name_a: str, name_b: str) -> Tally:
+    def count(self, name_a: str, name_b: str) -> VoteCounts:
         """All votes of the file on these two models, whichever of them was called A."""
         return count_votes(read_votes(self.path), name_a, name_b)
 
 
-def now() -> str:
+def utc_now_text() -> str:
     """The time of a vote."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -123,7 +123,7 @@ def append_vote(path: Path, vote: Vote) -> None:
             with contextlib.suppress(OSError):  # some file systems do not open folders
                 sync(path.parent)
     except OSError as fault:
-        raise _cannot_keep(path, fault) from fault
+        raise _cannot_write_votes(path, fault) from fault
 
 
 def read_votes(path: Path) -> Iterator[Vote]:
@@ -136,19 +136,19 @@ def read_votes(path: Path) -> Iterator[Vote]:
     except FileNotFoundError:
         return
     except OSError as fault:
-        raise _cannot_keep(path, fault) from fault
+        raise _cannot_write_votes(path, fault) from fault
 
 
-def count_votes(votes: Iterator[Vote], name_a: str, name_b: str) -> Tally:
+def count_votes(votes: Iterator[Vote], name_a: str, name_b: str) -> VoteCounts:
     """Those on this pair of models, also where it was compared the other way round."""
-    counts = dict.fromkeys(Choice, 0)
-    other = {Choice.A: Choice.B, Choice.B: Choice.A}
+    counts = dict.fromkeys(VoteChoice, 0)
+    other = {VoteChoice.A: VoteChoice.B, VoteChoice.B: VoteChoice.A}
     for vote in votes:
         if (vote.name_a, vote.name_b) == (name_a, name_b):
             counts[vote.vote] += 1
         elif (vote.name_a, vote.name_b) == (name_b, name_a):
             counts[other.get(vote.vote, vote.vote)] += 1
-    return Tally(**{choice.value: number for choice, number in counts.items()})
+    return VoteCounts(**{choice.value: number for choice, number in counts.items()})
 
 
 def check_votes_path(path: Path) -> None:
@@ -157,13 +157,13 @@ def check_votes_path(path: Path) -> None:
         if path.exists():
             kind = describe_kind(path.stat().st_mode)
             if kind is not None:
-                raise _cannot_keep(path, OSError(f"it is {kind}"))
+                raise _cannot_write_votes(path, OSError(f"it is {kind}"))
         elif not path.parent.is_dir():
-            raise _cannot_keep(path, OSError(f"there is no folder {path.parent}"))
+            raise _cannot_write_votes(path, OSError(f"there is no folder {path.parent}"))
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise _cannot_keep(path, OSError("it is not writable"))
+            raise _cannot_write_votes(path, OSError("it is not writable"))
     except OSError as fault:
-        raise _cannot_keep(path, fault) from fault
+        raise _cannot_write_votes(path, fault) from fault
 
 
 def _write_all(stream: io.FileIO, line: bytes) -> None:
@@ -191,8 +191,8 @@ def _locked(stream: io.FileIO) -> Iterator[None]:
     yield
 
 
-def _cannot_keep(path: Path, fault: OSError) -> EnvironmentFaultError:
-    return EnvironmentFaultError(
+def _cannot_write_votes(path: Path, fault: OSError) -> SetupError:
+    return SetupError(
         f"Cannot keep votes in {str(path)!r}: {fault.strerror or fault}.",
         remedy="--votes FILE in a folder that is writable and has free space",
     )

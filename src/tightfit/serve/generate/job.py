@@ -1,4 +1,4 @@
-"""Every prompt answered once: the engine kept full, answers journalled as they end."""
+"""One `generate` job: what is asked, the settings its answers depend on, and answering it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from typing import Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import write_atomic
-from tightfit.engines.answers import answer_all
-from tightfit.engines.protocol import Done, Engine, Failed, FinishReason, Request, Sampling
-from tightfit.serve.generate.journal import Journal, Key, as_json_line
-from tightfit.serve.generate.prompts import Prompt
+from tightfit.engines.open import EngineRequest
+from tightfit.engines.protocol import (
+    Done,
+    Engine,
+    Failed,
+    FinishReason,
+    Request,
+    Sampling,
+    answer_all,
+)
+from tightfit.runtime.artefacts import Artefact
+from tightfit.serve.generate.journal import AnswerKey, Journal, to_json_line
+from tightfit.serve.generate.prompts import Prompt, digest_prompts
 
 _SEED_BITS = 31
 """What every engine takes as a seed."""
@@ -32,14 +41,14 @@ class GenerateJob:
     def num_answers(self) -> int:
         return len(self.prompts) * self.num_samples
 
-    def keys(self) -> Iterator[Key]:
+    def keys(self) -> Iterator[AnswerKey]:
         """Every answer that is wanted, in order."""
         for prompt in self.prompts:
             for sample in range(self.num_samples):
-                yield Key(prompt.index, sample)
+                yield AnswerKey(prompt.index, sample)
 
 
-class Timing(NamedTuple):
+class AnswerTiming(NamedTuple):
     """One answer, as far as statistics need it. Times are of `time.monotonic()`."""
 
     num_prompt_tokens: int
@@ -52,7 +61,7 @@ class Timing(NamedTuple):
     finished_s: float
 
 
-class Failure(NamedTuple):
+class FailedAnswer(NamedTuple):
     """A prompt that could not be answered."""
 
     prompt: Prompt
@@ -61,27 +70,27 @@ class Failure(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class GenerateOutcome:
     """What one run of the command did; answers of earlier ones are in the journal alone."""
 
-    timings: tuple[Timing, ...]
-    failures: tuple[Failure, ...]
+    timings: tuple[AnswerTiming, ...]
+    failures: tuple[FailedAnswer, ...]
 
 
-Watch = Callable[[int, int, int], None]
+OnAnswer = Callable[[int, int, int], None]
 """Told after each answer: answers of this run, prompts failed, new tokens so far."""
 
 
 def generate_answers(
-    engine: Engine, job: GenerateJob, journal: Journal, watch: Watch | None = None
-) -> Outcome:
+    engine: Engine, job: GenerateJob, journal: Journal, watch: OnAnswer | None = None
+) -> GenerateOutcome:
     """Answer what the journal has not. A prompt that cannot be answered is set aside.
 
     What is no fault of a prompt (the engine itself broke) is raised, with all answers so far
     safe in the journal.
     """
-    feed = _Feed(engine, job, journal)
-    timings: list[Timing] = []
+    feed = _RequestFeed(engine, job, journal)
+    timings: list[AnswerTiming] = []
     num_tokens = 0
     try:
         for number, end in answer_all(engine, feed.requests()):
@@ -89,9 +98,11 @@ def generate_answers(
             if isinstance(end, Failed):
                 if not isinstance(end.fault, UserError):
                     raise end.fault
-                feed.failures.append(Failure(prompt, sample, end.fault))
+                feed.failures.append(FailedAnswer(prompt, sample, end.fault))
             elif end.reason is not FinishReason.CANCELLED:
-                journal.add(Key(prompt.index, sample), make_row(prompt, sample, end, job.is_raw))
+                journal.add(
+                    AnswerKey(prompt.index, sample), make_row(prompt, sample, end, job.is_raw)
+                )
                 timings.append(_timing(end))
                 num_tokens += end.num_new_tokens
             if watch is not None:
@@ -99,10 +110,10 @@ def generate_answers(
     finally:
         journal.sync()
     failures = sorted(feed.failures, key=lambda failure: (failure.prompt.index, failure.sample))
-    return Outcome(timings=tuple(timings), failures=tuple(failures))
+    return GenerateOutcome(timings=tuple(timings), failures=tuple(failures))
 
 
-def derive_seed(base: int, key: Key) -> int:
+def derive_seed(base: int, key: AnswerKey) -> int:
     """One seed for each answer, whatever was answered before it."""
     text = f"{base}:{key.prompt}:{key.sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> (64 - _SEED_BITS)
@@ -145,7 +156,7 @@ def failures_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.failed.jsonl")
 
 
-def write_failures(out: Path, failures: Sequence[Failure]) -> Path | None:
+def write_failures(out: Path, failures: Sequence[FailedAnswer]) -> Path | None:
     """The prompts without an answer and why, beside the output; an older such file goes."""
     path = failures_path(out)
     if not failures:
@@ -162,16 +173,16 @@ def write_failures(out: Path, failures: Sequence[Failure]) -> Path | None:
         }
         for failure in failures
     )
-    write_atomic(path, b"".join(as_json_line(row) + b"\n" for row in rows))
+    write_atomic(path, b"".join(to_json_line(row) + b"\n" for row in rows))
     return path
 
 
-class _Feed:
+class _RequestFeed:
     """Requests as the engine takes them, and which prompt each one is of."""
 
     def __init__(self, engine: Engine, job: GenerateJob, journal: Journal) -> None:
         self.asked: dict[int, tuple[Prompt, int]] = {}
-        self.failures: list[Failure] = []
+        self.failures: list[FailedAnswer] = []
         self._engine = engine
         self._job = job
         self._journal = journal
@@ -179,14 +190,14 @@ class _Feed:
     def requests(self) -> Iterator[Request]:
         number = 0
         for prompt in self._job.prompts:
-            keys = [Key(prompt.index, sample) for sample in range(self._job.num_samples)]
+            keys = [AnswerKey(prompt.index, sample) for sample in range(self._job.num_samples)]
             wanted = [key for key in keys if key not in self._journal]
             if not wanted:
                 continue
             try:
                 tokens = encode_prompt(self._engine, prompt, is_raw=self._job.is_raw)
             except UserError as fault:
-                self.failures += [Failure(prompt, key.sample, fault) for key in wanted]
+                self.failures += [FailedAnswer(prompt, key.sample, fault) for key in wanted]
                 continue
             for key in wanted:
                 self.asked[number] = (prompt, key.sample)
@@ -195,8 +206,8 @@ class _Feed:
                 yield Request(prompt=tokens, sampling=replace(self._job.sampling, seed=seed))
 
 
-def _timing(done: Done) -> Timing:
-    return Timing(
+def _timing(done: Done) -> AnswerTiming:
+    return AnswerTiming(
         num_prompt_tokens=done.num_prompt_tokens,
         num_cached_tokens=done.num_cached_tokens,
         num_new_tokens=done.num_new_tokens,
@@ -205,3 +216,52 @@ def _timing(done: Done) -> Timing:
         first_token_s=done.first_token_s,
         finished_s=done.finished_s,
     )
+
+
+# What answers depend on, by names a person understands: the same again means the same answers.
+
+_MODEL_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".jinja", ".model")
+
+
+def describe_settings(request: EngineRequest, job: GenerateJob) -> dict[str, Any]:
+    """For the journal's head. Slots, threads and devices are left out: answers do not mean them."""
+    sampling = job.sampling
+    return {
+        "prompts": digest_prompts(job.prompts),
+        "model": _digest_model(request.artefact),
+        "template": _digest_template(request.template),
+        "engine": request.engine,
+        "weights": "auto" if request.weights is None else request.weights.value,
+        "n": job.num_samples,
+        "raw": job.is_raw,
+        "max-new-tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top-p": sampling.top_p,
+        "top-k": sampling.top_k,
+        "min-p": sampling.min_p,
+        "repetition-penalty": sampling.repetition_penalty,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop),
+    }
+
+
+def _digest_model(artefact: Artefact) -> str:
+    """Over names, sizes and times of the files: reading them whole would take minutes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for place in (artefact.path, artefact.base, artefact.tokenizer):
+        for path in [] if place is None else _model_files(place):
+            facts = path.stat()
+            digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _model_files(place: Path) -> list[Path]:
+    if place.is_file():
+        return [place]
+    return sorted(path for path in place.iterdir() if path.suffix.lower() in _MODEL_ENDINGS)
+
+
+def _digest_template(template: str | None) -> str | None:
+    if template is None or not Path(template).is_file():
+        return template
+    return hashlib.blake2b(Path(template).read_bytes(), digest_size=16).hexdigest()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tightfit.core.errors import EnvironmentFaultError, UsageError, UserError
+from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.files import sync
 
 SYNC_ANSWERS = 64
@@ -35,11 +35,11 @@ _HEADER, _FINISHED = "header", "finished"
 _VERSION = 1
 _LINE = re.compile(rb"([0-9a-f]{8}) ((?:\d+)\.(?:\d+)|header|finished) (.*)\n", re.DOTALL)
 
-Settings = Mapping[str, Any]
+AnswerSettings = Mapping[str, Any]
 """What an answer depends on, by a name that a person understands: prompts, model, temperature."""
 
 
-class Key(NamedTuple):
+class AnswerKey(NamedTuple):
     """Which answer: the prompt's place in the file, and the sample's number."""
 
     prompt: int
@@ -57,7 +57,7 @@ class _Found:
 
     header: dict[str, Any] | None = None
     finished: dict[str, Any] | None = None
-    spans: dict[Key, _Span]
+    spans: dict[AnswerKey, _Span]
     num_bytes: int = 0
     """Up to the end of the last whole line."""
 
@@ -87,7 +87,7 @@ class Journal:
     def num_done(self) -> int:
         return len(self._spans)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: AnswerKey) -> bool:
         return key in self._spans
 
     def __enter__(self) -> Journal:
@@ -96,11 +96,11 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, key: Key, row: Mapping[str, Any]) -> None:
+    def add(self, key: AnswerKey, row: Mapping[str, Any]) -> None:
         """Keep an answer. One that is there already stays as it is."""
         if key in self._spans:
             return
-        content = as_json_line(row)
+        content = to_json_line(row)
         start = self._append(f"{key.prompt}.{key.sample}", content)
         self._spans[key] = _Span(start, len(content))
         self._unsynced += 1
@@ -127,7 +127,7 @@ class Journal:
         self.sync()
         told = write_output(self.out, self.rows())
         if is_complete:
-            self._replace(_line(_HEADER, as_json_line(self._header)) + _finished_line(told))
+            self._replace(_line(_HEADER, to_json_line(self._header)) + _finished_line(told))
             self.is_finished = True
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Journal:
 
 
 def open_journal(
-    out: Path, settings: Settings, *, seed: int | None, is_fresh: bool = False
+    out: Path, settings: AnswerSettings, *, seed: int | None, is_fresh: bool = False
 ) -> Journal:
     """Take up the journal of `out`, or begin one; hold it against every other process.
 
@@ -186,7 +186,7 @@ def open_journal(
         os.ftruncate(handle, found.num_bytes)
         journal = Journal(out, handle, found, header)
         if is_new:
-            journal._append(_HEADER, as_json_line(header))
+            journal._append(_HEADER, to_json_line(header))
             journal.sync()
             sync(out.parent)
         journal.is_finished = found.finished is not None
@@ -200,7 +200,7 @@ def open_journal(
         raise
 
 
-def as_json_line(value: Mapping[str, Any]) -> bytes:
+def to_json_line(value: Mapping[str, Any]) -> bytes:
     """JSON without line breaks, in UTF-8; half a surrogate pair stays an escape."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
@@ -209,7 +209,7 @@ def as_json_line(value: Mapping[str, Any]) -> bytes:
 
 
 def _check(
-    found: _Found, out: Path, settings: Settings, *, is_fresh: bool
+    found: _Found, out: Path, settings: AnswerSettings, *, is_fresh: bool
 ) -> dict[str, Any] | None:
     """The header to go on under; None where there is none and a new one may begin."""
     if is_fresh:
@@ -226,7 +226,7 @@ def _check(
                 remedy="--out OTHER keeps it, and --fresh replaces it when the answers are there",
             )
         return None
-    differing = differences(found.header.get("settings", {}), settings)
+    differing = describe_differences(found.header.get("settings", {}), settings)
     if differing and not found.spans and found.finished is None:
         return None  # nothing was answered under the old ones
     if differing:
@@ -245,7 +245,7 @@ def _check(
     return found.header
 
 
-def differences(old: Settings, new: Settings) -> str:
+def describe_differences(old: AnswerSettings, new: AnswerSettings) -> str:
     names = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
     return "; ".join(_difference(name, old.get(name), new.get(name)) for name in names)
 
@@ -259,7 +259,7 @@ def _difference(name: str, old: object, new: object) -> str:
 def _read(handle: int) -> _Found:
     """Every whole line. What stands behind the last line end was cut off while it was written."""
     header = finished = None
-    spans: dict[Key, _Span] = {}
+    spans: dict[AnswerKey, _Span] = {}
     end = 0
     with os.fdopen(os.dup(handle), "rb") as stream:
         stream.seek(0)
@@ -276,7 +276,7 @@ def _read(handle: int) -> _Found:
             elif place == _FINISHED:
                 finished = json.loads(content)
             else:
-                key = Key(*map(int, place.split(".")))
+                key = AnswerKey(*map(int, place.split(".")))
                 spans.setdefault(key, _Span(begin + whole.start(3), len(content)))
     return _Found(header=header, finished=finished, spans=spans, num_bytes=end)
 
@@ -287,7 +287,7 @@ def _line(place: str, content: bytes) -> bytes:
 
 
 def _finished_line(told: dict[str, Any]) -> bytes:
-    return _line(_FINISHED, as_json_line(told))
+    return _line(_FINISHED, to_json_line(told))
 
 
 def write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def require_folder(out: Path) -> None:
     if _exists(out) and not out.is_file():
         raise UsageError(f"{out} is no regular file.", remedy="--out answers.jsonl")
     if not out.parent.is_dir():
-        raise EnvironmentFaultError(
+        raise SetupError(
             f"Cannot write {out}: there is no folder {out.parent}.",
             remedy=f"mkdir -p {shlex.quote(str(out.parent))}",
         )
@@ -370,8 +370,8 @@ def _held(out: Path, path: Path, fault: OSError) -> UserError:
     )
 
 
-def _cannot_write(path: Path, fault: OSError) -> EnvironmentFaultError:
-    return EnvironmentFaultError(
+def _cannot_write(path: Path, fault: OSError) -> SetupError:
+    return SetupError(
         f"Cannot write {path}: {fault.strerror or fault}.",
         remedy="make room or choose another folder with --out; what was answered so far is kept, "
         "and the same command goes on",

@@ -24,11 +24,17 @@ from tightfit.data.formats import (
     recognise_format,
     to_messages,
 )
-from tightfit.data.json_rows import read_json_lines
-from tightfit.data.read import read_file
-from tightfit.data.row import Row, excerpt, kind_of
-from tightfit.data.sources import open_source
-from tightfit.data.streams import iter_lines, open_data, stat_of, wrong_encoding
+from tightfit.data.readers import read_json_lines
+from tightfit.data.sources import open_source, read_file
+from tightfit.data.streams import (
+    Row,
+    excerpt,
+    file_mode,
+    iter_lines,
+    json_type_name,
+    open_data,
+    wrong_encoding,
+)
 
 STDIN = "-"
 _ROW_ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow")
@@ -151,7 +157,7 @@ def _rows_on_stdin(data: bytes, request: PromptRequest) -> Iterator[Row] | None:
 
 
 def _lines_of(path: Path, request: PromptRequest) -> Iterator[_Found]:
-    stat_of(path)
+    file_mode(path)
     with open_data(path) as stream:
         yield from _lines(stream, path, request)
 
@@ -274,7 +280,7 @@ def _cell(values: Mapping[str, Any], name: str, place: str) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as fault:
         raise InvalidInputError(
-            f"{place}: the column `{name}` holds {kind_of(value)}, which has no text.",
+            f"{place}: the column `{name}` holds {json_type_name(value)}, which has no text.",
             remedy="name a column that holds text",
         ) from fault
 

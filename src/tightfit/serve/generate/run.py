@@ -7,27 +7,26 @@ from dataclasses import dataclass, replace
 
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import EngineInfo
-from tightfit.serve.generate.ceilings import probe_ceilings
-from tightfit.serve.generate.job import GenerateJob, Outcome, Watch, generate_answers
+from tightfit.serve.generate.job import GenerateJob, GenerateOutcome, OnAnswer, generate_answers
 from tightfit.serve.generate.journal import Journal
-from tightfit.serve.generate.meter import RunMeter, count_threads
-from tightfit.serve.generate.plan import Prediction
+from tightfit.serve.generate.measure import RunMeter, count_threads, probe_ceilings
+from tightfit.serve.generate.prediction import InferencePrediction
 from tightfit.serve.generate.statistics import (
-    Ceilings,
-    Measured,
+    DeviceCeilings,
+    GenerateStatistics,
     RunFacts,
-    Statistics,
+    RunMeasurements,
     compute_statistics,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class EngineRun:
     """What a run did and what it took."""
 
     info: EngineInfo
-    outcome: Outcome
-    measured: Measured
+    outcome: GenerateOutcome
+    measured: RunMeasurements
     num_threads: int
 
 
@@ -35,10 +34,10 @@ def run_engine(
     request: EngineRequest,
     job: GenerateJob,
     journal: Journal,
-    watch: Watch | None = None,
+    watch: OnAnswer | None = None,
     *,
     announce: Callable[[EngineInfo], None] | None = None,
-) -> Run:
+) -> EngineRun:
     """Load the model, answer what the journal has not, and let the model go."""
     with RunMeter() as meter:
         engine = open_engine(request)
@@ -57,15 +56,15 @@ def run_engine(
             measured = replace(measured, num_passes=counted)
         finally:
             engine.close()
-    return Run(info=info, outcome=outcome, measured=measured, num_threads=num_threads)
+    return EngineRun(info=info, outcome=outcome, measured=measured, num_threads=num_threads)
 
 
 def sum_run(
-    run: Run, job: GenerateJob, prediction: Prediction | None, *, num_earlier: int
-) -> Statistics:
+    run: EngineRun, job: GenerateJob, prediction: InferencePrediction | None, *, num_earlier: int
+) -> GenerateStatistics:
     """The run's statistics. Measures the device's limits, now that the model has left it."""
     measured = run.measured
-    ceilings = Ceilings()
+    ceilings = DeviceCeilings()
     if prediction is not None:
         measured = replace(measured, weight_file_bytes=prediction.weight_file_bytes)
         ceilings = probe_ceilings(

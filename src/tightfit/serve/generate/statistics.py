@@ -1,13 +1,19 @@
-"""Statistics of a run of `generate`: what was measured, and what is estimated from it."""
+"""Statistics of a `generate` run: timeline, token rates, memory traffic, and the bottleneck.
+
+Passes and bytes moved are estimated from the times and token counts of single answers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import ceil
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from tightfit.core.units import render_bytes, render_seconds
 from tightfit.engines.protocol import EngineInfo
 from tightfit.estimate.inference import (
     InferenceEstimate,
@@ -15,9 +21,373 @@ from tightfit.estimate.inference import (
     estimate_read_fraction,
 )
 from tightfit.models.spec import ModelSpec
-from tightfit.serve.generate.bottleneck import Signs, name_bottleneck
-from tightfit.serve.generate.job import Timing
-from tightfit.serve.generate.timeline import Timeline, Traffic, sum_timeline
+from tightfit.serve.generate.job import AnswerTiming
+
+# From the times of single answers to what the engine did all along: passes, fullness, traffic.
+
+WINDOW_SECONDS = 1.0
+MAX_WINDOWS = 600
+SAME_PASS_SECONDS = 2e-3
+"""First tokens that come this close together came out of one pass over their prompts."""
+_SHORTEST_SECONDS = 1e-6
+
+
+class PassTraffic(NamedTuple):
+    """What one pass and one token move through memory."""
+
+    bytes_per_pass: float
+    """Weights, which every pass reads once for all answers under way."""
+    kv_bytes_per_token: float
+    """Keys and values of one token of context, which every new token of that answer reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One run, summed up. Passes and bytes are estimated from token counts and times."""
+
+    seconds: float
+    """From the first request to the last answer."""
+    num_passes: float
+    """Passes over the model: one for each step of all answers under way, and those over prompts."""
+    mean_active: float
+    """Answers under way together, averaged over the time in which there were any."""
+    starved_fraction: float
+    """Of the time until the last request: fewer requests were handed in than there are slots."""
+    bytes_moved: float
+    peak_bytes_per_second: float
+    """Over the busiest second."""
+
+
+def sum_timeline(
+    timings: Sequence[AnswerTiming],
+    traffic: PassTraffic,
+    *,
+    num_slots: int,
+    num_passes: float | None = None,
+) -> Timeline:
+    """Sum up. An answer's tokens are taken to come evenly between its first and its last.
+
+    `num_passes` is the engine's own count, where it keeps one.
+    """
+    start = min(timing.submitted_s for timing in timings)
+    end = max(timing.finished_s for timing in timings)
+    spans = _spans(timings)
+    over_prompts = _prompt_passes(timings)
+    estimated = sum((s.until - s.since) * s.passes_per_second for s in spans) + len(over_prompts)
+    # Where the engine counted, its count holds, and the shape over time stays ours.
+    scale = num_passes / estimated if num_passes and estimated else 1.0
+    windows = _Windows(start, end)
+    for span in spans:
+        rate = scale * span.passes_per_second * traffic.bytes_per_pass
+        rate += span.context_per_second * traffic.kv_bytes_per_token
+        windows.add(span.since, span.until, rate)
+    for moment, num_tokens in over_prompts:
+        amount = scale * traffic.bytes_per_pass + num_tokens * traffic.kv_bytes_per_token
+        windows.add_at(moment, amount)
+    active = sum((span.until - span.since) * span.num_active for span in spans)
+    busy = sum(span.until - span.since for span in spans if span.num_active)
+    return Timeline(
+        seconds=max(end - start, _SHORTEST_SECONDS),
+        num_passes=scale * estimated,
+        mean_active=active / busy if busy else 1.0,
+        starved_fraction=_starved(timings, num_slots),
+        bytes_moved=windows.total,
+        peak_bytes_per_second=windows.peak,
+    )
+
+
+class _Span(NamedTuple):
+    """A stretch of time in which the same answers are under way."""
+
+    since: float
+    until: float
+    num_active: int
+    passes_per_second: float
+    context_per_second: float
+    """Tokens of context that new tokens read."""
+
+
+def _spans(timings: Sequence[AnswerTiming]) -> list[_Span]:
+    changes: list[tuple[float, int, float, float]] = []
+    for timing in timings:
+        steps = timing.num_new_tokens - 1
+        if steps <= 0:
+            continue
+        until = max(timing.finished_s, timing.first_token_s + _SHORTEST_SECONDS)
+        rate = steps / (until - timing.first_token_s)
+        context = rate * (timing.num_prompt_tokens + timing.num_new_tokens / 2)
+        changes.append((timing.first_token_s, 1, rate, context))
+        changes.append((until, -1, -rate, -context))
+    changes.sort(key=lambda change: change[0])
+    spans: list[_Span] = []
+    num_active, rates, contexts, since = 0, 0.0, 0.0, 0.0
+    for moment, count, rate, context in changes:
+        if num_active and moment > since:
+            spans.append(_Span(since, moment, num_active, rates / num_active, contexts))
+        num_active, rates, contexts = num_active + count, rates + rate, contexts + context
+        since = moment
+        if not num_active:
+            rates = contexts = 0.0  # sums of floats leave crumbs
+    return spans
+
+
+def _prompt_passes(timings: Sequence[AnswerTiming]) -> list[tuple[float, int]]:
+    """When prompts were read, and how many tokens' keys and values each pass wrote."""
+    passes: list[tuple[float, int]] = []
+    for timing in sorted(timings, key=lambda timing: timing.first_token_s):
+        fresh = timing.num_prompt_tokens - timing.num_cached_tokens
+        if passes and timing.first_token_s - passes[-1][0] <= SAME_PASS_SECONDS:
+            passes[-1] = (passes[-1][0], passes[-1][1] + fresh)
+        else:
+            passes.append((timing.first_token_s, fresh))
+    return passes
+
+
+def _starved(timings: Sequence[AnswerTiming], num_slots: int) -> float:
+    start = min(timing.submitted_s for timing in timings)
+    last = max(timing.submitted_s for timing in timings)
+    if last - start < WINDOW_SECONDS:
+        return 0.0
+    changes = [(timing.submitted_s, 1) for timing in timings]
+    changes += [(timing.finished_s, -1) for timing in timings]
+    starved, num_open, since = 0.0, 0, start
+    for moment, change in sorted(changes):
+        until = min(moment, last)
+        if num_open < num_slots and until > since:
+            starved += until - since
+        num_open, since = num_open + change, max(since, until)
+    return starved / (last - start)
+
+
+class _Windows:
+    """Amounts over time, in windows of about a second."""
+
+    def __init__(self, start: float, end: float) -> None:
+        length = max(end - start, _SHORTEST_SECONDS)
+        self._count = max(1, min(MAX_WINDOWS, int(length / WINDOW_SECONDS)))
+        self._width = length / self._count
+        self._start = start
+        self._amounts = [0.0] * self._count
+
+    @property
+    def total(self) -> float:
+        return sum(self._amounts)
+
+    @property
+    def peak(self) -> float:
+        return max(self._amounts) / self._width
+
+    def add(self, since: float, until: float, per_second: float) -> None:
+        index = self._index(since)
+        while since < until and index < self._count:
+            edge = self._start + (index + 1) * self._width
+            upto = until if index == self._count - 1 else min(until, edge)
+            self._amounts[index] += max(0.0, upto - since) * per_second
+            since, index = upto, index + 1
+
+    def add_at(self, moment: float, amount: float) -> None:
+        self._amounts[self._index(moment)] += amount
+
+    def _index(self, moment: float) -> int:
+        return min(max(int((moment - self._start) / self._width), 0), self._count - 1)
+
+
+# What a run waited for most, in one sentence that ends with what to do about it.
+
+BUSY_FRACTION = 0.5
+"""Of a measured ceiling: above it, that is what the run waits for."""
+STARVED_FRACTION = 0.2
+EMPTY_SLOTS_FRACTION = 0.6
+IDLE_CORES_FRACTION = 0.6
+BUSY_CORES_FRACTION = 0.85
+MAX_SUGGESTED_SLOTS = 256
+
+
+class BottleneckKind(str, Enum):
+    """What there was too little of."""
+
+    GPU_UNUSED = "cpu instead of gpu"
+    DISK = "disk"
+    LOADING = "loading"
+    PCIE = "pcie"
+    FEEDING = "waiting for prompts"
+    MEMORY_BANDWIDTH = "memory bandwidth"
+    COMPUTE = "compute"
+    BATCH = "batch too small"
+    OTHER_WORK = "other processes"
+    HOSTS = "other hosts"
+    OVERHEAD = "overhead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSigns:
+    """What was seen of a run. None: could not be measured."""
+
+    is_cpu: bool
+    idle_gpu: str | None = None
+    """A GPU that this machine has and the run did not use."""
+    is_offloaded: bool = False
+    """Weights lie in host memory and cross the bus for every pass."""
+    load_seconds: float = 0.0
+    load_disk_bytes: int | None = None
+    seconds: float
+    bandwidth_fraction: float | None = None
+    """Average traffic over the measured copy ceiling."""
+    compute_fraction: float | None = None
+    starved_fraction: float = 0.0
+    mean_active: float
+    num_slots: int
+    num_answers: int
+    cores_fraction: float | None = None
+    """On a CPU: core time over wall time and threads."""
+    num_hosts: int = 0
+    """Other machines that hold a part of the model, of which nothing is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """The verdict."""
+
+    kind: BottleneckKind
+    sentence: str
+
+
+def name_bottleneck(signs: RunSigns) -> Bottleneck:
+    """The one thing to change first. Mistakes come before limits, limits before small batches."""
+    for look in (_mistake, _loading, _surroundings, _limit, _cores, _batch):
+        found = look(signs)
+        if found is not None:
+            return found
+    return Bottleneck(
+        kind=BottleneckKind.OVERHEAD,
+        sentence="Neither memory nor arithmetic was busy with every slot in use: each step waits "
+        f"for the program around the model; {_more_slots(signs)} shares that wait.",
+    )
+
+
+def suggest_slots(signs: RunSigns) -> int | None:
+    """The next number of slots to try; None where more would stay empty."""
+    wanted = 4 * signs.num_slots if signs.num_slots < 8 else 2 * signs.num_slots
+    slots = min(wanted, MAX_SUGGESTED_SLOTS, signs.num_answers)
+    return slots if slots > signs.num_slots else None
+
+
+def _mistake(signs: RunSigns) -> Bottleneck | None:
+    if signs.is_cpu and signs.idle_gpu:
+        return Bottleneck(
+            kind=BottleneckKind.GPU_UNUSED,
+            sentence=f"The CPU did the work while {signs.idle_gpu} stood idle: --device cuda, and "
+            "`tightfit doctor` says why it was not taken.",
+        )
+    if signs.is_offloaded:
+        return Bottleneck(
+            kind=BottleneckKind.PCIE,
+            sentence="PCIe: part of the weights lies in host memory and crosses the bus for every "
+            "pass; --weights nf4 or fewer --parallel would keep them on the card.",
+        )
+    return None
+
+
+def _loading(signs: RunSigns) -> Bottleneck | None:
+    if signs.load_seconds <= signs.seconds:
+        return None
+    took = (
+        f"loading took {render_seconds(signs.load_seconds)}, answering "
+        f"{render_seconds(signs.seconds)}"
+    )
+    if signs.load_disk_bytes and signs.load_disk_bytes / signs.load_seconds > 20e6:
+        rate = render_bytes(signs.load_disk_bytes / signs.load_seconds)
+        return Bottleneck(
+            kind=BottleneckKind.DISK,
+            sentence=f"Disk: {took}, reading {render_bytes(signs.load_disk_bytes)} at {rate}/s; "
+            "ask more prompts in one run, or keep the model on a faster disk.",
+        )
+    return Bottleneck(
+        kind=BottleneckKind.LOADING,
+        sentence=f"Loading: {took}, though little came from the disk; ask more prompts in one "
+        "run, or keep the model loaded: tightfit serve.",
+    )
+
+
+def _surroundings(signs: RunSigns) -> Bottleneck | None:
+    if signs.starved_fraction > STARVED_FRACTION:
+        return Bottleneck(
+            kind=BottleneckKind.FEEDING,
+            sentence=f"Waiting for prompts: for {signs.starved_fraction:.0%} of the time fewer "
+            f"were ready than the {signs.num_slots} slots take; shorter prompts or a free core "
+            "for preparing them would help.",
+        )
+    if signs.num_hosts:
+        hosts = "another host" if signs.num_hosts == 1 else f"{signs.num_hosts} other hosts"
+        return Bottleneck(
+            kind=BottleneckKind.HOSTS,
+            sentence=f"Not known: part of the model was computed on {hosts}, and only this machine "
+            "was measured; look at the load there and at the network between.",
+        )
+    is_hurt = not (signs.bandwidth_fraction or 0) > BUSY_FRACTION
+    cores = signs.cores_fraction
+    if signs.is_cpu and cores is not None and cores < IDLE_CORES_FRACTION and is_hurt:
+        return Bottleneck(
+            kind=BottleneckKind.OTHER_WORK,
+            sentence=f"Cores: the process got {cores:.0%} of the core time it asked for; other "
+            "processes hold the rest, or it has more threads than cores (--threads, "
+            "OMP_NUM_THREADS).",
+        )
+    return None
+
+
+def _limit(signs: RunSigns) -> Bottleneck | None:
+    compute, bandwidth = signs.compute_fraction or 0.0, signs.bandwidth_fraction or 0.0
+    if max(compute, bandwidth) < BUSY_FRACTION:
+        return None
+    if compute >= bandwidth:
+        return Bottleneck(
+            kind=BottleneckKind.COMPUTE,
+            sentence=f"Compute: {compute:.0%} of what the device was measured to multiply; "
+            "a smaller model or a faster device is what helps.",
+        )
+    helps = "fewer bytes per weight (tightfit quantize) is what helps."
+    if suggest_slots(signs) is not None:
+        shared = f"{signs.mean_active:.1f} answers at a time"
+        helps = f"the weights are read for {shared}, and {_more_slots(signs)} shares each reading."
+    return Bottleneck(
+        kind=BottleneckKind.MEMORY_BANDWIDTH,
+        sentence=f"Memory bandwidth: {bandwidth:.0%} of the measured copy rate; {helps}",
+    )
+
+
+def _cores(signs: RunSigns) -> Bottleneck | None:
+    """Kernels of packed weights stay far below what a plain product reaches, cores busy or not."""
+    busy = signs.cores_fraction
+    if not signs.is_cpu or busy is None or busy < BUSY_CORES_FRACTION:
+        return None
+    return Bottleneck(
+        kind=BottleneckKind.COMPUTE,
+        sentence=f"Compute: the cores that it may use were busy for {busy:.0%} of the time; a "
+        "smaller model or a faster device is what helps, or more --threads where cores are idle.",
+    )
+
+
+def _batch(signs: RunSigns) -> Bottleneck | None:
+    if signs.mean_active < EMPTY_SLOTS_FRACTION * signs.num_slots:
+        return Bottleneck(
+            kind=BottleneckKind.BATCH,
+            sentence=f"Batch too small: on average {signs.mean_active:.1f} of {signs.num_slots} "
+            "slots were in use; more prompts in one run would fill them.",
+        )
+    slots = suggest_slots(signs)
+    if slots is None:
+        return None
+    return Bottleneck(
+        kind=BottleneckKind.BATCH,
+        sentence=f"Batch too small: {signs.mean_active:.1f} answers at a time keep neither memory "
+        f"nor arithmetic busy; --parallel {slots} would use the same passes for more answers.",
+    )
+
+
+def _more_slots(signs: RunSigns) -> str:
+    slots = suggest_slots(signs)
+    return "a larger --parallel" if slots is None else f"--parallel {slots}"
 
 
 class _Frozen(BaseModel):
@@ -93,7 +463,7 @@ class PeakMemory(_Frozen):
     predicted_parts: dict[str, int] | None
 
 
-class Statistics(_Frozen):
+class GenerateStatistics(_Frozen):
     """Everything that is said at the end of a run."""
 
     model: str
@@ -134,7 +504,7 @@ class Statistics(_Frozen):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ceilings:
+class DeviceCeilings:
     """The device's own limits. None: not known, or not measured."""
 
     copy_bytes_per_second: float | None = None
@@ -144,7 +514,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class RunMeasurements:
     """What the machine said of the run."""
 
     load_seconds: float
@@ -168,17 +538,17 @@ class RunFacts:
 
     info: EngineInfo
     spec: ModelSpec | None
-    timings: Sequence[Timing]
+    timings: Sequence[AnswerTiming]
     num_prompts: int
     num_samples: int
     num_earlier: int
     num_failed: int
-    measured: Measured
-    ceilings: Ceilings
+    measured: RunMeasurements
+    ceilings: DeviceCeilings
     prediction: InferenceEstimate | None = None
 
 
-def compute_statistics(facts: RunFacts) -> Statistics:
+def compute_statistics(facts: RunFacts) -> GenerateStatistics:
     """All figures of a run that answered something."""
     info, timings, measured = facts.info, facts.timings, facts.measured
     timeline = _timeline(facts)
@@ -191,7 +561,7 @@ def compute_statistics(facts: RunFacts) -> Statistics:
         _sum(t.num_new_tokens for t in timings),
     )
     expected = facts.prediction
-    return Statistics(
+    return GenerateStatistics(
         model=info.model,
         engine=f"{info.engine} {info.version}".strip(),
         format=info.format,
@@ -249,7 +619,7 @@ def _timeline(facts: RunFacts) -> Timeline:
         share = estimate_read_fraction(facts.spec, num_active=info.num_slots)
     return sum_timeline(
         facts.timings,
-        Traffic(share * info.weight_bytes, info.kv_bytes_per_token),
+        PassTraffic(share * info.weight_bytes, info.kv_bytes_per_token),
         num_slots=info.num_slots,
         num_passes=facts.measured.num_passes,
     )
@@ -266,7 +636,7 @@ def _rates(prompt: int, new: int, seconds: float) -> Rates:
     )
 
 
-def _traffic(timeline: Timeline, ceilings: Ceilings) -> MemoryTraffic:
+def _traffic(timeline: Timeline, ceilings: DeviceCeilings) -> MemoryTraffic:
     average = timeline.bytes_moved / timeline.seconds
     ceiling = ceilings.copy_bytes_per_second
     return MemoryTraffic(
@@ -313,9 +683,9 @@ def _sum_flops(facts: RunFacts) -> float:
 
 def _signs(
     facts: RunFacts, timeline: Timeline, traffic: MemoryTraffic, arithmetic: Arithmetic
-) -> Signs:
+) -> RunSigns:
     measured = facts.measured
-    return Signs(
+    return RunSigns(
         is_cpu=facts.info.device == "cpu",
         idle_gpu=measured.idle_gpu,
         is_offloaded=measured.is_offloaded,
@@ -333,7 +703,7 @@ def _signs(
     )
 
 
-def _disk(measured: Measured) -> DiskUse:
+def _disk(measured: RunMeasurements) -> DiskUse:
     read, files = measured.load_disk_bytes, measured.weight_file_bytes
     cached = None if read is None or not files else max(0.0, 1 - read / files)
     return DiskUse(

@@ -10,7 +10,7 @@ from tightfit.core.strategy import Offload, Strategy
 
 STAGES = ("eval", "generate", "save", "resume")
 """What a job does beside loading and stepping."""
-MOST_TOKENS = 8 * 2**20
+MAX_TRACED_TOKENS = 8 * 2**20
 """Of a batch: the values of its labels are computed for real, and larger tensors' are not
 (`_MAX_BYTES` in shadows.py, at 8 bytes each)."""
 
@@ -52,7 +52,7 @@ class TraceJob(_Frozen):
     """Trace every layer even where a few would do."""
 
 
-def find_obstacle(strategy: Strategy) -> str:
+def find_trace_obstacle(strategy: Strategy) -> str:
     """Why a trace of this would be wrong, as a clause; empty where it would not."""
     num_tokens = strategy.micro_batch * strategy.seq_len
     if not strategy.is_trained:
@@ -63,6 +63,8 @@ def find_obstacle(strategy: Strategy) -> str:
         return "fake tensors cannot tell the card from the host it offloads to"
     if strategy.weights.is_quantized and strategy.sharding.shards_weights:
         return "packed weights cannot be cut into fake shards"
-    if num_tokens > MOST_TOKENS:
-        return f"a batch of {num_tokens:,} tokens is more than a trace follows ({MOST_TOKENS:,})"
+    if num_tokens > MAX_TRACED_TOKENS:
+        return (
+            f"a batch of {num_tokens:,} tokens is more than a trace follows ({MAX_TRACED_TOKENS:,})"
+        )
     return ""

@@ -1,7 +1,10 @@
-"""A sharded job as rank 0 of any number sees it, in one process: collectives that move nothing."""
+"""A distributed job as rank 0 sees it, in one process: DDP's gradient buckets, FSDP2 over a fake
+process group whose collectives move nothing.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,43 +12,124 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.core.strategy import Sharding, Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.trace.recorder import Recorder
-from tightfit.estimate.trace.recording import COMMUNICATION
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.random_weights import place_empty
+from tightfit.runtime.load import materialize_empty
+from tightfit.trace.recorder import Recorder
+from tightfit.trace.recording import COMMUNICATION, GRADIENTS
+from tightfit.train.distributed import DistContext
 from tightfit.train.engine import TorchEngine
 from tightfit.train.optimizers import build_optimizer
-from tightfit.train.place import Place
 from tightfit.train.sharding import Sharder
-from tightfit.train.tracing.loading import load_fake
-from tightfit.train.tracing.replicated import ReplicatedEngine
-from tightfit.train.tracing.subject import FAKE_DEVICE
-from tightfit.train.zero import as_deepspeed_sees
+from tightfit.train.tracing.engine import FAKE_DEVICE, load_fake_weights
+from tightfit.train.zero import to_deepspeed_strategy
 
-_SHAPE_RULES = "_propagate_tensor_meta_non_cached"
+# DDP on fake tensors: the buckets that hold gradients, as torch's Reducer lays them out.
+
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20
+"""DDP's defaults, `dist._DEFAULT_FIRST_BUCKET_BYTES` and `bucket_cap_mb`."""
+
+
+class GradientBuckets:
+    """Gradients' home under DDP with `gradient_as_bucket_view`.
+
+    The buckets stand from the start to the end. A gradient is made outside, copied into its
+    place and dropped; where micro-batches are accumulated without exchange it stays outside
+    until the last one. The first step has one bucket per dtype; before the second they are
+    laid out anew in the order in which gradients came.
+    Source: torch reducer.cpp, `initialize_buckets`, `mark_variable_ready_dense`.
+    """
+
+    def __init__(self, parameters: list[Any], recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._buckets: list[Tensor] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        self._arrived: list[nn.Parameter] = []
+        self._is_rebuilt = False
+        self.is_exchanging = True
+        self._lay_out(parameters, [sys.maxsize])
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._take)
+
+    def before_forward(self) -> None:
+        if self._arrived and not self._is_rebuilt:
+            self._lay_out(self._arrived, [FIRST_BUCKET_BYTES, BUCKET_BYTES])
+            self._is_rebuilt = True
+
+    def _lay_out(self, parameters: list[nn.Parameter], limits: list[int]) -> None:
+        assign: Any = vars(dist)["_compute_bucket_assignment_by_size"]
+        groups, _ = assign(parameters, limits, [False] * len(parameters))
+        self._views.clear()
+        self._buckets.clear()
+        for group in groups:
+            members = [parameters[place] for place in group]
+            first = members[0]
+            bucket: Any = torch.empty(
+                sum(p.numel() for p in members), dtype=first.dtype, device=first.device
+            )
+            self._recorder.hold([bucket], GRADIENTS)
+            self._buckets.append(bucket)
+            parts = bucket.split([p.numel() for p in members])
+            for parameter, part in zip(members, parts, strict=True):
+                self._views[parameter] = part.view(parameter.shape)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            return
+        if not self.is_exchanging:
+            self._recorder.mark([parameter.grad], GRADIENTS)
+            return
+        if not self._is_rebuilt:
+            self._arrived.append(parameter)
+        view = self._views[parameter]
+        with torch.no_grad():
+            view.copy_(parameter.grad)
+        parameter.grad = view
+
+
+class FakeDdpEngine(TorchEngine):
+    """TorchEngine over a module whose gradients live in buckets."""
+
+    def __init__(self, *args: Any, recorder: Recorder, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._buckets = GradientBuckets(trained, recorder)
+        self.module.register_forward_pre_hook(self._before_forward)
+
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
+        self._buckets.is_exchanging = is_last
+        yield
+
+    def _before_forward(self, _module: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._buckets.before_forward()
+
+
+_SHAPE_PROPAGATION = "_propagate_tensor_meta_non_cached"
 """DTensor runs each operation once on whole shapes to learn the result's: nothing a rank holds."""
-_TRAFFIC = ("unshard", "wait_for_unshard", "post_backward")
+_COLLECTIVE_METHODS = ("unshard", "wait_for_unshard", "post_backward")
 """What of FSDP2's parameter groups allocates for collectives."""
 
 
-def strategy_of_ranks(strategy: Strategy) -> Strategy:
+def to_engine_strategy(strategy: Strategy) -> Strategy:
     """What the model is built by: DeepSpeed wants one dtype throughout."""
-    return as_deepspeed_sees(strategy) if strategy.sharding.is_zero else strategy
+    return to_deepspeed_strategy(strategy) if strategy.sharding.is_zero else strategy
 
 
 @contextmanager
-def pretend_ranks(strategy: Strategy) -> Iterator[Place]:
+def fake_process_group(strategy: Strategy) -> Iterator[DistContext]:
     """Rank 0 of the strategy's world. FSDP2 gets a process group whose collectives do nothing.
 
     A process has one group at a time: it is left at the end, and DTensor forgets what it had
     worked out for its meshes.
     """
-    place = Place(
+    place = DistContext(
         rank=0,
         local_rank=0,
         world_size=strategy.world_size,
@@ -68,11 +152,16 @@ def pretend_ranks(strategy: Strategy) -> Iterator[Place]:
         yield place
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
+        _clear_mesh_caches()
 
 
-def build_ranked_engine(
-    module: nn.Module, strategy: Strategy, training: Training, *, place: Place, recorder: Recorder
+def build_distributed_engine(
+    module: nn.Module,
+    strategy: Strategy,
+    training: Training,
+    *,
+    place: DistContext,
+    recorder: Recorder,
 ) -> Any:
     """The engine of rank 0 among several. Call inside the fake mode, with the recorder watching."""
     if strategy.sharding.is_zero:
@@ -86,29 +175,29 @@ def build_ranked_engine(
         "max_grad_norm": training.max_grad_norm,
     }
     if strategy.sharding is Sharding.DDP:
-        load_fake(
+        load_fake_weights(
             module, strategy, place.device, recorder=recorder, is_drawn=training.random_weights
         )
         optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
-        return ReplicatedEngine(module, optimizer, recorder=recorder, **settings)
+        return FakeDdpEngine(module, optimizer, recorder=recorder, **settings)
     shard_fake(module, strategy, place)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
     return TorchEngine(module, optimizer, **settings)
 
 
-def shard_fake(module: nn.Module, strategy: Strategy, place: Place) -> None:
+def shard_fake(module: nn.Module, strategy: Strategy, place: DistContext) -> None:
     """As `load_sharded` does: each layer filled, then sharded, then what is left."""
     with _disable_current_modes():
         sharder = Sharder(strategy, place)  # a mesh reads its own numbers
     for layer in decoder_layers(module):
-        place_empty(layer, place.device)
+        materialize_empty(layer, place.device)
         sharder.shard_layer(layer)
-    place_empty(module, place.device)
+    materialize_empty(module, place.device)
     sharder.shard_rest(module)
 
 
 @contextmanager
-def watch_shards(recorder: Recorder) -> Iterator[None]:
+def record_fsdp(recorder: Recorder) -> Iterator[None]:
     """Tell `recorder` what FSDP2 does beside operations, and keep DTensor's own sums from it.
 
     FSDP2 on a mesh of CPUs takes the same steps as on cards, and keeps the same buffers for
@@ -129,10 +218,12 @@ def watch_shards(recorder: Recorder) -> Iterator[None]:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_tell))
         stack.enter_context(
             _wrapped(
-                ShardingPropagator, _SHAPE_RULES, lambda: _setting(recorder, "is_paused", True)
+                ShardingPropagator,
+                _SHAPE_PROPAGATION,
+                lambda: _setting(recorder, "is_paused", True),
             )
         )
-        for name in _TRAFFIC:
+        for name in _COLLECTIVE_METHODS:
             stack.enter_context(
                 _wrapped(FSDPParamGroup, name, lambda: _setting(recorder, "purpose", COMMUNICATION))
             )
@@ -159,7 +250,7 @@ def _setting(recorder: Recorder, name: str, value: Any) -> Iterator[None]:
         setattr(recorder, name, before)
 
 
-def _forget_meshes() -> None:
+def _clear_mesh_caches() -> None:
     """Cached rules hold meshes whose groups are gone."""
     from torch.distributed.tensor import DTensor, debug
 

@@ -1,37 +1,150 @@
-"""From a job to its traced memory: record, extend to full depth, replay, sum up."""
+"""From a job to its traced memory: record a few layers, extend to full depth, replay, sum up."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.trace.ask import Answer, list_versions
-from tightfit.estimate.trace.caching_allocator import (
+from tightfit.trace.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
     Replay,
     find_smallest_capacity,
     replay,
 )
-from tightfit.estimate.trace.recording import Recording
-from tightfit.estimate.trace.result import TracedMemory
-from tightfit.estimate.trace.selective import find_fewest_recomputed
-from tightfit.estimate.trace.summary import (
+from tightfit.trace.depth import (
+    CannotExtend,
+    DepthExtrapolation,
+    DepthPlan,
+    extend_operation_log,
+    find_fewest_recomputed,
+    list_layer_kinds,
+    plan_depths,
+)
+from tightfit.trace.depth_config import find_extrapolation_obstacle, read_depth, with_depth
+from tightfit.trace.operations import OperationLog
+from tightfit.trace.recording import (
     OTHER_PROCESSES,
+    Recording,
     build_timeline,
     describe_peak,
     list_stage_peaks,
 )
-from tightfit.train.tracing.beside import fork_beside
-from tightfit.train.tracing.depths import DepthTracer
-from tightfit.train.tracing.job import TraceJob, find_obstacle
+from tightfit.trace.result import TracedMemory
+from tightfit.trace.tracer import TraceResponse, list_versions
+from tightfit.train.tracing.fake_kernels import import_libraries
+from tightfit.train.tracing.fork_pool import fork_pool
+from tightfit.train.tracing.job import TraceJob, find_trace_obstacle
+from tightfit.train.tracing.record import record_job
+
+# Recordings of a job at any depth, from as few traced layers as will do.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shallow:
+    """What was learnt from a few layers."""
+
+    growth: DepthExtrapolation
+    logs: list[OperationLog]
+    """Operations of the shallowest model and of the deeper ones; none where one has no log."""
+
+    def extend(self, plan: DepthPlan) -> Recording:
+        recording = self.growth.extend(plan.num_more)
+        if self.logs:
+            recording.operations = _extend_log(plan, self.logs)
+        return recording
+
+
+def _extend_log(plan: DepthPlan, logs: Sequence[OperationLog]) -> OperationLog | None:
+    """Memory stands without it: then the closed form speaks of the time."""
+    base, *grown = logs
+    try:
+        return extend_operation_log(base, grown, list_layer_kinds(plan))
+    except CannotExtend:
+        return None
+
+
+def _learn(plan: DepthPlan, recordings: Sequence[Recording]) -> _Shallow:
+    base, *grown = recordings
+    logs = [one.operations for one in recordings if one.operations is not None]
+    is_whole = len(logs) == len(recordings)
+    return _Shallow(growth=DepthExtrapolation(plan, base, grown), logs=logs if is_whole else [])
+
+
+class DepthTracer:
+    """One job with any number of its layers recomputed; what was traced is kept."""
+
+    def __init__(self, job: TraceJob) -> None:
+        self._job = job
+        self.num_layers = read_depth(job.config) or 0
+        self.num_traced = 0
+        """Layers of the deepest model that ran."""
+        self.refusal = "asked for" if job.is_full_depth else find_extrapolation_obstacle(job.config)
+        self._known: dict[tuple[object, ...], _Shallow] = {}
+
+    def record(self, num_recomputed: int) -> Recording:
+        """The whole job, this many layers of it recomputed, counted from the first."""
+        kinds = self._split(num_recomputed)
+        if not self.refusal:
+            try:
+                return self._extend(kinds, is_recomputed=num_recomputed > 0)
+            except CannotExtend as fault:
+                self.refusal = str(fault)
+        return self._run(kinds, is_recomputed=num_recomputed > 0)
+
+    def _split(self, num_recomputed: int) -> tuple[int, ...]:
+        """Layers of each kind: recomputed ones, then the others."""
+        if 0 < num_recomputed < self.num_layers:
+            return (num_recomputed, self.num_layers - num_recomputed)
+        return (self.num_layers,)
+
+    def _extend(self, kinds: tuple[int, ...], *, is_recomputed: bool) -> Recording:
+        plan = plan_depths(kinds)
+        if not plan.grown:
+            return self._run(kinds, is_recomputed=is_recomputed)
+        key = (is_recomputed, plan.base, plan.grown)
+        if key not in self._known:
+            depths = (plan.base, *plan.grown)
+            self._known[key] = _learn(plan, self._run_all(depths, is_recomputed=is_recomputed))
+        return self._known[key].extend(plan)
+
+    def _run_all(
+        self, depths: Sequence[tuple[int, ...]], *, is_recomputed: bool
+    ) -> list[Recording]:
+        """Each depth once: the first here, the others beside it in processes of their own."""
+        self.num_traced = max(self.num_traced, *map(sum, depths))
+        jobs = [self._job_of(kinds, is_recomputed=is_recomputed) for kinds in depths]
+        import_libraries()
+        with fork_pool(len(jobs) - 1) as others:
+            waiting = [others.submit(record_job, job, job.config) for job in jobs[1:]]
+            return [record_job(jobs[0], jobs[0].config), *(one.result() for one in waiting)]
+
+    def _run(self, kinds: tuple[int, ...], *, is_recomputed: bool) -> Recording:
+        self.num_traced = max(self.num_traced, sum(kinds))
+        job = self._job_of(kinds, is_recomputed=is_recomputed)
+        return record_job(job, job.config)
+
+    def _job_of(self, kinds: tuple[int, ...], *, is_recomputed: bool) -> TraceJob:
+        depth = sum(kinds)
+        strategy = self._job.strategy.model_copy(
+            update={
+                "checkpointing": is_recomputed,
+                "recomputed_layers": kinds[0] if len(kinds) > 1 else None,
+            }
+        )
+        config = self._job.config
+        if depth != self.num_layers:
+            config = with_depth(config, depth)
+        return self._job.model_copy(update={"strategy": strategy, "config": config})
 
 
 class CannotTraceError(Exception):
     """This job is beyond the tracer; the closed form still speaks of it."""
 
 
-def trace(job: TraceJob) -> Answer:
+def trace(job: TraceJob) -> TraceResponse:
     """Memory of the job on one card, and how many layers it recomputes where it may choose.
 
     Recorded from a fake run, replayed through a model of torch's allocator; the operations of
@@ -48,7 +161,7 @@ def trace(job: TraceJob) -> Answer:
         num_recomputed = num_recomputed if fewest is None else fewest
     recording = tracer.record(num_recomputed)
     training = _until_training_ends(recording)
-    with fork_beside(1) as beside:  # it takes the longest
+    with fork_pool(1) as beside:  # it takes the longest
         smallest = beside.submit(
             find_smallest_capacity,
             training.sizes,
@@ -71,7 +184,7 @@ def trace(job: TraceJob) -> Answer:
             versions=list_versions(),
         )
     log = recording.operations
-    return Answer(
+    return TraceResponse(
         traced=traced,
         fewest_recomputed=fewest,
         operations=None if log is None else log.shortened(),
@@ -114,6 +227,6 @@ def _until_training_ends(recording: Recording) -> Recording:
 
 def check_traceable(strategy: Strategy) -> None:
     """What a trace would get wrong is refused."""
-    obstacle = find_obstacle(strategy)
+    obstacle = find_trace_obstacle(strategy)
     if obstacle:
         raise CannotTraceError(obstacle)

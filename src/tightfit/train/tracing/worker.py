@@ -11,10 +11,10 @@ from typing import TextIO
 
 from tightfit.core.errors import UserError
 from tightfit.core.with_parent import end_with_parent
-from tightfit.estimate.trace.ask import Answer
 from tightfit.hardware.machine import read_machine
-from tightfit.runtime.imports import quick_imports
-from tightfit.train.tracing.beside import fork_beside
+from tightfit.runtime.libraries import fast_imports
+from tightfit.trace.tracer import TraceResponse
+from tightfit.train.tracing.fork_pool import fork_pool
 from tightfit.train.tracing.job import TraceJob
 
 CORES_PER_JOB = 3
@@ -31,8 +31,8 @@ def main() -> None:
     answers = _take_stdout()
     warnings.simplefilter("ignore")
     jobs = [TraceJob.model_validate(json.loads(line)) for line in sys.stdin]
-    with quick_imports([job.strategy for job in jobs]):
-        from tightfit.train.tracing.libraries import import_libraries
+    with fast_imports([job.strategy for job in jobs]):
+        from tightfit.train.tracing.fake_kernels import import_libraries
 
         import_libraries()
     for answer in answer_all(jobs, num_cores=read_machine().num_usable_cores):
@@ -41,29 +41,29 @@ def main() -> None:
     os._exit(0)  # taking torch down in order takes longer than it is worth
 
 
-def answer_all(jobs: Sequence[TraceJob], *, num_cores: int) -> Iterator[Answer]:
+def answer_all(jobs: Sequence[TraceJob], *, num_cores: int) -> Iterator[TraceResponse]:
     """In the order of the jobs, each as soon as it is there; several at once where cores allow."""
     num_beside = min(len(jobs), num_cores // CORES_PER_JOB)
     if num_beside < 2:
         yield from map(_answer, jobs)
         return
-    with fork_beside(num_beside) as beside:
+    with fork_pool(num_beside) as beside:
         yield from beside.map(_answer, jobs)
 
 
-def _answer(job: TraceJob) -> Answer:
+def _answer(job: TraceJob) -> TraceResponse:
     # Imported here: torch takes seconds, and what fails must become an answer.
     from tightfit.train.tracing.trace import CannotTraceError, trace
 
     try:
         return trace(job)
     except CannotTraceError as fault:
-        return Answer(problem=str(fault))
+        return TraceResponse(problem=str(fault))
     except UserError as fault:
-        return Answer(problem=fault.problem.rstrip("."), remedy=fault.remedy)
+        return TraceResponse(problem=fault.problem.rstrip("."), remedy=fault.remedy)
     except Exception as fault:  # the closed form still stands: no fault of a library may end a plan
         first = (str(fault).strip().splitlines() or [""])[0]
-        return Answer(problem=_describe(type(fault).__name__, first[:200]))
+        return TraceResponse(problem=_describe(type(fault).__name__, first[:200]))
 
 
 _VALUES_MISSING = ("DynamicOutputShapeException", "DataDependentOutputException")

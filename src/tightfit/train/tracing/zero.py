@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from tightfit.core.strategy import Sharding, Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.buffers import ZERO_BUCKET_VALUES
-from tightfit.estimate.trace.recorder import Recorder
-from tightfit.estimate.trace.recording import COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
+from tightfit.estimate.state import ZERO_BUCKET_VALUES
+from tightfit.trace.recorder import Recorder
+from tightfit.trace.recording import COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS
+from tightfit.train.distributed import DistContext
 from tightfit.train.optimizers import build_optimizer
-from tightfit.train.place import Place
 from tightfit.train.step import Update
-from tightfit.train.tracing.loading import load_fake
+from tightfit.train.tracing.engine import load_fake_weights
 
 _ALIGNMENT = 2
 """`nccl_start_alignment_factor`: a group's values are padded to so many per rank."""
@@ -33,7 +33,12 @@ _NORM_DTYPE = torch.double
 
 
 def build_fake_zero(
-    module: nn.Module, strategy: Strategy, training: Training, *, place: Place, recorder: Recorder
+    module: nn.Module,
+    strategy: Strategy,
+    training: Training,
+    *,
+    place: DistContext,
+    recorder: Recorder,
 ) -> Any:
     """The engine of the strategy's stage. Inside the fake mode, with the recorder watching."""
     settings: dict[str, Any] = {"strategy": strategy, "place": place, "recorder": recorder}
@@ -42,16 +47,16 @@ def build_fake_zero(
 
         return FakeZero3Engine(module, training, **settings)
     is_drawn = training.random_weights
-    load_fake(module, strategy, place.device, recorder=recorder, is_drawn=is_drawn)
+    load_fake_weights(module, strategy, place.device, recorder=recorder, is_drawn=is_drawn)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
     return FakeZeroEngine(module, optimizer, **settings)
 
 
-class ZeroProtocol:
+class FakeZeroBase:
     """What a step asks of an engine, for all stages."""
 
     def __init__(
-        self, module: nn.Module, *, strategy: Strategy, place: Place, recorder: Recorder
+        self, module: nn.Module, *, strategy: Strategy, place: DistContext, recorder: Recorder
     ) -> None:
         self.module = module
         self.strategy = strategy
@@ -89,7 +94,7 @@ class ZeroProtocol:
 class _Group:
     """One optimizer group: its values in one flat buffer, of which this rank updates a part."""
 
-    def __init__(self, engine: ZeroProtocol, settings: dict[str, Any]) -> None:
+    def __init__(self, engine: FakeZeroBase, settings: dict[str, Any]) -> None:
         self.settings = settings
         self.members: list[nn.Parameter] = settings["params"]
         step = _ALIGNMENT * engine.world_size
@@ -139,7 +144,7 @@ class _Group:
         return parts + _pad(missing, self.own)
 
 
-class FakeZeroEngine(ZeroProtocol):
+class FakeZeroEngine(FakeZeroBase):
     """Stage 1 and 2: whole 16-bit weights, fp32 state of this rank's part.
 
     A gradient is copied into the reduce bucket as it comes (stage 2) or after the last

@@ -1,0 +1,104 @@
+"""How an error reaches the user: one message, one remedy, one exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from tightfit.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_BUG, EXIT_INTERRUPTED
+from tightfit.cli.terminal.output import harmless, shorten, show_json, silence_stdout, write_err
+from tightfit.core.errors import SetupError, UsageError, UserError
+from tightfit.core.suggest import did_you_mean
+
+__all__ = ["EXIT_BROKEN_PIPE", "EXIT_BUG", "EXIT_INTERRUPTED"]
+DEBUG_VARIABLE = "TIGHTFIT_DEBUG"
+_LIST_OF_ERRORS = re.compile(r".* has \d+ faults:\n|[\d,]+ rows? cannot be trained on:\n")
+
+
+class UnexpectedOSError(Exception):
+    """An OSError of a verb. The parser's own can then only be about stdout, where it prints."""
+
+
+def report_error(fault: UserError, *, as_json: bool) -> int:
+    """Print `error:` and `try:` to stderr; with `--json` also one object to stdout."""
+    write_err(f"error: {_problem_lines(fault.problem)}\n  try: {_one_line(fault.remedy)}\n")
+    if as_json:
+        told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
+        show_json(told)
+    return fault.exit_code
+
+
+def report_lost_output(reason: str) -> int:
+    """One line on stderr; stdout is never written to again."""
+    silence_stdout()
+    write_err(f"error: Cannot write the output: {reason}\n")
+    return SetupError.exit_code
+
+
+def report_bug(fault: BaseException, *, argv: Sequence[str], as_json: bool) -> int:
+    """An exception nobody foresaw: one line, and how to see the rest."""
+    if _was_interrupted(fault):
+        return EXIT_INTERRUPTED
+    if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        import traceback
+
+        write_err("".join(traceback.format_exception(fault)))
+    said = harmless(" ".join(str(fault).split())[:300])
+    problem = f"This is a bug in tightfit: {type(fault).__name__}: {said}"
+    line = harmless(shlex.join(argv))
+    remedy = f"{DEBUG_VARIABLE}=1 tightfit {line}    (shows the traceback; please report it)"
+    write_err(f"error: {problem}\n  try: {remedy}\n")
+    if as_json:
+        show_json({"error": problem, "remedy": remedy, "exit_code": EXIT_BUG})
+    return EXIT_BUG
+
+
+def usage_error(fault: Any) -> UserError:
+    """A complaint of the option parser in our words, with the nearest option or verb."""
+    context = getattr(fault, "ctx", None)
+    path = context.command_path if context is not None else "tightfit"
+    remedy = f"{path} --help"
+    option = getattr(fault, "option_name", None)
+    message = _sentence(fault.format_message())
+    if option is not None and context is not None and "o such option" in message:
+        known = [name for param in context.command.params for name in param.opts]
+        known += [name for param in context.command.params for name in param.secondary_opts]
+        return UsageError(
+            f"`{path}` has no option `{shorten(option)}`.{did_you_mean(option, known)}",
+            remedy=remedy,
+        )
+    unknown = re.match(r"No such command '(.*?)'", message, re.DOTALL)
+    if unknown is not None and context is not None:
+        verbs = list(context.command.commands)
+        suggestion = did_you_mean(unknown.group(1), verbs) or f" There are: {', '.join(verbs)}."
+        return UsageError(
+            f"There is no verb `{shorten(unknown.group(1))}`.{suggestion}", remedy=remedy
+        )
+    return UsageError(message, remedy=remedy)
+
+
+def _sentence(message: str) -> str:
+    text = " ".join(message.replace("'", "`").split()) if "No such" not in message else message
+    return text if text.endswith((".", "?")) else f"{text}."
+
+
+def _one_line(text: str) -> str:
+    return harmless(" ".join(text.split("\n")))
+
+
+def _problem_lines(problem: str) -> str:
+    """One line; a file's list of faults keeps a line for each, further in than `try:` stands."""
+    if not _LIST_OF_ERRORS.match(problem):
+        return _one_line(" ".join(line.strip() for line in problem.split("\n")))
+    first, *faults = problem.split("\n")
+    return "\n".join([harmless(first), *(f"    {harmless(line.strip())}" for line in faults)])
+
+
+def _was_interrupted(fault: BaseException | None) -> bool:
+    """Python before 3.12 wraps what is raised while a class is being made."""
+    while fault is not None and not isinstance(fault, KeyboardInterrupt):
+        fault = fault.__cause__
+    return fault is not None

@@ -1,1 +1,0 @@
-"""What each verb accepts: declarations only, light enough to print `--help` from."""

@@ -1,0 +1,166 @@
+"""Options that several verbs share, and how options are declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tightfit.cli.options import choices
+from tightfit.cli.options.choices import complete_hardware
+
+MAX_SEQ_LEN = 16_777_216
+MAX_BATCH = 65_536
+MAX_EFFECTIVE_BATCH = 10**7
+MAX_WORLD_SIZE = 65_536
+MAX_LORA_RANK = 65_536
+MAX_EPOCHS = 10_000
+MAX_TOP = 1000
+"""Bounds of `core/strategy.py` and `core/recipe.py`, repeated so that `--help` needs no pydantic;
+a test holds them together."""
+
+
+def word_option(name: str, words: tuple[str, ...], help: str) -> Any:
+    """An option that takes one of a few words; the words stand in the help and in the shell."""
+    return typer.Option(
+        name,
+        help=help,
+        metavar="|".join(words),
+        autocompletion=choices.offer(words),
+        callback=refuse_empty(name, "|".join(words)),
+        show_default=False,
+    )
+
+
+def count_option(name: str, help: str, *, most: int, example: int) -> Any:
+    """An option that takes a whole number from 1."""
+
+    def read(value: str | None) -> int | None:
+        return None if value is None else choices.read_whole(value, name, most, example)
+
+    return typer.Option(name, help=help, metavar="N", callback=read, show_default=False)
+
+
+def number_option(name: str, help: str, *, most: float, example: float) -> Any:
+    """An option that takes a number above 0."""
+
+    def read(value: str | None) -> float | None:
+        return None if value is None else choices.read_positive(value, name, most, example)
+
+    return typer.Option(name, help=help, metavar="X", callback=read, show_default=False)
+
+
+def path_option(name: str, help: str, *, example: str) -> Any:
+    """An option that takes a file."""
+    check = refuse_empty(name, example)
+
+    def read(value: str | None) -> Path | None:
+        return None if value is None else Path(check(value) or "")
+
+    return typer.Option(name, help=help, metavar="FILE", callback=read, show_default=False)
+
+
+def text_option(name: str, metavar: str, help: str, *, example: str) -> Any:
+    """An option that takes any text but none."""
+    return typer.Option(
+        name, help=help, metavar=metavar, callback=refuse_empty(name, example), show_default=False
+    )
+
+
+def refuse_empty(name: str, example: str) -> Callable[[str | None], str | None]:
+    """A callback: an empty value is mostly a shell variable that nobody set."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise choices.empty_value(name, example)
+        return value
+
+    return check
+
+
+def switch_option(names: str, help: str) -> Any:
+    """An option that is on, off, or not stated."""
+    return typer.Option(names, help=help, show_default=False)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Trace = Annotated[
+    bool | None,
+    switch_option(
+        "--trace/--no-trace",
+        "Run the very step on fake tensors and replay its allocations. [default: plan does, where "
+        "torch is installed]",
+    ),
+]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="HARDWARE",
+        help="4xV100-32GB, '2n x 4xA100-40GB', here, cpu, slurm, slurm:PARTITION, k8s or a YAML "
+        "file.",
+        autocompletion=complete_hardware,
+        callback=refuse_empty("--on", "4xV100-32GB"),
+        show_default=False,
+    ),
+]
+Network = Annotated[
+    str | None,
+    text_option(
+        "--network",
+        "SPEED",
+        "Between nodes, one direction: 100Gb/s (bits) or 12.5GB/s (bytes). [default: 10Gb/s]",
+        example="100Gb/s",
+    ),
+]
+SeqLen = Annotated[
+    int | None,
+    count_option(
+        "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
+    ),
+]
+PlanMethod = Annotated[
+    str | None, word_option("--method", choices.PLAN_METHODS, "What is trained. [default: auto]")
+]
+Epochs = Annotated[
+    float | None,
+    number_option("--epochs", "Passes over the data. [default: 1]", most=MAX_EPOCHS, example=3),
+]
+EffectiveBatch = Annotated[
+    int | None,
+    count_option(
+        "--effective-batch",
+        "Sequences per optimizer step, over all GPUs. [default: 16]",
+        most=MAX_EFFECTIVE_BATCH,
+        example=16,
+    ),
+]
+Template = Annotated[
+    str | None,
+    text_option(
+        "--template",
+        "NAME|FILE",
+        "Chat template in place of the tokenizer's own.",
+        example="chatml",
+    ),
+]
+EvalRows = Annotated[
+    str | None,
+    text_option(
+        "--eval",
+        "FILE|FRACTION",
+        "Rows to evaluate on: a file, or the share held back, like 0.05.",
+        example="0.05",
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Fix any field of the strategy, e.g. --set packing=true. Repeatable.",
+        show_default=False,
+    ),
+]

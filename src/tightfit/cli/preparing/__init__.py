@@ -1,1 +1,0 @@
-"""The parts of `tightfit prepare`: what is asked, what is wrong with it, and what becomes of it."""

@@ -1,0 +1,204 @@
+"""Settings as command-line words: `--set` is read here, and jobs are written back as commands."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from enum import Enum
+from typing import Any
+
+from pydantic import ValidationError
+
+from tightfit.cli.options.training import BenchFlags, PlanFlags, TrainFlags
+from tightfit.cli.terminal.output import harmless, shorten
+from tightfit.core.errors import UsageError
+from tightfit.core.strategy import Method, Strategy
+from tightfit.core.suggest import did_you_mean, nearest
+from tightfit.core.validation import describe_validation_errors
+from tightfit.planning.request import name_method
+
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+FIELDS = tuple(name for name in Strategy.model_fields if name != "quirks")
+"""What can be set; quirks belong to other people's jobs."""
+
+
+def read_settings(texts: Iterable[str] | None) -> dict[str, Any]:
+    """Fields by name, in the Strategy's own types."""
+    found: dict[str, Any] = {}
+    for text in texts or ():
+        name, value = _split(text)
+        if found.get(name, value) != value:
+            raise UsageError(
+                f"`--set {name}` is given twice: {shorten(found[name])} and {shorten(value)}.",
+                remedy=f"keep one: --set {name}={shorten(value)}",
+            )
+        found[name] = value
+    read = {name: _read_value(name, value) for name, value in found.items()}
+    try:
+        checked = Strategy.model_validate(read)
+    except ValidationError as fault:
+        raise _refuse(fault, found) from fault
+    return {name: getattr(checked, name) for name in found}
+
+
+def refuse_twice(settings: Mapping[str, Any], given: Mapping[str, object]) -> None:
+    """An option and `--set` for the same field contradict each other, or will after an edit."""
+    for name, value in given.items():
+        if value is None or name not in settings:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            said = option if value else option.replace("--", "--no-", 1)
+        else:
+            said = f"{option} {shorten(value)}"
+        raise UsageError(
+            f"`{said}` and `--set {name}={shorten(show_value(settings[name]))}` both fix {name}.",
+            remedy=f"keep one: {said}",
+        )
+
+
+def show_value(value: Any) -> str:
+    """A field's value as `--set` takes it, whole: it is read back."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return harmless(",".join(value) if isinstance(value, tuple) else str(value))
+
+
+def name_setting(text: str) -> str:
+    """The field that `key=value` is about."""
+    return text.partition("=")[0].strip().replace("-", "_")
+
+
+def _split(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    name = name_setting(text)
+    if not equals or not value.strip():
+        known = name if name in FIELDS else "packing"
+        raise UsageError(
+            f"`--set {shorten(text)}` has no value.", remedy=f"--set {known}={_example(known)}"
+        )
+    if name not in FIELDS:
+        near = nearest(name, FIELDS)
+        meant = shlex.quote(f"{near[0]}={shorten(value.strip())}") if near else ""
+        raise UsageError(
+            f"`{shorten(key.strip())}` is no field of a strategy.{did_you_mean(name, FIELDS)}",
+            remedy=f"--set {meant}" if meant else f"--set with one of {', '.join(FIELDS)}",
+        )
+    if name == "method" and value.strip().lower() in ("qlora", "auto"):
+        word = value.strip().lower()
+        meaning = "lora over nf4 weights" if word == "qlora" else "the planner's choice"
+        raise UsageError(
+            f"`--set method={word}`: {word} is {meaning}, not a value of the field.",
+            remedy=f"--method {word}",
+        )
+    return name, value.strip()
+
+
+def _read_value(name: str, text: str) -> Any:
+    if name == "lora_targets":
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if Strategy.model_fields[name].annotation is bool:
+        if text.lower() not in _TRUTH:
+            raise UsageError(
+                f"`--set {name}={shorten(text)}` is neither true nor false.",
+                remedy=f"--set {name}=true",
+            )
+        return _TRUTH[text.lower()]
+    return text.lower()
+
+
+def _refuse(fault: ValidationError, typed: Mapping[str, str]) -> UsageError:
+    name = str(fault.errors()[0]["loc"][0])
+    said = describe_validation_errors(fault, Strategy, lines={})
+    # `name: expected ...` or `name[0]: ...`: ours begins with what was typed.
+    expected = next(line for line in said if line.startswith(f"`{name}")).partition(": ")[2]
+    return UsageError(
+        f"`--set {name}={shorten(typed[name])}`: {expected}",
+        remedy=f"--set {name}={_example(name)}",
+    )
+
+
+def _example(name: str) -> str:
+    field = Strategy.model_fields[name]
+    return "true" if field.annotation is bool else show_value(field.get_default())
+
+
+# A command line again, as part of a remedy.
+
+
+def list_given(options: Iterable[tuple[str, object]]) -> list[str]:
+    """The words of those options that have a value."""
+    given = [(option, str(value)) for option, value in options if value is not None]
+    return [word for pair in given for word in pair]
+
+
+def repeat_plan(flags: PlanFlags | TrainFlags, *, without: Collection[str] = ()) -> str:
+    """`tightfit plan` of the job that was asked for, less its hardware, to be continued.
+
+    `without` are settings to leave out, as they were typed.
+    """
+    settings = [setting for setting in flags.settings or () if setting not in without]
+    options = (
+        ("--method", flags.method),
+        ("--seq-len", flags.seq_len),
+        ("--data", flags.data),
+        ("--effective-batch", flags.effective_batch),
+        *(("--set", setting) for setting in settings),
+    )
+    return shlex.join(["tightfit", "plan", flags.job, *list_given(options)])
+
+
+# The words that make the planner come to one plan alone.
+
+NOT_SEARCHED = (
+    "method",
+    "seq_len",
+    "num_nodes",
+    "lora_rank",
+    "lora_targets",
+    "lora_dropout",
+    "dora",
+    "train_embeddings",
+    "double_quant",
+    "upcast_unquantized",
+    "optimizer_in_backward",
+)
+"""What the planner takes from the job and never chooses; `method` is an option of its own."""
+_OF_ADAPTERS = ("adapter_dtype",)
+
+
+def list_plan_options(strategy: Strategy) -> tuple[str, ...]:
+    """`--method` and a `--set` for every lever."""
+    name = name_method(strategy)
+    words = ["--method", name if name in ("full", "qlora") else "lora"]
+    is_full = strategy.method is Method.FULL
+    for field in FIELDS:
+        value = getattr(strategy, field)
+        if field in NOT_SEARCHED or value is None or (is_full and field in _OF_ADAPTERS):
+            continue
+        words += ["--set", f"{field}={show_value(value)}"]
+    return tuple(words)
+
+
+def repeat_bench(flags: BenchFlags) -> str:
+    """The command again as far as it names the job, to be continued with a plan's words."""
+    options = (
+        ("--data", flags.data),
+        ("--on", flags.on),
+        ("--seq-len", flags.seq_len),
+        ("--effective-batch", flags.effective_batch),
+        ("--template", flags.template),
+        ("--memory-limit", flags.memory_limit),
+    )
+    words = ["tightfit", "bench", flags.job, *list_given(options)]
+    for option, is_given in (
+        ("--random-weights", flags.random_weights),
+        ("--synthetic", flags.synthetic),
+    ):
+        words += [option] if is_given else []
+    for field, value in read_settings(flags.settings).items():
+        if field in NOT_SEARCHED and field != "method":
+            words += ["--set", f"{field}={show_value(value)}"]
+    return shlex.join(words)

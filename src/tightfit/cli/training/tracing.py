@@ -1,0 +1,339 @@
+"""Traced memory and time for `estimate` and for the first plans of a search."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from tightfit.cli.packages import TRACING, require_packages
+from tightfit.cli.render.describe import count_of
+from tightfit.cli.terminal.output import Report, harmless, progress_bar, write_err
+from tightfit.core.data_profile import DataProfile
+from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
+from tightfit.estimate.host_and_disk import PROCESS_BYTES, estimate_loading_bytes_by_rank
+from tightfit.estimate.result import Estimate, GpuMemory, StepTime
+from tightfit.hardware.types import Node
+from tightfit.models.catalogue import read_source_config
+from tightfit.models.spec import ModelSpec
+from tightfit.planning.advice import Advice, judge_alternatives, list_alternatives
+from tightfit.planning.plan import Plan
+from tightfit.planning.rules import Case
+from tightfit.planning.search import SearchResult
+from tightfit.planning.traced import (
+    TRACED,
+    TracedSearch,
+    TraceOutcome,
+    TraceRequest,
+    apply_trace,
+    find_document_len,
+    trace_plans,
+)
+from tightfit.trace.operations import OperationLog
+from tightfit.trace.result import TracedMemory, TracedTime
+from tightfit.trace.traced_time import estimate_traced_time, with_traced_time
+from tightfit.trace.tracer import Tracer, TraceResponse, has_torch
+from tightfit.train.tracing.job import TraceJob, find_trace_obstacle
+
+TRACE_WORKER = "tightfit.train.tracing.worker"
+NUM_TRACED = 3
+"""Plans that are traced: the first and what may yet take its place."""
+TRACE_VARIABLE = "TIGHTFIT_TRACE"
+"""`0` keeps verbs from tracing unasked, as on a login node where seconds of CPU are unwelcome."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTracer:
+    """Traces strategies of one model."""
+
+    spec: ModelSpec
+    config: dict[str, Any]
+    profile: DataProfile | None = None
+
+    def trace(self, wishes: Sequence[TraceRequest]) -> list[TraceOutcome]:
+        """All in one process, which takes seconds to start. The `Trace` that planning asks for."""
+        obstacles = [find_trace_obstacle(wish.strategy) for wish in wishes]
+        possible = [wish for wish, why in zip(wishes, obstacles, strict=True) if not why]
+        answers = iter(self._ask(possible))
+        return [
+            TraceOutcome(traced=None, problem=why) if why else next(answers) for why in obstacles
+        ]
+
+    def _ask(self, wishes: Sequence[TraceRequest]) -> list[TraceOutcome]:
+        jobs = [self._job(wish).model_dump(mode="json") for wish in wishes]
+        tracer = Tracer(module=TRACE_WORKER)
+        try:
+            with progress_bar() as report:
+                tell = None if report is None else partial(_report_progress, report, len(jobs))
+                if tell is not None:
+                    tell(0)
+                answers = tracer.ask(jobs, tell)
+        except KeyboardInterrupt:
+            write_err("interrupted: tracing was stopped\n")
+            raise
+        _note_losses(tracer.faults)
+        return [_read_answer(answer) for answer in answers]
+
+    def advise(self, case: Case, traced: TracedMemory, *, room_bytes: int) -> tuple[Advice, ...]:
+        """Single changes that lower the peak, each traced."""
+        alternatives = list_alternatives(case, traced.peak)
+        wishes = [
+            TraceRequest(strategy=found.strategy, node=case.node, room_bytes=room_bytes)
+            for found in alternatives
+        ]
+        known = {
+            found.strategy: answer.traced
+            for found, answer in zip(alternatives, self.trace(wishes), strict=True)
+        }
+        return judge_alternatives(
+            alternatives, known.__getitem__, before=traced, capacity_bytes=room_bytes
+        )
+
+    def _job(self, wish: TraceRequest) -> TraceJob:
+        return TraceJob(
+            config=self.config,
+            strategy=wish.strategy,
+            compute_capability=wish.node.gpu.compute_capability,
+            document_len=find_document_len(self.profile, wish.strategy),
+            room_bytes=wish.room_bytes if wish.wants_fewest_recomputed else None,
+        )
+
+
+def choose_tracer(
+    spec: ModelSpec, node: Node, *, asked: bool | None, profile: DataProfile | None = None
+) -> ModelTracer | None:
+    """The tracer, where one was asked for or can be had; None where formulas must do.
+
+    Raises where a trace was asked for and cannot be had.
+    """
+    if asked is False or (asked is None and os.environ.get(TRACE_VARIABLE) == "0"):
+        return None
+    config = None if node.gpu.is_cpu else read_source_config(spec)
+    if config is None:
+        if asked:
+            reason = _describe_obstacle(spec, node)
+            raise UsageError(f"This cannot be traced: {reason}.", remedy="leave --trace out")
+        return None
+    if asked:
+        require_packages("Tracing", *TRACING)
+    return ModelTracer(spec=spec, config=config, profile=profile) if has_torch() else None
+
+
+def _describe_obstacle(spec: ModelSpec, node: Node) -> str:
+    if node.gpu.is_cpu:
+        return "a trace is of a GPU's memory, and this job runs on the CPU"
+    return f"{spec.name} has no config.json that transformers could build"
+
+
+def _report_progress(report: Report, of: int, done: int) -> None:
+    report("tracing the step", done, of)
+
+
+def _note_losses(faults: Sequence[str]) -> None:
+    """Once a command: everything that is asked again is then traced again."""
+    if faults and not _NOTED:
+        _NOTED.append(faults[0])
+        why = harmless(faults[0].rstrip("."))
+        write_err(
+            f"note: traces cannot be kept, so each is made anew ({why}); TIGHTFIT_CACHE names "
+            "another folder\n"
+        )
+
+
+_NOTED: list[str] = []
+
+
+def _read_answer(answer: TraceResponse) -> TraceOutcome:
+    return TraceOutcome(
+        traced=answer.traced,
+        fewest_recomputed=answer.fewest_recomputed,
+        operations=answer.operations,
+        problem=answer.problem,
+        remedy=answer.remedy,
+    )
+
+
+# The plans of a search, traced: what fits by formula alone leaves, the rest is put in order.
+
+
+def trace_search(result: SearchResult, *, asked: bool | None) -> TracedSearch:
+    """The search with its first plans traced, or as it was where formulas must do."""
+    first = result.plans[0]
+    tracer = choose_tracer(first.model, first.hardware.node, asked=asked, profile=first.data)
+    if tracer is None:
+        return TracedSearch(result=result, traces=(), lost=(), notes=())
+    found = trace_plans(result, tracer.trace, num_traced=NUM_TRACED)
+    if not found.result.plans:
+        lost = found.lost[0]
+        raise DoesNotFitError(
+            f"Nothing fits: {lost.summary} {lost.estimate.reason}.",
+            remedy=f"{TRACE_VARIABLE}=0 goes by the formulas alone",
+        )
+    best = found.result.plans[0]
+    told = best.estimate.model_copy(
+        update={"assumptions": (*best.estimate.assumptions, *_describe_traces(found))}
+    )
+    plans = (best.model_copy(update={"estimate": told}), *found.result.plans[1:])
+    return replace(found, result=replace(found.result, plans=plans))
+
+
+def draw_traces(pairs: Sequence[tuple[Plan, TracedMemory | None]], path: Path) -> None:
+    """Memory over the step of each traced plan."""
+    from tightfit.cli.charts.trace import make_strategy_panel, write_trace_panels
+
+    panels = tuple(
+        make_strategy_panel(
+            plan.strategy, plan.hardware.node.gpu, plan.estimate, traced, number=number
+        )
+        for number, (plan, traced) in enumerate(pairs, start=1)
+        if traced is not None
+    )
+    write_trace_panels(pairs[0][0].model.name, panels, path)
+
+
+def _describe_traces(found: TracedSearch) -> tuple[str, ...]:
+    num_traced = sum(traced is not None for traced in found.traces)
+    num_timed = sum(plan.estimate.time.tier == TRACED for plan in found.result.plans)
+    said = []
+    if num_traced:
+        what = "memory and time" if num_timed == num_traced else "memory"
+        said.append(f"{what} of {count_of(num_traced, 'plan')} traced, of the others by formula")
+    if num_timed < num_traced:
+        count = f"{num_timed} of them" if num_timed else "none"
+        said.append(f"time is traced for {count}: not all operations were understood")
+    for plan in found.lost:
+        said.append(f"left out after tracing: {plan.summary}")
+    return (*said, *found.notes)
+
+
+# `tightfit estimate --trace`: one trace, the advice that follows from it, and their telling.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedEstimate:
+    """One traced configuration. Without slots, so that the advice is traced once."""
+
+    case: Case
+    tracer: ModelTracer
+    room_bytes: int
+    """What the card leaves to torch's allocator."""
+    traced: TracedMemory
+    operations: OperationLog | None = None
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """Traced when it is asked for, which takes longer than all the rest."""
+        return self.tracer.advise(self.case, self.traced, room_bytes=self.room_bytes)
+
+    def apply(self, closed_form: Estimate) -> Estimate:
+        return apply_trace(
+            closed_form, self.traced, self.case.node, self._time_step(closed_form.time)
+        )
+
+    def _time_step(self, closed: StepTime) -> StepTime | None:
+        if self.operations is None:
+            return None
+        return with_traced_time(closed, self.operations, self.case.node.gpu, self.case.strategy)
+
+    def _time_stages(self) -> TracedTime | None:
+        if self.operations is None:
+            return None
+        return estimate_traced_time(self.operations, self.case.node.gpu, self.case.strategy)
+
+    def _list_loading(self) -> list[int]:
+        return estimate_loading_bytes_by_rank(self.case.spec, self.case.strategy)
+
+    def describe(self, closed_form: Estimate) -> dict[str, Any]:
+        """What `--json` adds to the estimate."""
+        time = self._time_stages()
+        return {
+            "totals": self._describe_totals(closed_form.gpu),
+            "closed_form": closed_form.model_dump(
+                mode="json", include={"verdict", "reason", "gpu", "time"}
+            ),
+            "trace": self.traced.model_dump(mode="json"),
+            "traced_time": None if time is None else time.model_dump(mode="json"),
+            "advice": [one.model_dump(mode="json") for one in self.advice],
+            "host_loading": {
+                "process_bytes": PROCESS_BYTES,
+                "weight_bytes_by_rank": self._list_loading(),
+            },
+        }
+
+    def _describe_totals(self, closed_form: GpuMemory) -> dict[str, Any]:
+        """The same figures of both tiers under the same names, the context out and in."""
+        traced, context = self.traced, closed_form.context_bytes
+        torch_alone = {
+            "peak_allocated_bytes": traced.peak_allocated_bytes,
+            "peak_reserved_bytes": traced.peak_reserved_bytes,
+            "smallest_capacity_bytes": traced.smallest_capacity_bytes,
+        }
+        return {
+            "context_bytes": context,
+            "traced_without_context": torch_alone,
+            "traced_with_context": {name: size + context for name, size in torch_alone.items()},
+            "closed_form_without_context": {
+                "peak_allocated_bytes": closed_form.peak_allocated_bytes,
+                "peak_reserved_bytes": closed_form.peak_reserved_bytes - context,
+            },
+            "closed_form_with_context": {
+                "peak_allocated_bytes": closed_form.peak_allocated_bytes + context,
+                "peak_reserved_bytes": closed_form.peak_reserved_bytes,
+            },
+        }
+
+    def show(self, closed_form: Estimate) -> None:
+        """All but the advice, which is not traced yet."""
+        from tightfit.cli.render.trace import show_trace, show_traced_time
+
+        show_trace(
+            self.traced,
+            gpu=self.case.node.gpu,
+            context_bytes=closed_form.gpu.context_bytes,
+            closed_form=closed_form,
+            loading_bytes=self._list_loading(),
+        )
+        stages, step = self._time_stages(), self._time_step(closed_form.time)
+        if stages is not None and step is not None:
+            show_traced_time(stages, step=step, closed_form=closed_form.time)
+
+    def show_advice(self) -> None:
+        from tightfit.cli.render.trace import show_advice
+
+        show_advice(self.advice)
+
+    def draw(self, path: Path, closed_form: Estimate) -> None:
+        from tightfit.cli.charts.trace import make_strategy_panel, write_trace_panels
+
+        case = self.case
+        panel = make_strategy_panel(case.strategy, case.node.gpu, closed_form, self.traced)
+        write_trace_panels(case.spec.name, (panel,), path)
+
+
+def trace_estimate(case: Case, judged: Estimate) -> TracedEstimate:
+    """Trace one configuration. Raises where it cannot be traced: it was asked for."""
+    obstacle = find_trace_obstacle(case.strategy)
+    if obstacle:
+        raise UsageError(
+            f"This job cannot be traced: {obstacle}.",
+            remedy="leave --trace out; the formulas speak of it all the same",
+        )
+    tracer = choose_tracer(case.spec, case.node, asked=True)
+    assert isinstance(tracer, ModelTracer), "asked for, a tracer comes or an error is raised"
+    room = max(1, judged.gpu.capacity_bytes - judged.gpu.context_bytes)
+    found = tracer.trace([TraceRequest(strategy=case.strategy, node=case.node, room_bytes=room)])[0]
+    if found.traced is None:
+        raise SetupError(
+            f"This job cannot be traced: {found.problem}.",
+            remedy=found.remedy or "leave --trace out; the formulas speak of it all the same",
+        )
+    return TracedEstimate(
+        case=case,
+        tracer=tracer,
+        room_bytes=room,
+        traced=found.traced,
+        operations=found.operations,
+    )

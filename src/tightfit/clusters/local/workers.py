@@ -1,0 +1,205 @@
+"""The workers of a run: command line and environment, built from the plan, and processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tightfit.clusters.rendezvous import Rendezvous
+from tightfit.core.errors import SetupError
+from tightfit.core.training import MEMORY_VARIABLE
+from tightfit.planning.plan import Plan
+from tightfit.runs.run_folder import RunFolder
+
+WORKER = "tightfit.train.worker"
+RUN_VARIABLE = "TIGHTFIT_RUN"
+"""Marks every process of a run, so that leftovers of a killed launcher can be told apart."""
+LOOPBACK = "127.0.0.1"
+JOIN_SECONDS = 3600
+"""How long a node waits for the others, at the start and after one was lost."""
+
+
+def worker_command(
+    plan: Plan,
+    run: Path,
+    rendezvous: Rendezvous | None = None,
+    *,
+    attempt: int = 0,
+    worker: str = WORKER,
+) -> list[str]:
+    """Plain Python for one process, torchrun for several.
+
+    `attempt` keeps nodes that still meet for an abandoned plan apart from those of the next.
+    """
+    strategy = plan.strategy
+    if strategy.world_size == 1 and rendezvous is None:
+        return [sys.executable, "-m", worker, str(run)]
+    meet = rendezvous or Rendezvous(
+        endpoint=f"{LOOPBACK}:0", local_address=LOOPBACK, max_restarts=0
+    )
+    options = {
+        "--nnodes": strategy.num_nodes,
+        "--nproc-per-node": strategy.gpus_per_node,
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": meet.endpoint,
+        "--rdzv-id": f"{run.name}-{attempt}",
+        "--rdzv-conf": _rendezvous_settings(meet),
+        "--max-restarts": meet.max_restarts,
+    }
+    if meet.local_address is not None:
+        options["--local-addr"] = meet.local_address
+    words = [word for name, value in options.items() for word in (name, str(value))]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
+    return [*torchrun, "-m", "tightfit.clusters.local.elastic", worker, str(run)]
+
+
+def _rendezvous_settings(meet: Rendezvous) -> str:
+    settings = f"join_timeout={JOIN_SECONDS}"
+    if meet.is_here is None:
+        return settings
+    return f"{settings},is_host={str(meet.is_here).lower()}"
+
+
+def worker_environment(
+    plan: Plan,
+    rendezvous: Rendezvous | None = None,
+    *,
+    mark: str,
+    num_cores: int,
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """What is added to the inherited environment; what the user has set stays.
+
+    `mark` names the run and, where there are several, the node.
+    """
+    strategy = plan.strategy
+    wanted = {
+        "OMP_NUM_THREADS": str(max(num_cores // strategy.gpus_per_node, 1)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",  # every file is local by now
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    if plan.hardware.node.gpu.compute_capability is not None:
+        # The older of two names: torch 2.9 to 2.11 read the newer one but pass over this setting
+        # in it (github.com/pytorch/pytorch/issues/183387); 2.13 reads the older one first.
+        if "PYTORCH_ALLOC_CONF" not in inherited:
+            wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        wanted["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as NVML and nvidia-smi count
+    elif inherited.get(MEMORY_VARIABLE):
+        # On ARM torch's allocator takes a gigabyte at once, within which no limit would hold.
+        wanted["MIMALLOC_DISALLOW_ARENA_ALLOC"] = "1"
+    if rendezvous is not None:
+        # Without it a node that stayed keeps the first round's address to itself, and one that
+        # came back waits a minute for it in vain (torch 2.13, dynamic_rendezvous.py).
+        wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if rendezvous is not None and rendezvous.interface is not None:
+        wanted["NCCL_SOCKET_IFNAME"] = rendezvous.interface
+        wanted["GLOO_SOCKET_IFNAME"] = rendezvous.interface
+    kept = {name: value for name, value in wanted.items() if name not in inherited}
+    return {**kept, RUN_VARIABLE: mark}
+
+
+# The processes of a run: started, told to stop, ended; leftovers found.
+
+SAVE_SECONDS = 60.0
+"""What leftovers of a killed launcher get to save in, before they are ended."""
+END_SECONDS = 10.0
+
+
+def start_worker(
+    command: Sequence[str], run: RunFolder, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """In its own session, so that Ctrl-C reaches the launcher alone; output goes to the log."""
+    # torchrun dies of SIGUSR1, which Slurm may send to every process; what is ignored here stays
+    # ignored there until a worker asks for it. The caller sets its own handlers after this.
+    with suppress(ValueError):  # not in the main thread: nothing to protect
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with run.log_path.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+    except OSError as fault:
+        raise SetupError(
+            f"Cannot start the worker in {run.path}: {fault.strerror or fault}.",
+            remedy="choose a folder that is writable and has free space: --output FOLDER",
+        ) from fault
+
+
+def ask_to_stop(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
+    """Pass the wish to the workers themselves: torchrun would give them 30 seconds to live.
+
+    To a rank under torchrun SIGTERM is torchrun's word for a restart of the group, so
+    a stop comes as SIGUSR1 there.
+    """
+    try:
+        leader = psutil.Process(process.pid)
+        is_torchrun = _is_torchrun(leader)
+        workers = leader.children() if is_torchrun else [leader]
+    except psutil.Error:
+        return
+    if not workers:
+        leader.terminate()  # torchrun waits for other nodes, and there is nothing to save
+    for worker in workers:
+        with suppress(psutil.Error):
+            worker.send_signal(signal.SIGUSR1 if is_torchrun else signum)
+
+
+def _is_torchrun(process: psutil.Process) -> bool:
+    return "torch.distributed.run" in process.cmdline()[:6]
+
+
+def end_all(pid: int) -> None:
+    """End a process and all that it started, at once."""
+    try:
+        leader = psutil.Process(pid)
+        doomed = [leader, *leader.children(recursive=True)]
+    except psutil.Error:
+        return
+    for process in doomed:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(doomed[1:], timeout=END_SECONDS)
+
+
+def end_leftovers(mark: str) -> int:
+    """Let workers whose launcher was killed save and stop; returns how many there were.
+
+    Two groups of workers in one folder would undo each other's checkpoints.
+    """
+    left = find_leftovers(mark)
+    for process in left:
+        with suppress(psutil.Error):
+            if not _is_torchrun(process):
+                process.send_signal(signal.SIGUSR1)
+    _, alive = psutil.wait_procs(left, timeout=SAVE_SECONDS)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=END_SECONDS)
+    return len(left)
+
+
+def find_leftovers(mark: str) -> list[psutil.Process]:
+    """Processes of this user and machine that carry the run's mark, this one left out."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid == os.getpid() or process.uids().real != os.getuid():
+                continue
+            if process.environ().get(RUN_VARIABLE) == mark:
+                found.append(process)
+    return found

@@ -1,0 +1,123 @@
+"""Follow a Slurm job: its state in the queue, and the records and log lines of its run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tightfit.clusters.follow import LineFollower, MetricsFollower
+from tightfit.clusters.local.launcher import RunObserver
+from tightfit.clusters.slurm.queue import JobState, JobStatus, read_jobs
+from tightfit.core.errors import UserError
+from tightfit.hardware.commands import RunCommand, run_command
+from tightfit.runs.metrics import StepRecord
+from tightfit.runs.run_folder import RunFolder
+
+TICK_SECONDS = 0.3
+FIRST_POLL_SECONDS = 1.0
+MAX_POLL_SECONDS = 10.0
+"""Slurm is asked ever less often: its controller serves everybody."""
+NUM_LOOKS = 3
+"""Times that an end must be seen where Slurm may yet queue the job again, or has lost sight."""
+MAX_SILENCE_SECONDS = 600.0
+"""Of Slurm itself, before following is given up."""
+_UNSURE = (
+    JobState.UNKNOWN,
+    JobState.PREEMPTED,
+    JobState.NODE_FAIL,
+    JobState.REQUEUED,
+)
+
+
+class SlurmFollower:
+    """Follows one job to its end; an exception out of `wait` leaves the job as it is."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        job_id: str,
+        watch: RunObserver,
+        *,
+        ask: RunCommand = run_command,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._run, self._job_id, self._watch = run, job_id, watch
+        self._ask, self._sleep = ask, sleep
+        self._records = MetricsFollower(run.metrics_path)
+        self._lines = LineFollower(run.log_path, skip_existing=True)
+        self._told = ""
+        self._num_looks = 0
+        self._catch_up()
+
+    def wait(self) -> JobStatus:
+        """The job's last word."""
+        pause, silent_since = FIRST_POLL_SECONDS, None
+        while True:
+            try:
+                status = read_jobs([self._job_id], run=self._ask)[0]
+                silent_since = None
+            except UserError:
+                now = time.monotonic()
+                silent_since = silent_since or now
+                if now - silent_since > MAX_SILENCE_SECONDS:
+                    raise
+            else:
+                self._tell(status)
+                if self._is_last(status):
+                    self._tell_news()
+                    return status
+            self._tick_for(pause)
+            pause = min(pause * 1.2, MAX_POLL_SECONDS)
+
+    def _is_last(self, status: JobStatus) -> bool:
+        is_unsure = status.state in _UNSURE
+        if not status.state.is_over and not is_unsure:
+            self._num_looks = 0
+            return False
+        self._num_looks += 1
+        return self._num_looks >= (NUM_LOOKS if is_unsure else 1)
+
+    def _tell(self, status: JobStatus) -> None:
+        text = describe_status(status)
+        if text != self._told:
+            self._told = text
+            self._watch.say(text)
+
+    def _tick_for(self, seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while True:
+            self._tell_news()
+            left = ends - time.monotonic()
+            if left <= 0:
+                return
+            self._sleep(min(TICK_SECONDS, left))
+
+    def _catch_up(self) -> None:
+        """Of what was done before, only where it stands."""
+        steps = [record for record in self._records.read() if isinstance(record, StepRecord)]
+        if steps:
+            self._watch.record(steps[-1])
+
+    def _tell_news(self) -> None:
+        for line in self._lines.read():
+            self._watch.line(line)
+        for record in self._records.read():
+            self._watch.record(record)
+        self._watch.tick()
+
+
+def describe_status(status: JobStatus) -> str:
+    """`job 12 waits (Resources)`, `job 12 runs on gpu[01-02]`."""
+    name = f"job {status.job_id}"
+    again = f", restart {status.num_restarts}" if status.num_restarts else ""
+    if status.state is JobState.PENDING:
+        why = f" ({status.reason})" if status.reason else ""
+        return f"{name} waits{why}{again}"
+    if status.state is JobState.RUNNING:
+        return f"{name} runs on {status.nodes or 'its nodes'}{again}"
+    if status.state is JobState.COMPLETING:
+        return f"{name} is ending"
+    if status.state is JobState.UNKNOWN:
+        return f"{name} is not known to Slurm"
+    word = status.state.value.lower().replace("_", " ")
+    return f"{name}: {word}{again}"

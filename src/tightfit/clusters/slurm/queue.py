@@ -1,0 +1,423 @@
+"""Jobs in Slurm's queue: submitted, looked up and cancelled with Slurm's own commands.
+
+slurm.json in a run folder names the job that the run was last submitted as.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError, UserError
+from tightfit.core.files import write_atomic
+from tightfit.hardware.commands import RunCommand, run_command
+from tightfit.runs.run_folder import RunFolder
+
+_OPTION = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
+_OVERRIDES = {
+    "account": ("ACCOUNT",),
+    "array": ("ARRAY_INX",),
+    "constraint": ("CONSTRAINT",),
+    "gres": ("GRES", "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK"),
+    "job-name": ("JOB_NAME",),
+    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    "no-requeue": ("REQUEUE",),
+    "open-mode": ("OPEN_MODE",),
+    "output": ("OUTPUT",),
+    "partition": ("PARTITION",),
+    "qos": ("QOS",),
+    "requeue": ("NO_REQUEUE",),
+    "reservation": ("RESERVATION",),
+    "signal": ("SIGNAL",),
+    "time": ("TIMELIMIT",),
+}
+"""Options and the variables that win over them. Source: sbatch(1), input environment variables."""
+
+
+def list_overriding(script: str, environ: Mapping[str, str]) -> list[str]:
+    """Those that are set and contradict the script; what it leaves open they may say."""
+    stated = _OPTION.findall(script)
+    names = [f"SBATCH_{name}" for option in stated for name in _OVERRIDES.get(option, ())]
+    return [name for name in dict.fromkeys(names) if name in environ]
+
+
+# What sbatch says when it refuses a job, and what to do about it.
+
+_SITE = "in ~/.config/tightfit/site.yaml"
+_NOISE = re.compile(
+    r"^(?:`sh`|`sbatch`) failed: |^sbatch: |^(?:error|fatal): |^Batch job submission failed: "
+    r"|^allocation failure: "
+)
+_KNOWN: tuple[tuple[str, type[UserError], str], ...] = (
+    ("policy", UsageError, "squeue --me    (what you hold already), or another --qos NAME"),
+    (
+        "account",
+        UsageError,
+        f"--account NAME, or `slurm: account:` {_SITE}    (sacctmgr show user $USER -s: yours)",
+    ),
+    ("qos", UsageError, f"--qos NAME, or `slurm: qos:` {_SITE}    (sacctmgr show qos)"),
+    ("partition", NotFoundError, "sinfo -s    (partitions that there are), then --on slurm:NAME"),
+    ("time limit", UsageError, "--time-limit HH:MM:SS within the partition's    (sinfo -s)"),
+    ("feature", UsageError, "--constraint with a feature that nodes have    (sinfo -o '%N %f')"),
+    ("reservation", UsageError, "--reservation NAME    (scontrol show reservation)"),
+    ("gres", UsageError, "sinfo -o '%N %G'    (GPUs as this cluster calls them)"),
+    ("memory", UsageError, "sinfo -o '%N %m'    (memory per node), then --nodes with more"),
+    ("node configuration", UsageError, "sinfo -o '%N %P %G %c %m'    (what its nodes have)"),
+    ("node count", UsageError, "--nodes with fewer, or another partition    (sinfo -s)"),
+    ("controller", SetupError, "scontrol ping    (is Slurm up?), then the same again"),
+    ("socket timed out", SetupError, "the same again in a minute; Slurm is busy"),
+    ("limit", UsageError, "squeue --me    (what you hold already), then the same again"),
+    ("script", UsageError, "the raw options in site.yaml (`slurm: extra:`) are the likely cause"),
+)
+"""A part of Slurm's sentence, the kind of error, and the remedy; the first that matches."""
+
+
+def explain_rejection(said: str, fault: UserError | None) -> UserError:
+    """One message with a remedy for what Slurm said; `fault` where no word of it is known."""
+    reason = said.strip()
+    while (shorter := _NOISE.sub("", reason)) != reason:
+        reason = shorter
+    if "not on this machine" in reason or "gave no answer" in reason:
+        return SetupError(reason, remedy="run this on a login node of the cluster")
+    text = reason.rstrip(".")
+    for part, kind, remedy in _KNOWN:
+        if part in text.casefold():
+            return kind(f"Slurm refuses the job: {text}.", remedy=remedy)
+    remedy = (
+        "sbatch --test-only job.sbatch    (in the run's folder)" if fault is None else fault.remedy
+    )
+    return SetupError(f"Slurm refuses the job: {text}.", remedy=remedy)
+
+
+# Jobs in Slurm's queue: submitted, looked up, cancelled, by Slurm's own commands.
+
+TIMEOUT_SECONDS = 60.0
+"""A busy controller answers late, but it answers."""
+_COLUMNS = (
+    ("JobArrayID", 48),
+    ("State", 24),
+    ("RestartCnt", 12),
+    ("Reason", 80),
+    ("NodeList", 256),
+)
+_SQUEUE = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
+_SACCT = "JobID,State,ExitCode,NodeList,Reason"
+_TEST_ONLY = 'sbatch --test-only "$1" 2>&1 || true'
+"""sbatch tells what it found on stderr, whether it is good or bad."""
+_BATCH_ID = re.compile(r"(\d+)(?:_(\d+))?")
+
+
+class JobState(str, Enum):
+    """What Slurm says of a job, its rarer words folded into these."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    COMPLETING = "COMPLETING"
+    REQUEUED = "REQUEUED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    PREEMPTED = "PREEMPTED"
+    NODE_FAIL = "NODE_FAIL"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job will do nothing more, unless it is requeued by hand."""
+        return self in _OVER
+
+
+_OVER = {
+    JobState.COMPLETED,
+    JobState.FAILED,
+    JobState.CANCELLED,
+    JobState.TIMEOUT,
+    JobState.PREEMPTED,
+    JobState.NODE_FAIL,
+    JobState.OUT_OF_MEMORY,
+}
+_RARE_STATES = {
+    "CONFIGURING": JobState.PENDING,
+    "RESV_DEL_HOLD": JobState.PENDING,
+    "REQUEUE_FED": JobState.REQUEUED,
+    "REQUEUE_HOLD": JobState.REQUEUED,
+    "SPECIAL_EXIT": JobState.REQUEUED,
+    "SIGNALING": JobState.RUNNING,
+    "STAGE_OUT": JobState.COMPLETING,
+    "STOPPED": JobState.RUNNING,
+    "SUSPENDED": JobState.RUNNING,
+    "RESIZING": JobState.RUNNING,
+    "BOOT_FAIL": JobState.NODE_FAIL,
+    "DEADLINE": JobState.TIMEOUT,
+    "REVOKED": JobState.CANCELLED,
+    "LAUNCH_FAILED": JobState.FAILED,
+    "RECONFIG_FAIL": JobState.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """One job, or one task of an array."""
+
+    job_id: str
+    """Of the job as it was submitted: an array's tasks share it."""
+    task: int | None
+    state: JobState
+    reason: str = ""
+    """Why it waits, in Slurm's word; empty where there is nothing to tell."""
+    nodes: str = ""
+    """As Slurm writes host lists."""
+    num_restarts: int = 0
+    exit_code: int | None = None
+    """128 + N for a job that signal N ended; None until it is over."""
+
+
+def submit_script(path: Path, *, run: RunCommand = run_command) -> str:
+    """Submit; returns the job's number."""
+    try:
+        said = run((*_unset(path), "sbatch", "--parsable", str(path)), TIMEOUT_SECONDS)
+    except SetupError as fault:
+        raise explain_rejection(fault.problem, fault) from fault
+    job_id = said.strip().splitlines()[-1].partition(";")[0].strip() if said.strip() else ""
+    if not job_id.isdecimal():
+        raise SetupError(
+            f"sbatch printed no job number but `{said.strip()[:80]}`.",
+            remedy=f"see whether it was taken: squeue --me, or run by hand: sbatch {path}",
+        )
+    return job_id
+
+
+def check_script(path: Path, *, run: RunCommand = run_command) -> str:
+    """What Slurm would do with the script, in its own words; a fault where it would refuse."""
+    command = (*_unset(path), "sh", "-c", _TEST_ONLY, "sbatch", str(path))
+    said = run(command, TIMEOUT_SECONDS)
+    lines = [line.strip().removeprefix("sbatch: ") for line in said.splitlines() if line.strip()]
+    told = next((line for line in lines if " to start at " in line), None)
+    if told is not None:
+        return told
+    if not shutil.which("sbatch") and run is run_command:
+        raise SetupError(
+            "The command `sbatch` is not on this machine.", remedy="run this on a login node"
+        )
+    raise explain_rejection(lines[-1] if lines else "sbatch said nothing", None)
+
+
+def _unset(path: Path) -> list[str]:
+    """`env` for variables of this shell that would win over the script's own lines."""
+    try:
+        names = list_overriding(path.read_text("utf-8"), os.environ)
+    except OSError:
+        return []  # sbatch says what is wrong with it
+    return ["env", *(f"--unset={name}" for name in names)] if names else []
+
+
+check_script.__test__ = False  # type: ignore[attr-defined]  # pytest takes it for a test by its name
+
+
+def read_jobs(ids: Sequence[str], *, run: RunCommand = run_command) -> tuple[JobStatus, ...]:
+    """Every job and array task of `ids`, in their order; UNKNOWN where Slurm has forgotten it."""
+    if not ids:
+        return ()
+    wanted = [_check_id(text) for text in ids]
+    found = _ask_squeue(wanted, run)
+    gone = [text for text in wanted if not any(_is_of(text, status) for status in found)]
+    if gone:
+        found += _ask_sacct(gone, run)
+    for text in gone:
+        if not any(_is_of(text, status) for status in found):
+            found += _ask_scontrol(text, run)
+    return tuple(
+        status
+        for text in dict.fromkeys(wanted)
+        for status in sorted(
+            (status for status in found if _is_of(text, status)), key=lambda item: item.task or 0
+        )
+        or [JobStatus(job_id=text.partition("_")[0], task=None, state=JobState.UNKNOWN)]
+    )
+
+
+def find_queued(script: Path, *, run: RunCommand = run_command) -> tuple[str, str] | None:
+    """Number and partition of this user's newest job from that file that is not over."""
+    try:
+        said = run(("squeue", "-h", "--me", "-o", "%A|%P|%o"), TIMEOUT_SECONDS)
+    except UserError:
+        return None  # whoever needs Slurm next says what is wrong with it
+    rows = [line.strip().split("|", 2) for line in said.splitlines()]
+    held = [(row[0], row[1]) for row in rows if row[0].isdecimal() and row[2:] == [str(script)]]
+    return max(held, key=lambda job: int(job[0]), default=None)
+
+
+def cancel_jobs(ids: Sequence[str], *, run: RunCommand = run_command) -> None:
+    """End jobs, running or not; those that are over already are passed over by Slurm."""
+    if ids:
+        run(("scancel", *map(_check_id, ids)), TIMEOUT_SECONDS)
+
+
+def parse_state(text: str) -> JobState:
+    """`CANCELLED by 0`, `NODE_FAIL`, `COMPLETING` as one of ours."""
+    words = text.strip().split()
+    word = words[0].rstrip("+").upper() if words else ""
+    if word in JobState.__members__:
+        return JobState[word]
+    return _RARE_STATES.get(word, JobState.UNKNOWN)
+
+
+def parse_exit_code(text: str) -> int | None:
+    """`75:0` is 75, `0:15` is 143."""
+    code, _, signum = text.strip().partition(":")
+    if not code.isdecimal():
+        return None
+    return 128 + int(signum) if signum.isdecimal() and int(signum) else int(code)
+
+
+def _check_id(text: str) -> str:
+    if not _BATCH_ID.fullmatch(text):
+        raise InvalidInputError(
+            f"`{text[:40]}` is not a job's number.", remedy="squeue --me    (lists yours)"
+        )
+    return text
+
+
+def _is_of(wanted: str, status: JobStatus) -> bool:
+    job_id, _, task = wanted.partition("_")
+    return status.job_id == job_id and (not task or status.task == int(task))
+
+
+def _ask_squeue(ids: Sequence[str], run: RunCommand) -> list[JobStatus]:
+    """-r lists every task of an array; a job that has just ended is listed too, or unknown."""
+    try:
+        said = run(("squeue", "-h", "-r", "-j", ",".join(ids), "-O", _SQUEUE), TIMEOUT_SECONDS)
+    except SetupError as fault:
+        if "Invalid job id" in fault.problem:
+            return []
+        raise
+    return [status for line in said.splitlines() if (status := _read_row(line)) is not None]
+
+
+def _read_row(line: str) -> JobStatus | None:
+    fields, at = [], 0
+    for _, width in _COLUMNS:
+        fields.append(line[at : at + width].strip())
+        at += width
+    name, state, restarts, reason, nodes = fields
+    found = _BATCH_ID.fullmatch(name)
+    if found is None:
+        return None
+    return JobStatus(
+        job_id=found.group(1),
+        task=None if found.group(2) is None else int(found.group(2)),
+        state=parse_state(state),
+        reason=_reason(reason),
+        nodes="" if nodes == "(null)" else nodes,
+        num_restarts=int(restarts) if restarts.isdecimal() else 0,
+    )
+
+
+def _ask_sacct(ids: Sequence[str], run: RunCommand) -> list[JobStatus]:
+    """Accounting, where the site has it; it may lag behind the queue by seconds."""
+    command = ("sacct", "-n", "-P", "-X", "-j", ",".join(ids), "-o", _SACCT)
+    try:
+        said = run(command, TIMEOUT_SECONDS)
+    except UserError:
+        return []
+    found = []
+    for line in said.splitlines():
+        fields = line.split("|")
+        name = _BATCH_ID.fullmatch(fields[0])
+        if name is None or len(fields) < 5:
+            continue
+        state = parse_state(fields[1])
+        found.append(
+            JobStatus(
+                job_id=name.group(1),
+                task=None if name.group(2) is None else int(name.group(2)),
+                state=state,
+                reason=_reason(fields[4]),
+                nodes="" if fields[3] == "None assigned" else fields[3],
+                exit_code=parse_exit_code(fields[2]) if state.is_over else None,
+            )
+        )
+    return found
+
+
+def _ask_scontrol(job_id: str, run: RunCommand) -> list[JobStatus]:
+    """The controller remembers a job for minutes after its end."""
+    try:
+        said = run(("scontrol", "-o", "show", "job", job_id), TIMEOUT_SECONDS)
+    except UserError:
+        return []
+    return [status for line in said.splitlines() if (status := _read_shown(line)) is not None]
+
+
+def _read_shown(line: str) -> JobStatus | None:
+    held: dict[str, str] = dict(re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line))
+    state = parse_state(held.get("JobState", ""))
+    job_id = held.get("ArrayJobId", held.get("JobId", ""))
+    task = held.get("ArrayTaskId", "")
+    if not job_id.isdecimal():
+        return None
+    return JobStatus(
+        job_id=job_id,
+        task=int(task) if task.isdecimal() else None,
+        state=state,
+        reason=_reason(held.get("Reason", "")),
+        nodes="" if held.get("NodeList") == "(null)" else held.get("NodeList", ""),
+        num_restarts=int(held["Restarts"]) if held.get("Restarts", "").isdecimal() else 0,
+        exit_code=parse_exit_code(held.get("ExitCode", "")) if state.is_over else None,
+    )
+
+
+def _reason(text: str) -> str:
+    return "" if text in ("None", "(null)", "N/A") else text
+
+
+# slurm.json in a run folder: the job that it was last submitted as.
+
+JOB_FILE = "slurm.json"
+_LOCK_FILE = "submit.lock"
+
+
+class SubmittedJob(BaseModel):
+    """By it the job is found again, from another terminal or another day."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job_id: str
+    partition: str
+    submitted_at: str
+    """UTC, ISO 8601."""
+
+
+def read_job_file(run: RunFolder) -> SubmittedJob | None:
+    """None where the run was never submitted."""
+    try:
+        return SubmittedJob.model_validate_json((run.path / JOB_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def write_job_file(run: RunFolder, job: SubmittedJob) -> None:
+    write_atomic(run.path / JOB_FILE, job.model_dump_json(indent=2) + "\n")
+
+
+@contextmanager
+def lock_submission(run: RunFolder) -> Iterator[None]:
+    """Between looking for the run's job and noting a new one; the kernel lets go if we die."""
+    handle = os.open(run.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):  # a file system that knows no locks guards nothing
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,1 +1,0 @@
-"""The llama.cpp engine: GGUF files in this process."""

@@ -1,0 +1,77 @@
+"""`python -m tightfit.engines.llama_rpc_server --address A`: lend this machine to `--hosts`.
+
+llama.cpp's own rpc-server, out of the wheel and the library that `build_rpc` made for it: the GPUs
+that the wheel can use, else the CPU. It asks for no password, so it wants an address to listen at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import signal
+import sys
+from typing import Any
+
+from tightfit.core.errors import SetupError, UserError
+from tightfit.engines.llama_devices import DEFAULT_RPC_PORT, choose_threads, list_gpus, read_hosts
+from tightfit.runtime.llama_cpp import find_rpc_function, load_library, load_rpc
+
+
+def main() -> int:
+    """Serve one client after the other until ended."""
+    flags = _read_flags()
+    try:
+        (endpoint,) = read_hosts(f"{flags.address}:{flags.port}")
+        serve_devices(endpoint, num_threads=choose_threads(flags.threads))
+    except UserError as fault:
+        print(f"error: {fault.problem}\n  try: {fault.remedy}", file=sys.stderr)
+        return fault.exit_code
+    return 0
+
+
+def serve_devices(endpoint: str, *, num_threads: int) -> None:
+    """Return only if it cannot listen there. Source: `main` in llama.cpp's rpc-server.cpp."""
+    load_rpc()
+    devices = _find_devices(load_library())
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, size, size, pointer)
+    start = kind(find_rpc_function("ggml_backend_rpc_start_server"))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python hears nothing while it serves
+    _print_at_once()
+    start(endpoint.encode(), None, num_threads, len(devices), devices)
+    raise SetupError(
+        f"The rpc-server cannot listen at {endpoint}.",
+        remedy="an address of this machine and a port that nobody uses: --address A --port N",
+    )
+
+
+def _print_at_once() -> None:
+    """llama.cpp says where it listens through C's stdout, which pipes and files hold back."""
+    library = ctypes.CDLL(None)
+    stream = ctypes.c_void_p.in_dll(library, "stdout")
+    library.setvbuf(stream, None, _LINE_BUFFERED, 0)
+
+
+_LINE_BUFFERED = 1
+"""`_IOLBF` of glibc and musl."""
+
+
+def _find_devices(library: Any) -> Any:
+    """An array of them, as the server takes it."""
+    pointer = ctypes.c_void_p
+    library.ggml_backend_dev_by_name.restype = pointer
+    library.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    found = [library.ggml_backend_dev_by_name(name.encode()) for name in list_gpus() or ("CPU",)]
+    return (pointer * len(found))(*found)
+
+
+def _read_flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tightfit.engines.llama_rpc_server")
+    parser.add_argument("--address", required=True, help="of this machine, in a private network")
+    parser.add_argument("--port", type=int, default=DEFAULT_RPC_PORT)
+    parser.add_argument("--threads", type=int, help="of the CPU; default: the physical cores")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""Rows in slots of fixed size, so that one decoding step can be replayed as a CUDA graph.
+
+Launched from Python one by one, the kernels of a step take a fast GPU many times longer than
+reading the weights. Each row has a slot of its own and writes its next key at its own length;
+columns beyond that are masked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers import cache_utils
+
+from tightfit.engines.transformers.rows import DecoderRows, has_plain_cache, round_columns
+from tightfit.runtime.attention import GROUPED_DECODE, register_grouped_decode
+from tightfit.runtime.devices import is_out_of_memory
+
+if TYPE_CHECKING:
+    import torch
+
+
+GraphShape = tuple[int, int]
+"""Rows and columns."""
+_NUM_WARM_UPS = 2
+"""Libraries choose kernels and take workspaces in their first calls, not to be recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CapturedGraph:
+    graph: Any
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+class CudaGraphs:
+    """A step by shape: recorded where that works, started from Python where it does not.
+
+    A step is run several times while it is recorded, so it must come to the same each time.
+    """
+
+    def __init__(self, step: Callable[[torch.Tensor], torch.Tensor], *, is_recorded: bool) -> None:
+        self._step = step
+        self._is_recorded = is_recorded
+        self._recordings: dict[GraphShape, _CapturedGraph] = {}
+        self._pool: Any = None
+
+    @property
+    def num_recordings(self) -> int:
+        return len(self._recordings)
+
+    def forget(self) -> None:
+        """The buffers have moved: every recording reads where they were."""
+        self._recordings.clear()
+
+    def run(self, shape: GraphShape, tokens: torch.Tensor) -> torch.Tensor:
+        """The step's logits for `tokens`, with idle rows behind them up to the shape's."""
+        if not self._is_recorded:
+            return self._step(_pad(tokens, shape[0])[:, None])
+        if shape not in self._recordings:
+            recording = self._record(shape, tokens)
+            if recording is None:
+                return self._step(_pad(tokens, shape[0])[:, None])
+            self._recordings[shape] = recording
+        found = self._recordings[shape]
+        found.tokens[: len(tokens), 0] = tokens
+        found.graph.replay()
+        return found.logits
+
+    def _record(self, shape: GraphShape, tokens: torch.Tensor) -> _CapturedGraph | None:
+        """None where a kernel of this model cannot be recorded; nothing is tried from then on."""
+        import torch
+
+        inputs = _pad(tokens, shape[0])[:, None].clone()
+        cuda: Any = torch.cuda  # half typed
+        graph = cuda.CUDAGraph()
+        try:
+            stream: Any = cuda.Stream()
+            stream.wait_stream(cuda.current_stream())
+            with cuda.stream(stream):
+                for _ in range(_NUM_WARM_UPS):
+                    self._step(inputs)
+            cuda.current_stream().wait_stream(stream)
+            cuda.synchronize()
+            # Only this thread is held to the rules: others may copy or ask for memory meanwhile.
+            with cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = self._step(inputs)
+        except RuntimeError as fault:
+            cuda.synchronize()
+            if is_out_of_memory(fault):
+                raise
+            self._is_recorded = False
+            self._recordings.clear()
+            return None
+        self._pool = self._pool or graph.pool()
+        return _CapturedGraph(graph=graph, tokens=inputs, logits=logits)
+
+
+def _pad(tokens: torch.Tensor, count: int) -> torch.Tensor:
+    import torch
+
+    if len(tokens) == count:
+        return tokens
+    return torch.cat([tokens, tokens.new_zeros(count - len(tokens))])
+
+
+# Rows of a batch in slots of fixed buffers, so that one step is the same kernels every time.
+
+_library: Any = cache_utils  # its classes are only half annotated
+
+
+def supports_slots(model: Any) -> bool:
+    """Whether the family takes positions and a finished mask, and keeps plain keys and values."""
+    config = model.config
+    return (
+        not config.is_encoder_decoder
+        and has_plain_cache(config)
+        and getattr(model, "_supports_attention_backend", False)
+        and "position_ids" in inspect.signature(model.forward).parameters
+        and config._attn_implementation in ("sdpa", GROUPED_DECODE)
+        and len({parameter.device for parameter in model.parameters()}) == 1
+    )
+
+
+class SlotLayer(_library.DynamicLayer):  # type: ignore[misc]
+    """One layer's buffers: (slots, heads, columns, width)."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token of every row at its own place; hand out the columns in use."""
+        cache = self._cache
+        count = int(key_states.shape[0])
+        rows, places = cache.rows[:count], cache.lengths[:count]
+        self.keys[rows, :, places] = key_states[:, :, 0]
+        self.values[rows, :, places] = value_states[:, :, 0]
+        return self.keys[:count, :, : cache.width], self.values[:count, :, : cache.width]
+
+    def get_seq_length(self) -> int:
+        return self._cache.width
+
+    def resize(self, like: Any, num_slots: int, num_columns: int) -> None:
+        """New buffers of this size with what the old ones held."""
+        for name in ("keys", "values"):
+            old, shape = getattr(self, name), getattr(like, name).shape
+            new = getattr(like, name).new_zeros((num_slots, shape[1], num_columns, shape[-1]))
+            if old is not None:
+                new[: old.shape[0], :, : old.shape[2]] = old
+            setattr(self, name, new)
+        self.is_initialized = True
+
+
+class SlotCache(_library.Cache):  # type: ignore[misc]
+    """A `transformers` cache of slots. Lengths and row numbers lie on the device."""
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        import torch
+
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        self.num_slots = 0
+        self.num_columns = 0
+        self.width = 0
+        """Columns that the step under way looks at."""
+        self.lengths = torch.zeros(0, dtype=torch.long, device=device)
+        self.rows = torch.zeros(0, dtype=torch.long, device=device)
+
+    def fit(self, fresh: Any, num_slots: int, num_columns: int) -> bool:
+        """Make room for so many slots and columns. True: the buffers have moved."""
+        import torch
+
+        if num_slots <= self.num_slots and num_columns <= self.num_columns:
+            return False
+        self.num_slots = max(num_slots, self.num_slots)
+        self.num_columns = max(num_columns, self.num_columns)
+        for mine, theirs in zip(self.layers, fresh.layers, strict=True):
+            mine.resize(theirs, self.num_slots, self.num_columns)
+        self.rows = torch.arange(self.num_slots, device=self.rows.device)
+        self.lengths = torch.zeros(self.num_slots, dtype=torch.long, device=self.rows.device)
+        return True
+
+    def place(self, fresh: Any, lengths: Sequence[int], *, at: int) -> None:
+        """Copy the rows of a prefill, which end in the same column, to the slots from `at` on."""
+        span = fresh.span
+        for mine, theirs in zip(self.layers, fresh.layers, strict=True):
+            keys, values = theirs.held()
+            for row, length in enumerate(lengths):
+                mine.keys[at + row, :, :length] = keys[row, :, span.width - length :]
+                mine.values[at + row, :, :length] = values[row, :, span.width - length :]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy one slot over another."""
+        for layer in self.layers:
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]
+            layer.values[target, :, :length] = layer.values[source, :, :length]
+
+
+class SlotRows(DecoderRows):
+    """Rows in slots; the steps are replayed where the device can."""
+
+    def __init__(self, model: Any, *, most_rows: int) -> None:
+        super().__init__(model, most_rows=most_rows)
+        register_grouped_decode()
+        model.config._attn_implementation = GROUPED_DECODE
+        self._is_fresh = True
+        """The lengths on the device are not those of the rows."""
+        self._replays = CudaGraphs(self._read_slots, is_recorded=self._device.type == "cuda")
+
+    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
+        from tightfit.engines.transformers.cache import RowCache
+
+        fresh = RowCache(most_rows=len(prompts))
+        logits = self._prefill(prompts, fresh)
+        lengths = [len(prompt) for prompt in prompts]
+        at = len(self._lengths)
+        if self._cache is None:
+            self._cache = SlotCache(len(fresh.layers), self._device)
+        slots = min(self._most_rows, _round_rows(at + len(prompts)))
+        if self._cache.fit(fresh, slots, round_columns(max(lengths) + most_new)):
+            self._replays.forget()
+        self._cache.place(fresh, lengths, at=at)
+        fresh.clear()
+        self._lengths.extend(lengths)
+        self._is_fresh = True
+        return logits
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        cache, count = self._cache, len(self._lengths)
+        if self._is_fresh:
+            idle = [0] * (cache.num_slots - count)
+            cache.lengths.copy_(torch.tensor([*self._lengths, *idle]))
+            self._is_fresh = False
+        cache.width = min(cache.num_columns, round_columns(max(self._lengths) + 1))
+        size = min(cache.num_slots, _round_rows(count))
+        logits = self._replays.run((size, cache.width), tokens)[:count]
+        cache.lengths[:count] += 1
+        self._lengths = [length + 1 for length in self._lengths]
+        return logits
+
+    def drop(self, row: int) -> None:
+        last = self._lengths.pop()
+        if row < len(self._lengths):
+            self._cache.move(len(self._lengths), row, last)
+            self._lengths[row] = last
+        self._is_fresh = True
+
+    def _read_slots(self, tokens: torch.Tensor) -> torch.Tensor:
+        """One token of every row in `tokens`: (rows, 1). Everything it reads stays in place."""
+        cache = self._cache
+        count = int(tokens.shape[0])
+        lengths = cache.lengths[:count]
+        output = self._model(
+            input_ids=tokens,
+            attention_mask=self._masks(lengths, cache.width),
+            position_ids=lengths[:, None],
+            past_key_values=cache,
+            use_cache=True,
+            **self._extra,
+        )
+        logits: torch.Tensor = output.logits[:, -1].float()
+        return logits
+
+    def _masks(self, lengths: torch.Tensor, width: int) -> Any:
+        """Which columns each row sees: (rows, 1, 1, columns), by kind of layer where two mix."""
+        import torch
+
+        distance = lengths[:, None] - torch.arange(width, device=lengths.device)
+        seen = distance >= 0
+        config = self._model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        near = seen if window is None else seen & (distance < window)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds == {"full_attention"}:
+            near = seen
+        if len(kinds) < 2:
+            return near[:, None, None]
+        return {"full_attention": seen[:, None, None], "sliding_attention": near[:, None, None]}
+
+
+def _round_rows(count: int) -> int:
+    """1, 2, 4, 8, then multiples of 8: idle rows cost little, recordings cost memory."""
+    if count > 8:
+        return -(-count // 8) * 8
+    return 1 << (count - 1).bit_length()

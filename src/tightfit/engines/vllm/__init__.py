@@ -1,1 +1,0 @@
-"""The vLLM engine, where vLLM is installed."""

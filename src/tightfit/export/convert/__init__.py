@@ -1,1 +1,0 @@
-"""Meta's files and GGUF to Hugging Face folders, and those to GGUF."""

@@ -1,1 +1,0 @@
-"""An adapter into its base model, tensor by tensor."""

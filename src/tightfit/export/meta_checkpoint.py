@@ -1,0 +1,596 @@
+"""Meta's original Llama checkpoints as Hugging Face folders: weights, config, tokenizer."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
+from tightfit.core.units import GIB, MIB
+from tightfit.runtime.gguf.families import split_rotary
+from tightfit.runtime.gguf.tokenizer import write_steps
+from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.output_folder import check_room, whole_folder
+from tightfit.runtime.tensor_files import DEFAULT_SHARD_BYTES, Output, load_pickle, write_shards
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+REOPEN_BYTES = 2 * GIB
+"""Mapped pages count as this process's memory until the map is closed."""
+_LAYER_NAMES = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+_OUTER_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BY_ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
+_BY_COLUMNS = ("wo", "w2")
+"""How fairscale's layers split a matrix: ColumnParallelLinear its outputs, RowParallelLinear its
+inputs. Source: `llama/model.py` of meta-llama/llama."""
+_COMPUTED = re.compile(r"(^|\.)(rope\.freqs|inner_attention\.rope\.freqs)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaShape:
+    """What params.json says, checked."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+
+class MetaShards:
+    """All shards at once, mapped; tensors by Meta's name, whole."""
+
+    def __init__(self, folder: Path, shape: MetaShape) -> None:
+        self._paths = sorted(folder.glob("consolidated.*.pth"))
+        self._shape = shape
+        self._held = 0
+        _check_files(self._paths, folder)
+        self._shards: list[Mapping[str, Tensor]] = []
+        self._open()
+        self._check_names()
+        self._check_count(folder)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._paths)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self._paths)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        first = self._shards[0][name]
+        rows = list(first.shape)
+        axis = self._axis(name, first)
+        if axis is not None:
+            rows[axis] *= self.num_shards
+        return tuple(rows)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._shards[0][name].dtype
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor in memory of its own."""
+        import torch
+
+        if self._held > REOPEN_BYTES:
+            self._open()
+        parts = [shard[name] for shard in self._shards]
+        self._held += sum(part.numel() * part.element_size() for part in parts)
+        axis = self._axis(name, parts[0])
+        return parts[0].clone() if axis is None else torch.cat(parts, dim=axis)
+
+    def read_as_transformers(self, name: str) -> Tensor:
+        """As `read`, queries and keys in transformers' rotary order."""
+        values = self.read(name)
+        if name.endswith(".wq.weight"):
+            return split_rotary(values, self._shape.num_heads)
+        if name.endswith(".wk.weight"):
+            return split_rotary(values, self._shape.num_kv_heads)
+        return values
+
+    def _open(self) -> None:
+        self._shards = []  # let the old maps go first
+        self._shards = [load_pickle(path) for path in self._paths]
+        self._held = 0
+
+    def _axis(self, name: str, part: Tensor) -> int | None:
+        """Along which axis the shards are parts of the whole; None: each has all of it."""
+        if self.num_shards == 1 or part.ndim == 1:
+            return None
+        kind = name.split(".")[-2]
+        if kind in _BY_ROWS:
+            return 0
+        if kind in _BY_COLUMNS:
+            return 1
+        # Llama 1 and 2 split the embedding's width, Llama 3 its vocabulary.
+        return 0 if part.shape[1] == self._shape.dim else 1
+
+    def _check_names(self) -> None:
+        wanted = set(list_names(self._shape.num_layers))
+        for path, shard in zip(self._paths, self._shards, strict=True):
+            found = {name for name in shard if not _COMPUTED.search(name)}
+            lost, extra = sorted(wanted - found), sorted(found - wanted)
+            if lost or extra:
+                problem = f"lacks {lost[0]}" if lost else f"holds {extra[0]}, which no Llama has"
+                raise InvalidInputError(
+                    f"{path} {problem}.",
+                    remedy="fetch the file again; vision and adapter files cannot be converted",
+                )
+
+    def _check_count(self, folder: Path) -> None:
+        """The last files may be missing, which their numbers do not show."""
+        rows, _ = self.shape_of("layers.0.attention.wq.weight")
+        if rows != self._shape.dim:
+            needed = self._shape.dim * self.num_shards / rows
+            raise InvalidInputError(
+                f"{folder} holds {self.num_shards} of {needed:g} consolidated files, or its "
+                "params.json belongs to another model.",
+                remedy="fetch all of the model's files",
+            )
+
+
+def list_names(num_layers: int) -> dict[str, str]:
+    """Meta's names to transformers', in the order of the layers."""
+    names = {"tok_embeddings.weight": _OUTER_NAMES["tok_embeddings.weight"]}
+    for layer in range(num_layers):
+        for theirs, ours in _LAYER_NAMES.items():
+            names[f"layers.{layer}.{theirs}"] = f"model.layers.{layer}.{ours}"
+    return names | _OUTER_NAMES
+
+
+def _check_files(paths: list[Path], folder: Path) -> None:
+    numbers = [int(found[1]) for path in paths if (found := re.search(r"\.(\d+)\.pth$", path.name))]
+    if not paths or numbers != list(range(len(paths))):
+        raise InvalidInputError(
+            f"{folder} lacks consolidated.{_first_gap(numbers):02}.pth.",
+            remedy="fetch all of the model's files",
+        )
+    for path in paths:
+        # A zip's table stands at its end, so a file that is cut short has none.
+        if not zipfile.is_zipfile(path):
+            raise InvalidInputError(
+                f"{path} is cut short, or no file of torch.", remedy="fetch the file again"
+            )
+
+
+def _first_gap(numbers: list[int]) -> int:
+    return next(i for i in range(len(numbers) + 1) if i not in numbers)
+
+
+# Meta's tokenizer.model, SentencePiece's or tiktoken's format, as a tokenizer.json.
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_NUM_SPECIAL = 256
+_LLAMA_3 = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|reserved_special_token_2|>",
+    "<|reserved_special_token_3|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|reserved_special_token_4|>",
+    "<|eot_id|>",
+)
+_LLAMA_3_1 = (
+    *_LLAMA_3[:4],
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+)
+"""Special tokens behind the ranks, as the published transformers folders of Llama 3 and 3.1 have
+them; 3.1's `<|step_id|>` of Meta's code is a reserved token there."""
+
+
+def is_tiktoken(path: Path) -> bool:
+    """tiktoken's files are lines of base64 and a rank; SentencePiece's are binary."""
+    with path.open("rb") as stream:
+        line = stream.readline(4096).split()
+    try:
+        return (
+            len(line) == 2 and line[1].isdigit() and bool(base64.b64decode(line[0], validate=True))
+        )
+    except ValueError:
+        return False
+
+
+def write_tokenizer(source: Path, folder: Path, *, is_scaled: bool) -> dict[str, Any]:
+    """Write tokenizer.json and tokenizer_config.json; returns the numbers of the marks."""
+    if is_tiktoken(source):
+        return _write_tiktoken(source, folder, _LLAMA_3_1 if is_scaled else _LLAMA_3)
+    return _write_sentencepiece(source, folder)
+
+
+def _write_tiktoken(source: Path, folder: Path, special: tuple[str, ...]) -> dict[str, Any]:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    ranks = _read_ranks(source)
+    spare = [f"<|reserved_special_token_{number}|>" for number in range(_NUM_SPECIAL)]
+    names = list(dict.fromkeys([*special, *spare]))[:_NUM_SPECIAL]
+    vocab, merges = _as_merges(ranks)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, fuse_unk=False, ignore_merges=True))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    begin = tokenizer.token_to_id("<|begin_of_text|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A",
+        pair="<|begin_of_text|> $A <|begin_of_text|>:1 $B:1",
+        special_tokens=[("<|begin_of_text|>", begin)],
+    )
+    document = json.loads(tokenizer.to_str())
+    document["pre_tokenizer"] = write_steps("llama-bpe")
+    pad = "<|finetune_right_pad_id|>"
+    named = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    if pad in names:
+        named["pad_token"] = pad
+    _write(folder, document, named)
+    ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+    stops = [tokenizer.token_to_id(name) for name in ends if name in names]
+    return {
+        "bos_token_id": begin,
+        "eos_token_id": stops,
+        "pad_token_id": tokenizer.token_to_id(pad) if pad in names else None,
+    }
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    try:
+        lines = path.read_bytes().splitlines()
+        pairs = [line.split() for line in lines if line.strip()]
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as fault:
+        raise InvalidInputError(
+            f"{path} is no tiktoken file: {fault}.", remedy="fetch the file again"
+        ) from fault
+
+
+def _as_merges(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """tiktoken merges whatever pair has the lowest rank; so every way to split a token counts."""
+    letters = _byte_letters()
+
+    def spelt(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    merges = []
+    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
+        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [(a, b) for a, b in splits if a in ranks and b in ranks]
+        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return (
+        {spelt(token): rank for token, rank in ranks.items()},
+        [(spelt(left), spelt(right)) for left, right in merges],
+    )
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's printable letter for each byte. Source: `encoder.py` of openai/gpt-2."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]
+
+
+def _write_sentencepiece(source: Path, folder: Path) -> dict[str, Any]:
+    """Pieces and merges from transformers' converter; spaces as SentencePiece itself has them."""
+    document = _convert_pieces(source)
+    document["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": _SPACE},
+            {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        ],
+    }
+    document["pre_tokenizer"] = None
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    _write(folder, document, named)
+    shutil.copyfile(source, folder / "tokenizer.model")
+    return {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+
+
+def _convert_pieces(source: Path) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    silence_libraries()
+    with tempfile.TemporaryDirectory(prefix="tightfit-") as text:
+        work = Path(text)
+        shutil.copyfile(source, work / "tokenizer.model")
+        (work / "config.json").write_text('{"model_type": "llama"}')
+        settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+        (work / "tokenizer_config.json").write_text(json.dumps(settings))
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(work), local_files_only=True)
+            document: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+        except ImportError as fault:
+            raise SetupError(
+                "Reading a SentencePiece tokenizer needs a package that is missing: "
+                f"{str(fault).strip().splitlines()[0]}",
+                remedy="pip install sentencepiece protobuf",
+            ) from fault
+        except Exception as fault:  # the parser of the format raises its own kinds
+            raise InvalidInputError(
+                f"{source} is neither a SentencePiece nor a tiktoken file ({fault}).",
+                remedy="fetch the file again",
+            ) from fault
+    return document
+
+
+def _write(folder: Path, document: dict[str, Any], named: dict[str, str]) -> None:
+    (folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False))
+    # This class takes tokenizer.json as it is; Llama's own would build another one.
+    settings = named | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+# Meta's original Llama checkpoints as a Hugging Face folder, tensor by tensor.
+
+TOKENIZER_BYTES = 400 * MIB
+"""A vocabulary of 128k tokens and its merges while the tokenizer is built. Measured."""
+_SCALED = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What `use_scaled_rope` means. Source: `apply_scaling` in meta-llama/llama-models."""
+_FACTOR, _FACTOR_OF_SMALL = 8.0, 32.0
+"""Llama 3.1 and 3.3; Llama 3.2's 1B and 3B, the only ones with a tied head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaPlan:
+    """A Meta folder understood, nothing written yet."""
+
+    source: Path
+    shards: MetaShards
+    config: dict[str, Any]
+    outputs: tuple[Output, ...]
+    is_scaled: bool
+    notes: tuple[str, ...]
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(output.num_bytes for output in self.outputs) + 32 * MIB
+
+    @property
+    def extra_bytes(self) -> int:
+        """One tensor put together, rearranged and cast, and the mapped pages it came from."""
+        largest = max(output.num_bytes for output in self.outputs)
+        return 3 * largest + min(REOPEN_BYTES, self.shards.num_bytes) + TOKENIZER_BYTES
+
+
+def is_meta_folder(folder: Path) -> bool:
+    return (folder / "params.json").is_file() and any(folder.glob("consolidated.*.pth"))
+
+
+def plan_meta(source: Path, dtype: torch.dtype | None = None) -> MetaPlan:
+    """Read params.json, look at every shard's names and shapes, and refuse what does not agree."""
+    params = _read_params(source)
+    shape = _read_shape(params, source)
+    if not (source / "tokenizer.model").is_file():
+        raise NotFoundError(
+            f"{source} has no tokenizer.model.",
+            remedy="copy it there; Meta puts it beside the models' folders",
+        )
+    shards = MetaShards(source, shape)
+    is_tied = _is_tied(shards)
+    width, _ = shards.shape_of("layers.0.feed_forward.w1.weight")
+    _check_width(params, shape, width)
+    is_scaled = bool(params.get("use_scaled_rope", False))
+    config, notes = _make_config(params, shape, source=source, is_tied=is_tied)
+    vocab_size, _ = shards.shape_of("tok_embeddings.weight")
+    stored = shards.dtype_of("layers.0.attention.wq.weight")
+    config |= {"vocab_size": vocab_size, "intermediate_size": width}
+    config["dtype"] = str(dtype or stored).removeprefix("torch.")
+    return MetaPlan(
+        source=source,
+        shards=shards,
+        config=config,
+        outputs=tuple(_list_outputs(shards, shape, dtype or stored, is_tied=is_tied)),
+        is_scaled=is_scaled,
+        notes=tuple(notes),
+    )
+
+
+def write_meta(
+    plan: MetaPlan,
+    target: Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    watch: Callable[[str, int, int], None] | None = None,
+) -> None:
+    """Fill the folder under another name, then give it its own."""
+    check_room(target, plan.disk_bytes)
+    meta_names = {ours: theirs for theirs, ours in list_names(_num_layers(plan)).items()}
+    total, done = sum(output.num_bytes for output in plan.outputs), 0
+
+    def produce(output: Output) -> torch.Tensor:
+        values = plan.shards.read_as_transformers(meta_names[output.name])
+        return values.to(output.dtype).contiguous()
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if watch is not None:
+            watch("writing", done, total)
+
+    with whole_folder(target) as work:
+        stated = write_tokenizer(plan.source / "tokenizer.model", work, is_scaled=plan.is_scaled)
+        marks = {name: number for name, number in stated.items() if number is not None}
+        _write_json(work / "config.json", plan.config | marks)
+        _write_json(work / "generation_config.json", marks)
+        write_shards(work, plan.outputs, produce, max_shard_bytes=max_shard_bytes, report=count)
+
+
+def _read_params(source: Path) -> dict[str, Any]:
+    path = source / "params.json"
+    try:
+        params = json.loads(path.read_bytes())
+        return dict(params)
+    except (OSError, ValueError, TypeError) as fault:
+        raise InvalidInputError(
+            f"{path} cannot be read ({fault}).", remedy="fetch the file again"
+        ) from fault
+
+
+def _read_shape(params: dict[str, Any], source: Path) -> MetaShape:
+    if "vision_chunk_size" in params or "moe_args" in params:
+        raise InvalidInputError(
+            f"{source} is a model with pictures or experts, which cannot be converted.",
+            remedy="name a Llama 1, 2, 3, 3.1, 3.2 or 3.3 text model",
+        )
+    try:
+        num_heads = int(params["n_heads"])
+        return MetaShape(
+            dim=int(params["dim"]),
+            num_layers=int(params["n_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=int(params.get("n_kv_heads") or num_heads),
+        )
+    except (KeyError, TypeError, ValueError) as fault:
+        raise InvalidInputError(
+            f"{source / 'params.json'} does not say {fault}.", remedy="fetch the file again"
+        ) from fault
+
+
+def _is_tied(shards: MetaShards) -> bool:
+    """Small Llama 3.2 models store the embedding twice."""
+    import torch
+
+    names = ("tok_embeddings.weight", "output.weight")
+    if shards.shape_of(names[0]) != shards.shape_of(names[1]):
+        return False
+    return torch.equal(shards.read(names[0]), shards.read(names[1]))
+
+
+def feed_forward_width(dim: int, *, multiple_of: int, multiplier: float | None = None) -> int:
+    """Two thirds of four times the width, stretched, rounded up. Source: `llama/model.py`."""
+    width = int(2 * 4 * dim / 3)
+    if multiplier is not None:
+        width = int(multiplier * width)
+    return multiple_of * -(-width // multiple_of)
+
+
+def _check_width(params: dict[str, Any], shape: MetaShape, found: int) -> None:
+    if "multiple_of" not in params:
+        return
+    multiplier = params.get("ffn_dim_multiplier")
+    expected = feed_forward_width(
+        shape.dim, multiple_of=int(params["multiple_of"]), multiplier=multiplier
+    )
+    if expected != found:
+        raise InvalidInputError(
+            f"The feed-forward layers are {found:,} wide; by params.json they would be "
+            f"{expected:,}.",
+            remedy="use the params.json that belongs to these files",
+        )
+
+
+def _make_config(
+    params: dict[str, Any], shape: MetaShape, *, source: Path, is_tied: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """transformers' settings; lengths that Meta's file leaves out are those of the release."""
+    is_llama_3 = is_tiktoken(source / "tokenizer.model")
+    is_scaled = bool(params.get("use_scaled_rope", False))
+    theta = float(params.get("rope_theta") or 10_000.0)
+    context, release = _release(params, shape, is_llama_3=is_llama_3, theta=theta)
+    scaling: dict[str, Any] | None = None
+    if is_scaled:
+        usual = _FACTOR_OF_SMALL if is_tied else _FACTOR
+        scaling = _SCALED | {"factor": float(params.get("rope_scaling_factor") or usual)}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.dim,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": float(params.get("norm_eps", 1e-5)),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": is_tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_cache": True,
+    }
+    template = "llama-3" if is_llama_3 else "llama-2"
+    return config, [
+        f"Taken for {release}: a context of {context:,} tokens.",
+        f"Meta's files hold no chat template; a chat model wants --set template={template}.",
+    ]
+
+
+def _release(
+    params: dict[str, Any], shape: MetaShape, *, is_llama_3: bool, theta: float
+) -> tuple[int, str]:
+    """Context length by release. params.json does not say it; other settings tell them apart."""
+    if params.get("use_scaled_rope"):
+        return 131_072, "Llama 3.1 or later"
+    if is_llama_3:
+        return 8192, "Llama 3"
+    if theta > 100_000:
+        return 16_384, "Code Llama"
+    # Llama 1: norm_eps 1e-6, but 1e-5 in the 65B, whose heads are not grouped.
+    is_first = float(params.get("norm_eps", 1e-5)) < 5e-6
+    is_first = is_first or (shape.dim == 8192 and shape.num_kv_heads == shape.num_heads)
+    return (2048, "Llama 1") if is_first else (4096, "Llama 2")
+
+
+def _list_outputs(
+    shards: MetaShards, shape: MetaShape, dtype: torch.dtype, *, is_tied: bool
+) -> list[Output]:
+    names = list_names(shape.num_layers)
+    return [
+        Output(name=ours, shape=shards.shape_of(theirs), dtype=dtype)
+        for theirs, ours in names.items()
+        if not (is_tied and ours == "lm_head.weight")
+    ]
+
+
+def _num_layers(plan: MetaPlan) -> int:
+    return int(plan.config["num_hidden_layers"])
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,1 +1,0 @@
-"""Starting workers from a plan, watching them, and starting them again."""

@@ -1,1 +1,0 @@
-"""Agents: processes on nodes that are asked by lines of JSON over their pipes."""

@@ -1,1 +1,0 @@
-"""A plan as Kubernetes objects, and what becomes of them in a cluster."""

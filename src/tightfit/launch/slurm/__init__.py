@@ -1,1 +1,0 @@
-"""Slurm: batch scripts written, submitted, followed."""

@@ -1,0 +1,272 @@
+"""The ledger: one row per outcome of a plan on this user's machines, in SQLite, append-only.
+
+It is a memory, not a duty: where it cannot be kept, the caller gets a sentence to print, and the
+run goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tightfit import __version__
+from tightfit.core.strategy import Strategy
+from tightfit.planning.known_outcomes import KnownOutcome
+from tightfit.planning.plan import Plan
+from tightfit.runs.environment import is_network_folder
+from tightfit.runs.report import RunReport
+from tightfit.runs.run_folder import RunStatus
+
+BUSY_SECONDS = 10.0
+"""How long to wait for another process that is writing its row."""
+
+MIGRATIONS = (
+    """
+    CREATE TABLE outcomes (
+        id INTEGER PRIMARY KEY,
+        date TEXT NOT NULL,
+        host TEXT NOT NULL,
+        tightfit_version TEXT NOT NULL,
+        model_name TEXT NOT NULL,
+        gpu_name TEXT NOT NULL,
+        is_cpu INTEGER NOT NULL,
+        strategy TEXT NOT NULL,
+        status TEXT NOT NULL,
+        predicted_peak_bytes INTEGER NOT NULL,
+        measured_peak_bytes INTEGER,
+        predicted_seconds_per_step REAL NOT NULL,
+        measured_seconds_per_step REAL
+    );
+    CREATE INDEX outcomes_of ON outcomes (model_name, gpu_name);
+    CREATE TRIGGER outcomes_stay BEFORE UPDATE ON outcomes
+        BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;
+    CREATE TRIGGER outcomes_are_kept BEFORE DELETE ON outcomes
+        BEGIN SELECT RAISE(ABORT, 'the ledger is append-only'); END;
+    """,
+)
+"""Each takes the file one `user_version` further; an old one is never changed, only followed."""
+
+
+class Outcome(BaseModel):
+    """What became of one plan: a run that ended, or an out-of-memory on the way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    date: str
+    """UTC, ISO 8601."""
+    host: str
+    tightfit_version: str
+    model_name: str
+    gpu_name: str
+    is_cpu: bool = False
+    """Then its memory is the host's, and says nothing of other hosts."""
+    strategy: Strategy
+    status: RunStatus
+    predicted_peak_bytes: int
+    """Without the CUDA context, as the measured one is."""
+    measured_peak_bytes: int | None = None
+    """None: no step was finished."""
+    predicted_seconds_per_step: float
+    measured_seconds_per_step: float | None = None
+
+
+_COLUMNS = tuple(Outcome.model_fields)
+
+
+def make_outcome(plan: Plan, status: RunStatus, report: RunReport | None = None) -> Outcome:
+    """From the plan that was in force; `report` where steps were measured under it."""
+    gpu = plan.estimate.gpu
+    is_cpu = plan.hardware.node.gpu.is_cpu
+    measured = None
+    if report is not None:
+        reserved, allocated = report.peak_gpu_reserved_bytes, report.peak_gpu_allocated_bytes
+        measured = allocated if is_cpu else reserved
+    return Outcome(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        host=socket.gethostname(),
+        tightfit_version=__version__,
+        model_name=plan.model.name,
+        gpu_name=plan.hardware.node.gpu.name,
+        is_cpu=is_cpu,
+        strategy=plan.strategy,
+        status=status,
+        predicted_peak_bytes=gpu.peak_reserved_bytes - (0 if is_cpu else gpu.context_bytes),
+        measured_peak_bytes=measured,
+        predicted_seconds_per_step=plan.estimate.time.seconds_per_step,
+        measured_seconds_per_step=None if report is None else report.seconds_per_step,
+    )
+
+
+def ledger_path(environ: Mapping[str, str] | None = None) -> Path | None:
+    """`TIGHTFIT_LEDGER`, else the user's data folder; None where the user has no home."""
+    environ = os.environ if environ is None else environ
+    try:
+        if environ.get("TIGHTFIT_LEDGER"):
+            return Path(environ["TIGHTFIT_LEDGER"]).expanduser()
+        data = environ.get("XDG_DATA_HOME", "")
+        if not Path(data).is_absolute():  # then to be ignored, says the XDG specification
+            data = "~/.local/share"
+        return Path(data).expanduser() / "tightfit" / "ledger.sqlite"
+    except RuntimeError:
+        return None
+
+
+def record_outcome(outcome: Outcome, path: Path | None = None) -> str | None:
+    """Append one row. None: done. Else a sentence for the user; never an error."""
+    place = path or ledger_path()
+    if place is None:
+        return "The outcome was not kept in the ledger: there is no home folder (TIGHTFIT_LEDGER)."
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(place):
+            try:
+                _insert(place, outcome)
+            except sqlite3.OperationalError:
+                raise
+            except sqlite3.DatabaseError as fault:
+                aside = _move_aside(place)
+                _insert(place, outcome)
+                return f"The ledger was broken ({fault}); it lies now in {aside}, a new one began."
+    except (OSError, sqlite3.Error, _NewerLedgerError) as fault:
+        return f"The outcome was not kept in the ledger {place}: {_describe_error(fault)}."
+    return None
+
+
+def read_outcomes(
+    model: str | None = None, gpu: str | None = None, path: Path | None = None
+) -> tuple[Outcome, ...]:
+    """Oldest first. Nothing where there is no ledger, or none that can be read."""
+    place = path or ledger_path()
+    if place is None:
+        return ()
+    wanted = {"model_name": model, "gpu_name": gpu}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    where = " AND ".join(f"{name} = ?" for name in given) or "1"
+    query = f"SELECT {', '.join(_COLUMNS)} FROM outcomes WHERE {where} ORDER BY id"
+    # A write-ahead log needs a writable folder even to be read; `immutable` reads without it.
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
+        try:
+            with closing(_connect(f"{place.absolute().as_uri()}?{mode}")) as ledger:
+                rows = ledger.execute(query, tuple(given.values())).fetchall()
+        except (OSError, sqlite3.Error):
+            continue
+        return tuple(found for row in rows if (found := _as_outcome(row)) is not None)
+    return ()
+
+
+def known_outcomes(
+    model: str | None = None, gpu: str | None = None, path: Path | None = None
+) -> tuple[KnownOutcome, ...]:
+    """What the planner learns from: plans that ran through, and plans that were too big."""
+    return tuple(
+        KnownOutcome(
+            model_name=row.model_name,
+            gpu_name=row.gpu_name,
+            strategy=row.strategy,
+            status="finished" if row.status is RunStatus.FINISHED else "out-of-memory",
+            peak_bytes=row.measured_peak_bytes,
+            date=row.date,
+        )
+        for row in read_outcomes(model, gpu, path)
+        if row.status in (RunStatus.FINISHED, RunStatus.OUT_OF_MEMORY)
+        and (not row.is_cpu or row.host == socket.gethostname())
+    )
+
+
+class _NewerLedgerError(Exception):
+    """Written by a tightfit that knows more than this one."""
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+
+
+def _insert(place: Path, outcome: Outcome) -> None:
+    values = outcome.model_dump(mode="json") | {"strategy": outcome.strategy.model_dump_json()}
+    marks = ", ".join("?" * len(_COLUMNS))
+    with closing(_connect(f"{place.absolute().as_uri()}?mode=rwc")) as ledger:
+        # The log's shared memory does not reach other hosts, which may share a network folder.
+        mode = "DELETE" if is_network_folder(place.parent) else "WAL"
+        ledger.execute(f"PRAGMA journal_mode={mode}")
+        ledger.execute("BEGIN IMMEDIATE")
+        _migrate(ledger)
+        ledger.execute(
+            f"INSERT INTO outcomes ({', '.join(_COLUMNS)}) VALUES ({marks})",
+            tuple(values[name] for name in _COLUMNS),
+        )
+        ledger.execute("COMMIT")
+
+
+def _migrate(ledger: sqlite3.Connection) -> None:
+    (version,) = ledger.execute("PRAGMA user_version").fetchone()
+    if version > len(MIGRATIONS):
+        raise _NewerLedgerError("a newer tightfit wrote it")
+    for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
+        for statement in _statements(script):
+            ledger.execute(statement)
+        ledger.execute(f"PRAGMA user_version = {number}")
+
+
+def _statements(script: str) -> Iterator[str]:
+    """One at a time: `executescript` would end the transaction."""
+    held = ""
+    for line in script.splitlines():
+        held += line + "\n"
+        if sqlite3.complete_statement(held):
+            yield held
+            held = ""
+
+
+@contextmanager
+def _exclusive(place: Path) -> Iterator[None]:
+    """One writer at a time, so that none opens a file that another is moving aside."""
+    handle = os.open(place.with_name(place.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    end = time.monotonic() + BUSY_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _move_aside(place: Path) -> Path:
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+    aside = place.with_name(f"{place.name}.broken-{stamp}-{os.getpid()}")
+    place.replace(aside)
+    for ending in ("-wal", "-shm"):
+        leftover = place.with_name(place.name + ending)
+        if leftover.exists():
+            leftover.replace(aside.with_name(aside.name + ending))
+    return aside
+
+
+def _as_outcome(row: tuple[object, ...]) -> Outcome | None:
+    """None: a strategy that this version does not know."""
+    values = dict(zip(_COLUMNS, row, strict=True))
+    try:
+        strategy = Strategy.model_validate_json(str(values["strategy"]))
+        return Outcome.model_validate(values | {"strategy": strategy})
+    except ValidationError:
+        return None
+
+
+def _describe_error(fault: Exception) -> str:
+    if isinstance(fault, OSError):
+        return fault.strerror or str(fault)
+    return str(fault)

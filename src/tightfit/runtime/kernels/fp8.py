@@ -1,0 +1,425 @@
+"""fp8 training: casts to e4m3 with a scale per row, and linear layers that multiply in fp8.
+
+Gradients are e4m3 too: rows of one scale need no wider range, and e5m2 would round twice as
+coarsely. Scales are powers of two, so scaling loses nothing. Source: torchao's `rowwise` recipe.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from math import inf
+from types import MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tightfit.runtime.layers import decoder_layers, is_dequantized, mark_dequantized, take_matrix
+
+FP8 = torch.float8_e4m3fn
+_TOP_EXPONENT = 7
+"""Of a row's largest value once it is scaled: 128 to 256, where e4m3 ends at 448."""
+_FP32_BIAS, _FP32_FRACTION_BITS = 127, 23
+
+Scaled: TypeAlias = tuple[Tensor, Tensor]
+"""Rows in e4m3, and by what to multiply each to have it back."""
+
+
+def cast_rows(*parts: Tensor) -> Scaled:
+    """Each row of bf16 with a scale of its own, of matrices side by side; rows lie one after the
+    other, however they lay."""
+    if not _runs_kernels(parts[0]):
+        return scale_rows(_beside(parts))
+    from tightfit.runtime.kernels.fp8_triton import cast_rows as cast
+
+    return cast(*parts)
+
+
+def cast_columns(*parts: Tensor) -> Scaled:
+    """Each column of matrices side by side as a row."""
+    if not _runs_kernels(parts[0]):
+        return scale_rows(_beside(parts).t())
+    from tightfit.runtime.kernels.fp8_triton import cast_columns as cast
+
+    return cast(*parts)
+
+
+def cast_stacked_columns(*parts: Tensor) -> Scaled:
+    """Each column of matrices on top of each other as a row."""
+    if not _runs_kernels(parts[0]):
+        return scale_rows(torch.cat(parts).t())
+    from tightfit.runtime.kernels.fp8_triton import cast_stacked_columns as cast
+
+    return cast(*parts)
+
+
+def _beside(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def turn(x: Tensor) -> Tensor:
+    """Columns as rows, in fp8 as they were."""
+    if not _runs_kernels(x):
+        return x.t().contiguous()
+    from tightfit.runtime.kernels.fp8_triton import turn as turn_fast
+
+    return turn_fast(x)
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    """Inside a layer that is compiled as a whole, a cast is part of that."""
+    return x.is_cuda and not torch.compiler.is_compiling()
+
+
+# In torch
+
+
+def scale_rows(x: Tensor) -> Scaled:
+    """`cast_rows` on any device."""
+    return _scale(x, torch.linalg.vector_norm(x, ord=inf, dim=-1, keepdim=True))
+
+
+def scale_matrix(x: Tensor) -> Scaled:
+    """All rows with one scale, so that columns can be read as rows."""
+    largest = torch.linalg.vector_norm(x, ord=inf)
+    return _scale(x, largest.expand(x.shape[0], 1).contiguous())
+
+
+def _scale(x: Tensor, largest: Tensor) -> Scaled:
+    # Exponents are read and written as bits: what exp2 and log2 round could pass e4m3's end.
+    exponent = (largest.float().view(torch.int32) >> _FP32_FRACTION_BITS) - _FP32_BIAS
+    shift = (_TOP_EXPONENT - exponent).clamp(1 - _FP32_BIAS, _FP32_BIAS - 1)
+    values = (x * _power_of_two(shift).to(x.dtype)).to(FP8, memory_format=torch.contiguous_format)
+    # A cast may take what is infinite for e4m3's largest; what such a row makes is not finite.
+    return values, _power_of_two(-shift).masked_fill(exponent > _FP32_BIAS, inf)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + _FP32_BIAS) << _FP32_FRACTION_BITS).view(torch.float32)
+
+
+# One cast for several layers
+
+
+def cast_input(x: Tensor, *, is_followed: bool) -> Scaled:
+    """Rows of a layer's input, cast once for layers that are given it one after another.
+
+    `is_followed`: a layer comes that may be given the same; else the cast is not kept.
+    """
+    return _cast_once(x, _kept_rows, cast_rows, is_kept=is_followed)
+
+
+def cast_input_columns(x: Tensor, *, is_preceded: bool) -> Scaled:
+    """Its columns, likewise: the backward pass comes to the layers in the other order."""
+    return _cast_once(x, _kept_columns, cast_columns, is_kept=is_preceded)
+
+
+def _cast_once(
+    x: Tensor, kept: _Kept, cast_new: Callable[[Tensor], Scaled], *, is_kept: bool
+) -> Scaled:
+    flat = x.reshape(-1, x.shape[-1])
+    if torch.compiler.is_compiling():  # which finds what is computed twice
+        return cast_new(flat)
+    cast = kept.take(x)
+    if cast is None:
+        cast = cast_new(flat)
+    if is_kept:
+        kept.keep(x, cast)
+    return cast
+
+
+class _Kept:
+    """The cast of one tensor, for as long as that is there and nothing is written to it."""
+
+    def __init__(self) -> None:
+        self._entry: tuple[weakref.ref[Tensor], int, Scaled] | None = None
+
+    def take(self, x: Tensor) -> Scaled | None:
+        """What was kept of `x`; nothing is kept any more."""
+        entry, self._entry = self._entry, None
+        if entry is None or entry[0]() is not x or entry[1] != x._version:
+            return None
+        return entry[2]
+
+    def keep(self, x: Tensor, cast: Scaled) -> None:
+        if not x.is_inference():  # which count no writes
+            self._entry = (weakref.ref(x, self._forget), x._version, cast)
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        if self._entry is not None and self._entry[0] is gone:
+            self._entry = None
+
+
+_kept_rows, _kept_columns = _Kept(), _Kept()
+
+
+# fp8 products: linear layers of the blocks multiply in 8 bits; all that is between them is
+# bf16.
+
+ALIGNED = 16
+"""Values that both widths of a matrix are multiples of. Source: torch `_scaled_mm`."""
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Layers that choose experts, and what holds them: small, and a rounded score would choose
+another."""
+
+
+def use_fp8(model: nn.Module, *, is_backward_alone: bool = False) -> int:
+    """Give every linear layer of the blocks that allows it fp8 products; how many did.
+
+    After adapters are attached and before they are folded. A trained weight stays as it is and is
+    cast when it is used; a frozen one is kept in fp8 alone, under the name it had.
+    `is_backward_alone`: the results of trained weights are bf16's, and their gradients fp8's.
+    """
+    found = [
+        (layer, name, module)
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if takes_fp8(name, module)
+    ]
+    count = len(found)
+    _mark_followed(found)
+    while found:  # which must not hold matrices that were replaced: all would be there twice
+        layer, name, module = found.pop()
+        if module.weight.requires_grad:
+            module.is_backward_alone = is_backward_alone
+            # A bound method, which a copy of the model binds to the copy's own layer.
+            module.forward = MethodType(_forward_trained, module)
+        else:
+            layer.set_submodule(name, Fp8Linear(module))
+    return count
+
+
+def _mark_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    """Tell layers that have a later one beside them, or an earlier, which is as wide: it may get
+    the same input."""
+    last: dict[tuple[nn.Module, str, int], Any] = {}
+    for layer, name, module in found:
+        beside = (layer, name.removesuffix(".base_layer").rpartition(".")[0], module.in_features)
+        if beside in last:
+            last[beside].is_followed = True
+        module.is_preceded, module.is_followed = beside in last, False
+        last[beside] = module
+
+
+def multiplies_in_fp8(layer: nn.Module) -> bool:
+    """Whether `use_fp8` has given this trained layer fp8 products."""
+    return "is_backward_alone" in vars(layer)
+
+
+def takes_fp8(name: str, module: Any) -> bool:
+    """Whether this is a plain bf16 matrix with rows that fp8 kernels can read.
+
+    Not adapters, whose products are too thin to gain; nor what chooses experts.
+    """
+    path = [part for part in name.split(".") if part != "base_layer"]
+    if type(module) is not nn.Linear or module.weight.dtype is not torch.bfloat16:
+        return False
+    if any(part.startswith("lora_") or part in _ROUTERS for part in path):
+        return False
+    return module.in_features % ALIGNED == 0 and module.out_features % ALIGNED == 0
+
+
+# Products
+
+
+def multiply_rows(
+    left: Scaled, right: Scaled, bias: Tensor | None = None, *, is_fast: bool
+) -> Tensor:
+    """`left right^T` in bf16. Fast accumulation keeps fewer bits of long sums: forward only."""
+    (a, scale_a), (b, scale_b) = left, right
+    multiply: Callable[..., Tensor] = torch._scaled_mm
+    return multiply(
+        a,
+        b.t(),
+        scale_a=scale_a,
+        scale_b=scale_b.t(),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=is_fast,
+    )
+
+
+def multiply_columns(*g: Tensor, x: Tensor, is_preceded: bool = False) -> Tensor:
+    """`g^T x`, summed over tokens, of gradients side by side; in bf16 where fp8 kernels cannot read
+    as many."""
+    if len(g[0]) % ALIGNED:
+        rows = x.reshape(-1, x.shape[-1])
+        return torch.cat([one.t() @ rows for one in g]) if len(g) > 1 else g[0].t() @ rows
+    columns = cast_input_columns(x, is_preceded=is_preceded)
+    return multiply_rows(cast_columns(*g), columns, is_fast=False)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether a call is one that fp8 is for. The same at every call, since recomputing must take
+    the path that was taken first."""
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    return x.dtype is torch.bfloat16 and x.numel() > 0 and not is_cast
+
+
+# Trained weights
+
+
+def suits_trained(layer: nn.Linear, x: Tensor) -> bool:
+    """Whether a layer that `use_fp8` changed multiplies this input in fp8."""
+    return _is_plain(x) and layer.weight.dtype is torch.bfloat16
+
+
+def _forward_trained(layer: nn.Linear, x: Tensor) -> Tensor:
+    if not suits_trained(layer, x):
+        return type(layer).forward(layer, x)
+    product: Any = _TrainedProduct
+    told = (layer.is_preceded, layer.is_followed, layer.is_backward_alone)
+    y: Tensor = product.apply(x, layer.weight, layer.bias, told)
+    return y
+
+
+class _TrainedProduct(torch.autograd.Function):
+    """`x W^T + bias`, with gradients for all three; keeps what a plain layer keeps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, told: tuple[bool, bool, bool]
+    ) -> Tensor:
+        """`told`: whether layers with this input come before and behind, and which passes are
+        fp8's."""
+        ctx.is_preceded, is_followed, is_backward_alone = told
+        ctx.save_for_backward(x, weight)
+        if is_backward_alone:
+            return functional.linear(x, weight, bias)
+        rows = cast_input(x, is_followed=is_followed)
+        y = multiply_rows(rows, cast_rows(weight), bias, is_fast=True)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        g = gradients[0].reshape(-1, gradients[0].shape[-1])
+        of_x = of_weight = None
+        if needs_x:
+            of_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
+        if needs_weight:
+            of_weight = multiply_columns(g, x=x, is_preceded=ctx.is_preceded)
+        return of_x, of_weight, g.sum(0) if needs_bias else None, None
+
+
+# Trained weights of layers with one input
+
+
+def multiply_fused_projections(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
+    """The answer of each, as `Readers` asks for it."""
+    product: Any = _FusedProducts
+    parts = [part for layer in layers for part in (layer.weight, layer.bias)]
+    answers: tuple[Tensor, ...] = product.apply(x, layers[0].is_backward_alone, *parts)
+    return answers
+
+
+class _FusedProducts(torch.autograd.Function):
+    """`x W^T + bias` of each; backward they are one layer, whose outputs stand side by side.
+
+    What autograd would add up is one long sum, whose rows have one scale, and the gradients of
+    all weights are one product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, is_backward_alone: bool, *parts: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        pairs: Any = list(zip(parts[::2], parts[1::2], strict=True))
+        ctx.save_for_backward(x, *parts[::2])
+        if is_backward_alone:
+            return tuple(functional.linear(x, weight, bias) for weight, bias in pairs)
+        rows = cast_rows(x.reshape(-1, x.shape[-1]))
+        answers = [
+            multiply_rows(rows, cast_rows(weight), bias, is_fast=True) for weight, bias in pairs
+        ]
+        return tuple(answer.view(*x.shape[:-1], answer.shape[-1]) for answer in answers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, _, *needs = ctx.needs_input_grad
+        g = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        of_x = None
+        if needs_x:
+            of_x = multiply_rows(cast_rows(*g), cast_stacked_columns(*weights), is_fast=False)
+            of_x = of_x.view_as(x)
+        of_weights: Sequence[Tensor | None] = [None] * len(g)
+        if any(needs[::2]):
+            of_weights = torch.split(multiply_columns(*g, x=x), [len(one) for one in weights])
+        of_biases = [
+            one.sum(0) if is_needed else None for one, is_needed in zip(g, needs[1::2], strict=True)
+        ]
+        pairs = zip(of_weights, of_biases, strict=True)
+        return of_x, None, *(one for pair in pairs for one in pair)
+
+
+# Frozen weights
+
+
+class Fp8Linear(nn.Module):
+    """A frozen linear layer that keeps its matrix in fp8, in half the memory of bf16.
+
+    One scale for the whole matrix, since it is read by rows forward and by columns backward.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.compute_dtype = linear.weight.dtype
+        with torch.no_grad():
+            values, scale = scale_matrix(take_matrix(linear))
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.weight_scale: Tensor
+        # Once for each row that a product can have, which is how it is read.
+        scales = scale[:1].repeat(max(linear.weight.shape), 1)
+        self.register_buffer("weight_scale", scales, persistent=False)
+        self.bias = linear.bias
+        self.is_followed = bool(vars(linear).get("is_followed"))
+        if is_dequantized(linear):
+            mark_dequantized(self)
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _is_plain(x):
+            return functional.linear(x, self.unpack(x.dtype), self.bias)
+        product: Any = _FrozenProduct
+        y: Tensor = product.apply(x, self.weight, self.weight_scale, self.bias, self.is_followed)
+        return y
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """The matrix as the products see it."""
+        return self.weight.to(dtype) * self.weight_scale[:1].to(dtype)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """`x W^T + bias`, with a gradient for x; keeps nothing of the batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, is_followed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        y = multiply_forward(cast_input(x, is_followed=is_followed), weight, scale, bias)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale = ctx.saved_tensors
+        gradient = gradients[0]
+        g = gradient.reshape(-1, gradient.shape[-1])
+        of_x = multiply_back(g, weight, scale)
+        return of_x.view(*gradient.shape[:-1], of_x.shape[-1]), None, None, None, None
+
+
+def multiply_forward(rows: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W^T + bias` of a frozen matrix."""
+    return multiply_rows(rows, (weight, scale[: weight.shape[0]]), bias, is_fast=True)
+
+
+def multiply_back(g: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """`g W` of a frozen matrix. It is turned anew each time: keeping it both ways would take as
+    much memory as bf16."""
+    return multiply_rows(cast_rows(g), (turn(weight), scale[: weight.shape[1]]), is_fast=False)

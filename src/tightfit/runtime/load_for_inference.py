@@ -1,0 +1,288 @@
+"""Load an artefact for inference: eval mode, key-value cache on, on one device or several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import DoesNotFitError, InvalidInputError, SetupError
+from tightfit.core.units import render_bytes
+from tightfit.runtime.adapters import load_adapter
+from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.attention import choose_inference_attention
+from tightfit.runtime.devices import is_out_of_memory, torch_dtype
+from tightfit.runtime.gptq import load_gptq, read_gptq_config
+from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.load import (
+    LoadRequest,
+    bitsandbytes_config,
+    check_dequantization,
+    load_base,
+    read_config,
+)
+from tightfit.runtime.model_files import import_gguf
+
+if TYPE_CHECKING:
+    import torch
+
+_ROOM_FRACTION = 0.9
+"""Of a GPU's free memory that weights may take; the rest is for keys, values and scores."""
+_BYTES_PER_PARAM = {
+    Dtype.FP32: 4.0,
+    Dtype.BF16: 2.0,
+    Dtype.FP16: 2.0,
+    Dtype.INT8: 1.1,
+    Dtype.NF4: 0.65,
+}
+"""Rough, with embeddings and scales: only to tell whether one GPU is enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to answer."""
+
+    model: Any
+    """transformers' own class, adapters inside it."""
+    format: str
+    """Of the weights: `bf16`, `nf4`, `gptq-4`, ..."""
+    device: str
+    """`cpu`, `cuda:0`, `cuda:0-3`."""
+    note: str = ""
+    """A sentence on how the weights are used, where that is a choice."""
+
+
+def load_for_inference(
+    artefact: Artefact, *, weights: Dtype | None = None, device: str = "auto"
+) -> LoadedModel:
+    """The artefact's model. `weights` None: as the run had it, or what suits the device.
+
+    On a CPU unpacked weights are fp32, which is fast and exact there.
+    """
+    import torch
+
+    silence_libraries()
+    home = choose_device(device)
+    try:
+        loaded = _load(artefact, weights, home, can_spread=device in ("auto", "cuda"))
+    except (RuntimeError, MemoryError) as fault:
+        if not is_out_of_memory(fault):
+            raise
+        raise DoesNotFitError(
+            f"{artefact.name} does not fit the memory of {home}.",
+            remedy="--weights nf4 (or int8), another --device, or a quantized version: "
+            "tightfit quantize",
+        ) from fault
+    model = loaded.model
+    model.config.use_cache = True
+    model.generation_config.use_cache = True
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.float32, torch.float16, torch.bfloat16):
+            parameter.requires_grad_(False)
+    model.eval()
+    return loaded
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a user's word means; of several GPUs the one with the most free memory."""
+    import torch
+
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SetupError(
+            f"`{name}` was asked for, and torch sees no GPU.",
+            remedy="--device cpu, or see what is wrong: tightfit doctor",
+        )
+    num_gpus = torch.cuda.device_count()
+    if name in ("auto", "cuda"):
+        free = [torch.cuda.mem_get_info(number)[0] for number in range(num_gpus)]
+        return torch.device("cuda", max(range(num_gpus), key=lambda number: free[number]))
+    number = name.removeprefix("cuda:")
+    if not number.isdigit() or int(number) >= num_gpus:
+        raise InvalidInputError(
+            f"There is no device `{name}`; torch sees {num_gpus} GPUs.",
+            remedy=f"--device auto, cpu, cuda or cuda:0 to cuda:{num_gpus - 1}",
+        )
+    return torch.device("cuda", int(number))
+
+
+def choose_dtype(device: torch.device) -> Dtype:
+    """For unpacked weights where nothing else decides."""
+    import torch
+
+    if device.type == "cpu":
+        return Dtype.FP32
+    major, _ = torch.cuda.get_device_capability(device)
+    return Dtype.BF16 if major >= 8 else Dtype.FP16
+
+
+def choose_load(artefact: Artefact, weights: Dtype | None, device: torch.device) -> LoadRequest:
+    """How the weights are to lie in memory."""
+    strategy = artefact.strategy
+    best = choose_dtype(device)
+    if weights is not None:
+        chosen = weights
+    elif strategy is None or (not strategy.weights.is_quantized and device.type == "cpu"):
+        chosen = best
+    else:
+        chosen = strategy.weights
+        if chosen is Dtype.BF16 and best is Dtype.FP16:
+            chosen = best
+    compute = chosen
+    if chosen.is_quantized:
+        compute = best if strategy is None or device.type != "cpu" else strategy.compute
+    double_quant = True if strategy is None else strategy.double_quant
+    return LoadRequest(weights=chosen, compute=compute, double_quant=double_quant)
+
+
+def _load(
+    artefact: Artefact, weights: Dtype | None, device: torch.device, *, can_spread: bool
+) -> LoadedModel:
+    if artefact.kind is ArtefactKind.GPTQ:
+        dtype = choose_dtype(device) if weights is None or weights.is_quantized else weights
+        model = load_gptq(artefact.path, dtype=torch_dtype(dtype), device=device)
+        bits = read_gptq_config(artefact.path).bits
+        return LoadedModel(
+            model=model,
+            format=f"gptq-{bits}",
+            device=str(device),
+            note="GPTQ codes stay packed and are unpacked at every use, not by gptqmodel's kernels."
+            if device.type == "cuda"
+            else f"GPTQ codes were unpacked once, to {dtype.value}.",
+        )
+    if artefact.kind is ArtefactKind.BITSANDBYTES:
+        return _load_bitsandbytes(artefact.path, device)
+    folder = artefact.base or artefact.path
+    if artefact.kind is ArtefactKind.GGUF:
+        folder = import_gguf(artefact.path)
+    attention = choose_inference_attention(folder)
+    request = replace(choose_load(artefact, weights, device), attention=attention)
+    spread = can_spread and device.type == "cuda" and _needs_several(folder, request, device)
+    plain: Any = _spread(folder, request) if spread else load_base(folder, request, device)
+    if artefact.kind is ArtefactKind.ADAPTER:
+        plain = _with_adapter(plain, artefact.path)
+    return LoadedModel(
+        model=plain,
+        format=request.weights.value,
+        device=_render_devices(plain) if spread else str(device),
+    )
+
+
+def _with_adapter(model: Any, folder: Path) -> Any:
+    """The model with its adapters as layers of their own; nothing is merged."""
+    import torch
+
+    adapted: Any = load_adapter(model, folder)
+    if model.dtype == torch.float32:
+        # A 16-bit adapter would pull the exact activations down to its own precision.
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+    return adapted.get_base_model()
+
+
+def _load_bitsandbytes(folder: Path, device: torch.device) -> LoadedModel:
+    """A folder that was saved with bitsandbytes' weights."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as fault:
+        raise SetupError(
+            f"{folder} holds bitsandbytes weights, and bitsandbytes cannot be imported.",
+            remedy="pip install bitsandbytes",
+        ) from fault
+    compute = choose_dtype(device)
+    attention = choose_inference_attention(folder)
+    config = read_config(folder, LoadRequest(weights=compute, compute=compute, attention=attention))
+    stored: Any = config.quantization_config
+    settings = stored if isinstance(stored, dict) else stored.to_dict()
+    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        model = auto.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=torch_dtype(compute),
+            attn_implementation=attention,
+            device_map={"": device},
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as fault:
+        if is_out_of_memory(fault):
+            raise
+        raise InvalidInputError(
+            f"transformers cannot load {folder}: {(str(fault).splitlines() or ['?'])[0]}",
+            remedy="quantize the model again: tightfit quantize",
+        ) from fault
+    name = "int8"
+    if settings.get("load_in_4bit"):
+        name = str(settings.get("bnb_4bit_quant_type", "nf4"))
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False  # see `load.py`
+        check_dequantization(model, device)
+    return LoadedModel(model=model, format=name, device=str(device))
+
+
+def _needs_several(folder: Path, request: LoadRequest, device: torch.device) -> bool:
+    """Whether the weights are too large for one GPU while there are others."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < 2:
+        return False
+    config: Any = read_config(folder, request)
+    stored = 4 if config.dtype in (None, torch.float32) else 2
+    paths = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    num_params = sum(path.stat().st_size for path in paths) / stored
+    needed = num_params * _BYTES_PER_PARAM[request.weights]
+    free = [torch.cuda.mem_get_info(number)[0] for number in range(num_gpus)]
+    if needed <= free[device.index or 0] * _ROOM_FRACTION:
+        return False
+    if needed > sum(free) * _ROOM_FRACTION:
+        raise DoesNotFitError(
+            f"The weights take about {render_bytes(int(needed))}; {num_gpus} GPUs have "
+            f"{render_bytes(sum(free))} free.",
+            remedy="--weights nf4, or a quantized version: tightfit quantize",
+        )
+    return True
+
+
+def _spread(folder: Path, request: LoadRequest) -> Any:
+    """Layers over all GPUs, by accelerate."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    config = read_config(folder, request)
+    packing = bitsandbytes_config(request)
+    extra = {} if packing is None else {"quantization_config": packing}
+    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        return auto.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=request.plain_dtype,
+            attn_implementation=config._attn_implementation,
+            device_map="auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            weights_only=True,
+            **extra,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as fault:
+        if is_out_of_memory(fault):
+            raise
+        raise InvalidInputError(
+            f"transformers cannot load {folder}: {(str(fault).splitlines() or ['?'])[0]}",
+            remedy="fetch the model again, or name another: tightfit models",
+        ) from fault
+
+
+def _render_devices(model: Any) -> str:
+    used = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    if not used:
+        return "cpu"
+    is_row = used == list(range(used[0], used[-1] + 1)) and len(used) > 1
+    return f"cuda:{used[0]}-{used[-1]}" if is_row else "cuda:" + ",".join(map(str, used))

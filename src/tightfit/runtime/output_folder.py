@@ -1,0 +1,180 @@
+"""New output files and folders: written under a temporary name, then renamed, or kept as
+rejected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.files import sync
+from tightfit.core.units import render_bytes
+
+PARTIAL = ".partial"
+REJECTED = ".rejected"
+_OLD = ".old"
+SAFETY_FRACTION = 0.02
+
+
+def check_target(target: Path, *, force: bool, sources: tuple[Path, ...] = ()) -> None:
+    """Refuse to write over something that is there, unless told; never over what is read."""
+    resolved = target.resolve()
+    for source in sources:
+        if resolved in (source.resolve(), *source.resolve().parents):
+            raise UsageError(
+                f"{target} holds {source}, which is read for it.",
+                remedy="--out another folder",
+            )
+    if not target.exists():
+        return
+    if not force:
+        raise UsageError(
+            f"{target} is there already.", remedy="--out another name, or --force to replace it"
+        )
+    is_model = target.is_dir() and (target / "config.json").is_file()
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if not (is_model or is_empty) or (target / "plan.json").exists():
+        raise UsageError(
+            f"{target} is no model folder, so --force does not replace it.",
+            remedy="--out another folder",
+        )
+
+
+def check_room(target: Path, num_bytes: int) -> None:
+    """Refuse what would fill the disk."""
+    home = target.absolute()
+    while not home.is_dir():
+        home = home.parent
+    free = shutil.disk_usage(home).free
+    if free < num_bytes * (1 + SAFETY_FRACTION):
+        raise SetupError(
+            f"{target} will take {render_bytes(num_bytes)}; {home} has {render_bytes(free)} free.",
+            remedy="--out a folder on a larger disk",
+        )
+
+
+def begin_folder(target: Path) -> Path:
+    """The empty folder to fill; what an interrupted start has left there goes."""
+    work = target.with_name(target.name + PARTIAL)
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+    except OSError as fault:
+        raise SetupError(
+            f"Cannot write {target}: {fault.strerror or fault}.",
+            remedy="--out a folder that is writable",
+        ) from fault
+    return work
+
+
+def finish_folder(work: Path, target: Path) -> None:
+    """Everything on the disk for good, then the name. An old folder there goes last."""
+    _settle(work)
+    old = target.with_name(target.name + _OLD)
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    work.rename(target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def reject_folder(work: Path, target: Path) -> Path:
+    """Keep a broken result for whoever wants to see it, under a name nobody takes for a model."""
+    rejected = target.with_name(target.name + REJECTED)
+    shutil.rmtree(rejected, ignore_errors=True)
+    work.rename(rejected)
+    return rejected
+
+
+def _settle(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            path.chmod(0o644)
+        sync(path)
+    sync(folder)
+
+
+# A converted model is whole or not there, and takes no place that it was not given.
+
+
+def check_file_target(target: Path, *, force: bool) -> None:
+    """Refuse to write over something that is there, unless told; never over what is no GGUF."""
+    if not target.exists():
+        return
+    if not force:
+        raise UsageError(
+            f"{target} is there already.", remedy="--out another name, or --force to replace it"
+        )
+    if not target.is_file() or target.suffix.lower() != ".gguf":
+        raise UsageError(
+            f"{target} is no GGUF file, so --force does not replace it.",
+            remedy="--out another name that ends in .gguf",
+        )
+
+
+@contextlib.contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """A path to write to; it becomes `target` when the block ends well, and goes otherwise."""
+    partial = target.with_name(target.name + PARTIAL)
+    with _report_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _claim(handle, target)
+            with _remove_on_error(partial):
+                yield partial
+                sync(partial)
+                partial.replace(target)
+                sync(target.parent)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it becomes `target` when the block ends well, and goes otherwise."""
+    with _report_errors(target):
+        work = begin_folder(target)
+        with _remove_on_error(work):
+            yield work
+            finish_folder(work, target)
+
+
+@contextlib.contextmanager
+def _remove_on_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # an interrupt must leave no litter either
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _report_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as fault:
+        raise SetupError(
+            f"Cannot write {str(target)!r}: {fault.strerror or fault}.",
+            remedy="--out a path that is writable and has free space",
+        ) from fault
+
+
+def _claim(handle: int, target: Path) -> None:
+    """One writer at a time; the lock goes with the process, however it ends."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as fault:
+        raise UsageError(
+            f"Another command is writing {target} right now.",
+            remedy="wait for it to end, or --out another path",
+        ) from fault

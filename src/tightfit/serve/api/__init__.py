@@ -1,1 +1,0 @@
-"""OpenAI's HTTP API over the engines."""

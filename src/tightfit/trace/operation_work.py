@@ -1,0 +1,680 @@
+"""The work of each traced operation (FLOPs, bytes, kernels), and the collector that logs a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tightfit.hardware.types import FP8, FP8_EXACT
+from tightfit.trace.concrete_values import get_concrete_value
+from tightfit.trace.operations import (
+    ADAPTER,
+    ADDED_PRODUCT,
+    AGAIN,
+    ATTENTION,
+    COMMUNICATION,
+    DEQUANTIZE,
+    HOST,
+    LOSS,
+    MATMUL,
+    MEMORY_BOUND,
+    OPTIMIZER,
+    RECOMPUTE,
+    SHARD,
+    UPDATE,
+    Operation,
+    OperationLog,
+    RepeatedOperations,
+    sum_up,
+)
+
+Arguments = dict[str, Any]
+"""By the names of the operation's schema."""
+
+
+TENSORS_PER_KERNEL = 36
+"""MultiTensorApply.cuh: up to 110 tensors of one list, 36 of four; large ones come in chunks."""
+
+
+class Work(NamedTuple):
+    """An operation without its place in the step."""
+
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    num_indexed: float = 0.0
+    num_kernels: float = 1.0
+    num_tensors: float = 1.0
+    num_calls: float = 1.0
+    around: str = ""
+    waits: bool = False
+
+
+def list_tensors(values: Any) -> Iterable[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from list_tensors(value)
+    elif isinstance(values, dict):
+        yield from list_tensors(tuple(values.values()))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What there is to read: an expanded dimension is the same values again."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, step in steps if step) * tensor.element_size()
+
+
+def count_indexed(inputs: Iterable[Tensor], output: Tensor) -> float:
+    """Values that a kernel finds one by one: operands of other shapes, layouts or widths.
+
+    Torch's kernels read and write several values at once only where all operands lie alike; a
+    cast from fp32 to 16 bit is the one that has a kernel of its own (CUDALoops.cuh, Copy.cu).
+    """
+    given = [tensor for tensor in inputs if tensor.dim()]
+    lies_alike = all(
+        tensor.shape == output.shape and tensor.stride() == output.stride() for tensor in given
+    )
+    widths = {x.element_size() for x in (*given, output) if x.is_floating_point()}
+    narrows = len(given) == 1 and given[0].element_size() > output.element_size()
+    if lies_alike and (len(widths) < 2 or narrows):
+        return 0.0
+    return float(output.numel())
+
+
+def sum_bytes(tensors: Iterable[Tensor]) -> float:
+    return float(sum(_bytes(tensor) for tensor in tensors))
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return short.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+# Products, attention, unpacking, optimizers: the work of what computes. Uses torch.
+
+
+def _multiply(args: Arguments, result: Any) -> Work:
+    left = args.get("self") if "mat1" not in args else args["mat1"]
+    right = args["mat2"]
+    return _product(left, right, result)
+
+
+def _add_product(args: Arguments, result: Any) -> Work:
+    """What the product is added to is read as well as written."""
+    work = _multiply(args, result)
+    return work._replace(num_bytes=work.num_bytes + sum_bytes(list_tensors(result)))
+
+
+def _multiply_batch(args: Arguments, result: Any) -> Work:
+    left = args["batch1"] if "batch1" in args else args["self"]
+    right = args["batch2"] if "batch2" in args else args["mat2"]
+    return _product(left, right, result)
+
+
+def _product(left: Any, right: Any, result: Any) -> Work:
+    (m, k), n = left.shape[-2:], right.shape[-1]
+    times = prod(left.shape[:-2])
+    return Work(
+        MATMUL,
+        dtype=name_dtype(left.dtype),
+        shape=(m, n, k, times),
+        flops=2.0 * m * n * k * times,
+        num_bytes=sum_bytes((left, right)) + sum_bytes(list_tensors(result)),
+        num_indexed=sum(
+            x.numel() for x in (left, right, *list_tensors(result)) if _is_unaligned(x)
+        ),
+    )
+
+
+ROW_BYTES = 16
+"""Rows must begin at multiples of it for tensor cores to be fed at full speed. Source: cuBLAS
+documentation, "Tensor Core Usage"."""
+
+
+def _is_unaligned(matrix: Any) -> bool:
+    """Whether rows begin where they cannot be read several values at once."""
+    widest = max(matrix.stride()[-2:])
+    return bool(matrix.element_size() < 4 and widest * matrix.element_size() % ROW_BYTES)
+
+
+def _multiply_fp8(args: Arguments, result: Any) -> Work:
+    """As any product; scales are one a row, and count as nothing."""
+    dtype = FP8 if args.get("use_fast_accum") else FP8_EXACT
+    return _multiply(args, result)._replace(dtype=dtype, num_indexed=0)
+
+
+_INT8_PRODUCT_CALLS = 8
+_INT8_SPLIT_CALLS = 10
+"""Operations inside of bitsandbytes' own, where no column is apart. Source: its
+backends/cuda/ops.py and backends/default/ops.py, 0.50."""
+
+
+def _multiply_int8(args: Arguments, result: Any) -> Work:
+    """Rounded activations by rounded weights into int32, then scaled; outliers come apart."""
+    left = args["CA"] if "CA" in args else args["A"]
+    right = args["CB"] if "CB" in args else args["B"]
+    m, (n, k) = prod(left.shape[:-1]), right.shape
+    written = sum_bytes(list(list_tensors(result))[:1])
+    return Work(
+        MATMUL,
+        dtype="int8",
+        shape=(m, n, k, 1),
+        flops=2.0 * m * n * k,
+        num_bytes=sum_bytes((left, right)) + 8.0 * m * n + 3.0 * written,
+        num_kernels=3,
+        num_calls=_INT8_PRODUCT_CALLS,
+    )
+
+
+def _round_int8(args: Arguments, result: Any) -> Work:
+    """bitsandbytes/backends/cuda/ops.py: columns beyond the threshold are looked for, and the host
+    waits to hear how many there are."""
+    read = sum_bytes(list_tensors(args["A"]))
+    is_split = bool(args.get("threshold"))
+    return Work(
+        MEMORY_BOUND,
+        num_bytes=(4 if is_split else 1) * read + sum_bytes(list_tensors(result)),
+        num_kernels=7 if is_split else 1,
+        num_calls=_INT8_SPLIT_CALLS if is_split else 1,
+        waits=is_split,
+    )
+
+
+def _unpack(args: Arguments, result: Any) -> Work:
+    written = list(list_tensors(result)) or list(list_tensors(args.get("out")))
+    num_bytes = sum_bytes(list_tensors(args["A"])) + sum_bytes(written)
+    return Work(DEQUANTIZE, shape=(sum(x.numel() for x in written),), num_bytes=num_bytes)
+
+
+def _multiply_4bit(args: Arguments, result: Any) -> Work:
+    """Unpacked, then multiplied: its scratch is the unpacked matrix."""
+    left, (n, k) = args["A"], args["shapeB"]
+    m = prod(left.shape[:-1])
+    return Work(
+        MATMUL,
+        dtype=name_dtype(left.dtype),
+        shape=(m, n, k, 1, 1),
+        flops=2.0 * m * n * k,
+        num_bytes=sum_bytes(list_tensors(tuple(args.values()))) + sum_bytes(list_tensors(result)),
+        num_kernels=3,
+        num_calls=_GEMM_4BIT_CALLS,
+    )
+
+
+_GEMM_4BIT_CALLS = 12
+"""bitsandbytes' Python around one packed product likewise: 0.3 to 0.5 ms on one H200's host."""
+
+
+# Attention
+
+
+def _attend(args: Arguments, result: Any) -> Work:
+    query, key, value = args["query"], args["key"], args["value"]
+    batch, heads, num_queries, width = query.shape
+    pairs = float(batch * heads * num_queries * key.shape[-2])
+    is_back = "grad_out" in args or "grad_out_" in args
+    per_pair = 2.0 * (width + value.shape[-1])
+    if is_back:  # the scores again, then the gradients of values, weights, queries and keys
+        per_pair = 2.0 * (3 * width + 2 * value.shape[-1])
+    return Work(
+        ATTENTION,
+        dtype=name_dtype(query.dtype),
+        shape=(width, num_queries, int(bool(args.get("is_causal"))), int(is_back)),
+        flops=per_pair * pairs,
+        num_bytes=sum_bytes(list_tensors(tuple(args.values()))) + sum_bytes(list_tensors(result)),
+        num_kernels=3 if is_back else 1,
+    )
+
+
+def _attend_documents(args: Arguments, result: Any) -> Work:
+    """Documents of unequal length in one row; only their ends tell how many pairs there are.
+
+    The kernel is as fast as with documents of their mean length: the longest keep few of its
+    blocks busy.
+    """
+    query = args["query"]
+    num_tokens, heads, width = query.shape
+    ends = get_concrete_value(args["cu_seq_q"])
+    if ends is None:  # as if they were equally long
+        num_documents = max(1, args["cu_seq_q"].shape[0] - 1)
+        lengths = [num_tokens / num_documents] * num_documents
+    else:
+        with _disable_current_modes():
+            lengths = ends.diff().double().tolist()
+    squares, total = sum(x * x for x in lengths), max(1.0, sum(lengths))
+    pairs = heads * squares * (num_tokens / total)
+    is_back = "grad_out" in args
+    return Work(
+        ATTENTION,
+        dtype=name_dtype(query.dtype),
+        shape=(width, max(1, round(total / len(lengths))), _is_causal(args), int(is_back)),
+        flops=(10.0 if is_back else 4.0) * pairs * width,
+        num_bytes=sum_bytes(list_tensors(tuple(args.values()))) + sum_bytes(list_tensors(result)),
+        num_kernels=3 if is_back else 1,
+    )
+
+
+def _is_causal(args: Arguments) -> int:
+    """torch 2.11 takes a window whose right side is 0 for it."""
+    window = args.get("window_size") or (-1, -1)
+    return int(bool(args.get("is_causal")) or window[-1] == 0)
+
+
+# Optimizers
+
+
+def _update_fused(args: Arguments, _result: Any) -> Work:
+    params = args["self"]
+    lists = [args[name] for name in ("grads", "exp_avgs", "exp_avg_sqs")]
+    num_bytes = 2 * sum_bytes(list_tensors((params, *lists[1:]))) + sum_bytes(lists[0])
+    count = len(params)
+    return Work(
+        OPTIMIZER,
+        dtype=name_dtype(params[0].dtype) if params else "",
+        shape=(sum(x.numel() for x in params),),
+        num_bytes=num_bytes,
+        num_kernels=1 + count / TENSORS_PER_KERNEL,
+        num_tensors=count,
+    )
+
+
+def _update_8bit(args: Arguments, _result: Any) -> Work:
+    kept = [args[name] for name in ("g", "p", "state1", "state2") if args.get(name) is not None]
+    return Work(
+        OPTIMIZER,
+        dtype="int8",
+        shape=(args["p"].numel(),),
+        num_bytes=2 * sum_bytes(kept),
+        num_calls=_8BIT_UPDATE_CALLS,
+        waits=True,
+    )
+
+
+_8BIT_UPDATE_CALLS = 7
+"""What bitsandbytes' Python does for each tensor beside the kernel, in operations' worth: 0.2 ms a
+tensor on one H200's host. It waits for every tensor's kernel (optim/optimizer.py, `sync_gpu`)."""
+
+
+COMPUTE_WORK: dict[str, Callable[[Arguments, Any], Work]] = {
+    "aten::mm": _multiply,
+    "aten::addmm": _multiply,
+    "aten::_addmm_activation": _multiply,
+    "aten::addmm.out": _multiply,
+    "aten::mm.out": _multiply,
+    ADDED_PRODUCT: _add_product,
+    "aten::bmm": _multiply_batch,
+    "aten::baddbmm": _multiply_batch,
+    "aten::_scaled_mm": _multiply_fp8,
+    "bitsandbytes::int8_scaled_mm": _multiply_int8,
+    "bitsandbytes::int8_mixed_scaled_mm": _multiply_int8,
+    "bitsandbytes::int8_linear_matmul": _multiply_int8,
+    "bitsandbytes::int8_vectorwise_quant": _round_int8,
+    "bitsandbytes::int8_double_quant": _round_int8,
+    "bitsandbytes::dequantize_4bit": _unpack,
+    "bitsandbytes::dequantize_4bit.out": _unpack,
+    "bitsandbytes::gemm_4bit": _multiply_4bit,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _update_8bit,
+    "aten::_scaled_dot_product_cudnn_attention": _attend,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _attend,
+    "aten::_scaled_dot_product_flash_attention": _attend,
+    "aten::_scaled_dot_product_flash_attention_backward": _attend,
+    "aten::_scaled_dot_product_efficient_attention": _attend,
+    "aten::_scaled_dot_product_efficient_attention_backward": _attend,
+    "torch_attn::_varlen_attn": _attend_documents,
+    "torch_attn::_varlen_attn_backward": _attend_documents,
+    "aten::_fused_adamw_": _update_fused,
+    "aten::_fused_adam_": _update_fused,
+}
+
+
+# From a call of an operation to its work. Uses torch.
+
+
+def describe_operation(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Work:
+    """The work of one call."""
+    name: str = func.name()
+    if is_host_only(func):
+        return NO_WORK
+    space = name.split("::", 1)[0]
+    if space in ("c10d", "_c10d_functional"):
+        around = SHARD if space == "c10d" else ""
+        return Work(COMMUNICATION, num_bytes=sum_bytes(list_tensors(args)), around=around)
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(_bind(func, args, kwargs), result)
+    if name.startswith("aten::_foreach_") or name in _LISTS:
+        return _describe_lists(func, args, kwargs, result)
+    return _describe_moving(func, args, kwargs, result)
+
+
+NO_WORK = Work(HOST, num_kernels=0.0)
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "lift_fresh")
+_LISTS = ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "aten::split_with_sizes_copy.out")
+
+
+@lru_cache(maxsize=4096)
+def is_host_only(func: Any) -> bool:
+    """Views, and memory that nothing is written to."""
+    if func.name().removeprefix("aten::").split(".")[0] in _EMPTY:
+        return True
+    aliases = [told.alias_info for told in func._schema.returns]
+    return any(told is not None and not told.is_write for told in aliases)
+
+
+def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+# Kernels that move data
+
+
+def _describe_moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
+    """Arguments are read, results written; what is changed in place is both."""
+    outputs = list(list_tensors(result))
+    inputs = list(list_tensors((args, kwargs)))
+    changed = outputs or list(_list_written(func, args, kwargs))
+    read, written = sum_bytes(inputs), sum_bytes(changed)
+    if not outputs and not written:
+        return NO_WORK if not read else Work(MEMORY_BOUND, num_bytes=read)
+    shapes = [tuple(x.shape) for x in (*outputs, *list_tensors(args)) if x.dim()]
+    widest = max(shapes, key=prod, default=())
+    has_own_loop = func.name().startswith(_BY_ROWS)
+    indexed = 0.0 if has_own_loop else _count_indexed(changed, inputs)
+    return Work(MEMORY_BOUND, shape=widest, num_bytes=read + written, num_indexed=indexed)
+
+
+def _soften(args: Arguments, result: Any) -> Work:
+    """SDPA's softmax for rows that may be hidden whole, which are looked for and filled with zeros.
+
+    softmax, isneginf, all, where. Source: torch's transformers/attention.cpp, `_safe_softmax`.
+    """
+    read, written = sum_bytes(list_tensors(args["self"])), sum_bytes((result,))
+    flags = float(result.numel())  # a byte each
+    return Work(
+        MEMORY_BOUND,
+        shape=tuple(result.shape),
+        num_bytes=2 * read + 3 * written + 2 * flags,
+        num_kernels=4.0,
+        num_calls=4.0,
+    )
+
+
+def _soften_backward(args: Arguments, result: Any) -> Work:
+    """The product of gradient and result is written out first (SoftMax.cu)."""
+    read = sum_bytes(list_tensors((args["grad_output"], args["output"])))
+    written = sum_bytes(list_tensors(result))
+    return Work(
+        MEMORY_BOUND,
+        shape=tuple(args["output"].shape),
+        num_bytes=2 * read + 2 * written,
+        num_kernels=2.0,
+    )
+
+
+_BY_ROWS = tuple(
+    f"aten::{name}"
+    for name in (
+        *("_softmax", "_log_softmax", "native_layer_norm", "_fused_rms_norm"),
+        *("native_dropout", "native_group_norm"),
+    )
+)
+"""Kernels with loops of their own, whose operands need not be alike."""
+
+
+def _count_indexed(outputs: list[Tensor], inputs: list[Tensor]) -> float:
+    """Of one kernel with one output; a sum reads more than it writes, in a loop of its own."""
+    if len(outputs) != 1:
+        return 0.0
+    (output,) = outputs
+    if any(tensor.numel() > output.numel() for tensor in inputs):
+        return 0.0
+    return count_indexed(inputs, output)
+
+
+def _list_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    bound = _bind(func, args, kwargs)
+    for argument in func._schema.arguments:
+        told = argument.alias_info
+        if told is not None and told.is_write:
+            yield from list_tensors(bound.get(argument.name))
+
+
+def _describe_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
+    """`_foreach_*`: a kernel for every few dozens of tensors."""
+    bound = _bind(func, args, kwargs)
+    count = max((len(x) for x in bound.values() if isinstance(x, list | tuple)), default=1)
+    has_out = "out" in bound
+    out = bound.pop("out", ())  # written, not read
+    num_bytes = sum_bytes(list_tensors(bound)) + sum_bytes(list_tensors((out, result)))
+    if not has_out and not list(list_tensors(result)):
+        num_bytes += sum_bytes(_list_written(func, args, kwargs))
+    kernels = 1 + count / TENSORS_PER_KERNEL
+    return Work(MEMORY_BOUND, num_bytes=num_bytes, num_kernels=kernels, num_tensors=count)
+
+
+def describe_launch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
+    """A triton kernel: each tensor that it is given goes through memory once."""
+    given = {id(x): x for x in list_tensors((args, kwargs))}
+    return Work(MEMORY_BOUND, num_bytes=sum_bytes(given.values()))
+
+
+def _write(tensors: Callable[[Arguments, Any], Any], num_kernels: int = 1) -> Any:
+    """Only these are touched, once."""
+
+    def work(args: Arguments, result: Any) -> Work:
+        found = list(list_tensors(tensors(args, result)))
+        shape = max((tuple(x.shape) for x in found), key=prod, default=())
+        return Work(MEMORY_BOUND, shape=shape, num_bytes=sum_bytes(found), num_kernels=num_kernels)
+
+    return work
+
+
+def _copy(args: Arguments, _result: Any) -> Work:
+    target, source = args["self"], args["src"]
+    return Work(
+        MEMORY_BOUND,
+        shape=tuple(target.shape),
+        num_bytes=sum_bytes((target, source)),
+        num_indexed=count_indexed((source,), target),
+    )
+
+
+def _join(_args: Arguments, result: Any) -> Work:
+    """Every value is looked for in the list."""
+    moved = 2 * sum_bytes((result,))
+    return Work(
+        MEMORY_BOUND, shape=tuple(result.shape), num_bytes=moved, num_indexed=float(result.numel())
+    )
+
+
+def _copy_shards(args: Arguments, _result: Any) -> Work:
+    """Into this rank's part of the buffer that is gathered."""
+    given = args["all_gather_inputs"]
+    moved = 2 * sum_bytes(list_tensors(given))
+    return Work(MEMORY_BOUND, num_bytes=moved, num_tensors=len(given))
+
+
+def _take_rows(_args: Arguments, result: Any) -> Work:
+    """As many values are read as written."""
+    return Work(MEMORY_BOUND, num_bytes=2 * sum_bytes(list_tensors(result)))
+
+
+def _put_rows(args: Arguments, _result: Any) -> Work:
+    """Values are read, and added to what stands there; positions are sorted first."""
+    values = sum_bytes(list_tensors(args["values"]))
+    return Work(MEMORY_BOUND, num_bytes=3 * values, num_kernels=_SORT_KERNELS)
+
+
+_SORT_KERNELS = 6
+"""Of a sort by keys and what follows it in Embedding.cu and Indexing.cu."""
+
+
+def _add_embeddings(args: Arguments, result: Any) -> Work:
+    moved = 2 * sum_bytes(list_tensors(args["grad_output"])) + sum_bytes(list_tensors(result))
+    return Work(MEMORY_BOUND, num_bytes=moved, num_kernels=_SORT_KERNELS + 1)
+
+
+def _widen(args: Arguments, result: Any) -> Work:
+    """A part's gradient among zeros: all are written, then the part is copied."""
+    part = args["grad_output"]
+    moved = sum_bytes((result,)) + 2 * sum_bytes((part,))
+    indexed = float(part.numel())
+    return Work(MEMORY_BOUND, num_bytes=moved, num_indexed=indexed, num_kernels=2.0)
+
+
+def _read_value(args: Arguments, _result: Any) -> Work:
+    return Work(MEMORY_BOUND, num_bytes=sum_bytes(list_tensors(tuple(args.values()))), waits=True)
+
+
+_SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTE_WORK | {
+    "fsdp::all_gather_copy_in": _copy_shards,
+    "aten::_safe_softmax": _soften,
+    "aten::_softmax_backward_data": _soften_backward,
+    "aten::copy_": _copy,
+    "aten::cat": _join,
+    "aten::zero_": _write(lambda args, _: args["self"]),
+    "aten::fill_.Scalar": _write(lambda args, _: args["self"]),
+    "aten::embedding": _take_rows,
+    "aten::index.Tensor": _take_rows,
+    "aten::index_select": _take_rows,
+    "aten::gather": _take_rows,
+    "aten::nll_loss_forward": _write(lambda args, _: args["target"]),
+    "aten::nll_loss_backward": _write(lambda _, result: result, num_kernels=2),
+    "aten::embedding_dense_backward": _add_embeddings,
+    "aten::slice_backward": _widen,
+    "aten::select_backward": _widen,
+    "aten::index_put_": _put_rows,
+    "aten::_index_put_impl_": _put_rows,
+    "aten::_local_scalar_dense": _read_value,
+    "aten::nonzero": _read_value,
+}
+
+
+# OperationNotes: collects the operations of a traced step. Uses torch's operations.
+
+_OF_TRACING = ("prim", "profiler")
+"""Questions that only fake tensors are asked, and marks for a profiler."""
+_FIRST_OF_ADAPTER = ".lora_A."
+"""In the name of the module that a LoRA module calls first."""
+
+
+class OperationContext(NamedTuple):
+    """When an operation runs."""
+
+    step: int
+    stage: str
+    layer: int | None
+    module: str
+
+
+class OperationCollector:
+    """Collects the operations of a step; the last step's stay."""
+
+    def __init__(self, *, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.problem = ""
+        """The operation that was not understood; then there is no log."""
+        self._start()
+
+    def _start(self, step: int = 0) -> None:
+        self._step, self._again = step, -1
+        self._places: dict[Any, int] = {}
+        self._table: list[Operation] = []
+        self._stretches: list[tuple[int | None, list[int]]] = [(None, [])]
+        self._update: list[Operation] = []
+
+    def note(self, moment: OperationContext, call: tuple[Any, Any, Any, Any]) -> None:
+        """One call: the operation, its arguments by place and by name, and what it returned."""
+        func, args, kwargs, result = call
+        if not moment.step or func.namespace in _OF_TRACING or self.problem:
+            return
+        try:
+            work = describe_operation(func, args, kwargs, result)
+        except Exception as fault:  # memory is traced all the same
+            self.problem = f"{func.name()}: {type(fault).__name__}"
+            return
+        self.add(moment, func.name(), work)
+
+    def add(self, moment: OperationContext, name: str, work: Work) -> None:
+        step, stage, layer, _ = moment
+        if not step:
+            return
+        if step != self._step:
+            self._start(step)
+        work = work._replace(around=self._find_python(moment, name, work) or work.around)
+        if work.shape and work.kind == MEMORY_BOUND:
+            # Over the vocabulary: measured apart, since its kernels do not fit their rows.
+            kind = LOSS if work.shape[-1] == self._vocab_size and stage != UPDATE else work.kind
+            work = work._replace(kind=kind, shape=())
+        if stage == UPDATE:
+            is_reading = work.waits and work.kind != OPTIMIZER
+            if is_reading and any(one.waits for one in self._update):
+                work = NO_WORK  # steps, which foreach optimizers count in host memory
+            self._update.append(_make_operation(name, stage, work))
+            return
+        key = (name, stage, work)
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self._table)
+            self._table.append(_make_operation(name, stage, work))
+        if layer is not None and layer != self._stretches[-1][0]:
+            self._stretches.append((layer, []))
+        self._stretches[-1][1].append(place)
+
+    def find_place(self) -> tuple[int, int]:
+        """Where the next operation will stand: the number of its stretch, and its place in it."""
+        return len(self._stretches) - 1, len(self._stretches[-1][1])
+
+    def repeat(self, since: tuple[int, int], times: int) -> bool:
+        """The operations since that place as often again; False where another layer's turn came
+        before them than comes before what follows, and nothing was done."""
+        number, place = since
+        layer, places = self._stretches[number]
+        if layer != self._stretches[-1][0]:
+            return False
+        first = places[place:]
+        others = [(turn, list(called)) for turn, called in self._stretches[number + 1 :]]
+        for _ in range(times):
+            self._stretches[-1][1].extend(first)
+            self._stretches.extend((turn, list(called)) for turn, called in others)
+        return True
+
+    def _find_python(self, moment: OperationContext, name: str, work: Work) -> str:
+        if moment.stage == RECOMPUTE and moment.layer is not None and moment.layer != self._again:
+            self._again = moment.layer
+            return AGAIN
+        is_first = work.kind == MATMUL and _FIRST_OF_ADAPTER in moment.module
+        return ADAPTER if is_first or name == ADDED_PRODUCT else ""
+
+    def finish(self) -> OperationLog | None:
+        """None where an operation was not understood, or no step was taken."""
+        if self.problem or not self._step:
+            return None
+        update = sum_up(self._update)
+        first = len(self._table)
+        stretches = [
+            RepeatedOperations(layer=layer, operations=tuple(places))
+            for layer, places in self._stretches
+            if places
+        ]
+        if update:
+            places = tuple(range(first, first + len(update)))
+            stretches.append(RepeatedOperations(operations=places))
+        return OperationLog(operations=(*self._table, *update), stretches=tuple(stretches))
+
+
+def _make_operation(name: str, stage: str, work: Work) -> Operation:
+    return Operation(name=name, stage=stage, **work._asdict())

@@ -1,0 +1,146 @@
+"""OperationLog: every operation of one traced step, with its work. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+MATMUL = "matmul"
+ATTENTION = "attention"
+MEMORY_BOUND = "memory_bound"
+LOSS = "loss"
+DEQUANTIZE = "dequantize"
+OPTIMIZER = "optimizer"
+COMMUNICATION = "communication"
+HOST = "host"
+"""Views and empty tensors: nothing for the device to do."""
+TRITON = "triton::kernel"
+"""The name of whatever triton launches."""
+
+ADAPTER, AGAIN, SHARD = "adapter", "again", "shard"
+"""Python around an operation: peft's in a LoRA module, the beginning of a recomputed layer, FSDP's
+hooks around a collective."""
+ADDED_PRODUCT = "aten::addmm_"
+"""Into what is there already: the last product of a folded adapter, forward and backward."""
+
+FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
+STAGES = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Operation(_Frozen):
+    """One call of an operation, or the mean of `count` like calls."""
+
+    name: str
+    """`aten::mm`, `bitsandbytes::dequantize_4bit`, `triton::kernel`."""
+    kind: str
+    stage: str
+    dtype: str = ""
+    """Of the arithmetic, as `core.dtypes` names it; torch's name where that has none."""
+    shape: tuple[int, ...] = ()
+    """Products: m, n, k, times how many. Attention: head width, mean length of what attends,
+    1 if causal, 1 if backward. Optimizers and unpacking: the number of values."""
+    flops: NonNegativeFloat = 0.0
+    """Of all pairs, masked or not, as `torch.utils.flop_counter` counts them."""
+    num_bytes: NonNegativeFloat = 0.0
+    """Read and written."""
+    num_indexed: NonNegativeFloat = 0.0
+    """Values whose addresses are computed one by one. Products: those of operands whose rows begin
+    at odd places."""
+    num_kernels: NonNegativeFloat = 0.0
+    num_tensors: NonNegativeFloat = 1.0
+    """Of a list that is worked on at once."""
+    num_calls: NonNegativeFloat = 1.0
+    """Operations that the host issues: more than one where a library's own is made of several."""
+    around: str = ""
+    """Python that comes with it, if any."""
+    waits: bool = False
+    """The host reads a value, and so waits for the device."""
+    count: PositiveInt = 1
+
+
+class RepeatedOperations(_Frozen):
+    """Operations in a row, and how often the row is repeated."""
+
+    layer: NonNegativeInt | None = None
+    """The decoder layer whose turn it was; what follows before another one's is in it too."""
+    operations: tuple[NonNegativeInt, ...]
+    """Places in the log's table."""
+    count: PositiveInt = 1
+
+
+class OperationLog(_Frozen):
+    """One steady step: forward, backward and update, in the order in which they were called."""
+
+    operations: tuple[Operation, ...]
+    """Each once."""
+    stretches: tuple[RepeatedOperations, ...]
+
+    def walk(self) -> Iterator[Operation]:
+        """Every call; those of an update are summed up, and so stand once with their count."""
+        table = self.operations
+        for stretch in self.stretches:
+            for _ in range(stretch.count):
+                for place in stretch.operations:
+                    yield table[place]
+
+    def shortened(self) -> OperationLog:
+        """The same calls; layers that are alike stand once, with their number."""
+        found: list[RepeatedOperations] = []
+        for one in self.stretches:
+            if found and found[-1].operations == one.operations:
+                count = found[-1].count + one.count
+                found[-1] = RepeatedOperations(operations=one.operations, count=count)
+            else:
+                found.append(one.model_copy(update={"layer": None}))
+        return OperationLog(operations=self.operations, stretches=tuple(found))
+
+    def count_calls(self) -> list[int]:
+        """How often each row of the table stands in the step."""
+        counts = [0] * len(self.operations)
+        for stretch in self.stretches:
+            for place in stretch.operations:
+                counts[place] += stretch.count
+        return counts
+
+    def sum_flops(self) -> float:
+        times = self.count_calls()
+        return sum(
+            calls * one.count * one.flops for calls, one in zip(times, self.operations, strict=True)
+        )
+
+
+_SUMMED = ("flops", "num_bytes", "num_indexed", "num_kernels", "num_tensors", "num_calls")
+
+
+def list_totals(one: Operation) -> list[float]:
+    """Of all its calls; first their number."""
+    values = one.shape[0] if one.shape else 0
+    each = [*(getattr(one, name) for name in _SUMMED), values]
+    return [float(one.count), *(one.count * value for value in each)]
+
+
+def from_totals(like: Operation, totals: Sequence[float]) -> Operation:
+    """The mean of calls that add up to this."""
+    count = max(1, round(totals[0]))
+    means = [total / count for total in totals[1:]]
+    changes = dict(zip(_SUMMED, means, strict=False))
+    shape = (round(means[-1]),) if like.shape else ()
+    return like.model_copy(update={**changes, "shape": shape, "count": count})
+
+
+def sum_up(calls: Sequence[Operation]) -> list[Operation]:
+    """Calls of an update, added up by what they are: their order decides nothing."""
+    found: dict[tuple[str, str, str, bool], list[Operation]] = {}
+    for one in calls:
+        found.setdefault((one.name, one.kind, one.dtype, one.waits), []).append(one)
+    return [
+        from_totals(
+            group[0], [sum(column) for column in zip(*map(list_totals, group), strict=True)]
+        )
+        for group in found.values()
+    ]

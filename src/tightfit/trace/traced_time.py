@@ -1,0 +1,446 @@
+"""Seconds of a traced step: the host issues operations, the device works through its queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import NamedTuple
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Optimizer, Strategy
+from tightfit.estimate import rates as eff
+from tightfit.estimate import traffic
+from tightfit.estimate.rates import bandwidth_at, find_fp8_matmul_table, find_matmul_table
+from tightfit.estimate.result import StepTime
+from tightfit.hardware.types import FP8_EXACT, FP8_KINDS, Gpu
+from tightfit.trace.operations import (
+    ADAPTER,
+    ADDED_PRODUCT,
+    AGAIN,
+    ATTENTION,
+    BACKWARD,
+    COMMUNICATION,
+    DEQUANTIZE,
+    FORWARD,
+    HOST,
+    LOSS,
+    MATMUL,
+    MEMORY_BOUND,
+    OPTIMIZER,
+    RECOMPUTE,
+    SHARD,
+    STAGES,
+    TRITON,
+    Operation,
+    OperationLog,
+    RepeatedOperations,
+)
+from tightfit.trace.result import TracedTime
+
+VIEW_WEIGHT = 0.25
+"""A view beside an operation that starts a kernel: most are made inside of another call."""
+TRITON_WEIGHT = 3.0
+"""A launch by triton likewise: its arguments are looked at in Python."""
+TENSOR_WEIGHT = 0.1
+"""Each tensor of a list beside an operation of one."""
+LIBRARY_WEIGHT = 3.0
+"""Added to an operation whose kernel is registered in Python: checks, a device guard, ctypes."""
+SHARD_WEIGHT = 70.0
+"""FSDP2's Python around one collective: flattening, setting parameters, events. From five FSDP
+jobs on one H200 whose collectives did nothing."""
+LAYER_FORWARD_WEIGHT = 47.5
+LAYER_BACKWARD_WEIGHT = 88.5
+"""Operations of the decoder layer that calibration times, in these weights."""
+ADAPTER_FORWARD_WEIGHT = 5.5
+"""Operations of a LoRA module in the model's own dtype, likewise."""
+ADAPTER_BACKWARD_WEIGHT = 6.5
+"""The same backward, less the gradient that a frozen weight has not."""
+LAYER_KERNELS = 35.0
+"""What `launches.count_forward_kernels` counts in that layer."""
+
+_IN_PYTHON = ("bitsandbytes::", TRITON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """Seconds of the host."""
+
+    forward: float
+    """Per operation that Python calls."""
+    backward: float
+    """Per operation that autograd's engine calls."""
+    gap: float
+    """From kernel to kernel on the device, with a full queue."""
+    around: Mapping[str, float] = field(default_factory=dict)
+    """Python that comes with some operations."""
+    adapter_backward: float = 0.0
+    """Of autograd's engine for one LoRA module, beyond its operations."""
+
+    def seconds(self, one: Operation) -> float:
+        """Of one call."""
+        weight = VIEW_WEIGHT if one.kind == HOST else one.num_calls
+        if one.name == TRITON:
+            weight = TRITON_WEIGHT
+        weight += TENSOR_WEIGHT * (one.num_tensors - 1)
+        is_engine = one.stage == BACKWARD
+        if one.name.startswith(_IN_PYTHON):
+            is_engine = False  # the engine calls Python, which calls these
+            weight += LIBRARY_WEIGHT * (one.name != TRITON)
+        each = self.backward if is_engine else self.forward
+        return weight * each + self.around.get(one.around, 0.0)
+
+    def with_adapters(self, log: OperationLog) -> HostCosts:
+        """The engine's time for LoRA modules is spread over all that it calls.
+
+        Folded ones go back in one call of their own, which bears it already.
+        """
+        times = log.count_calls()
+        calls = [(one, one.count * count) for one, count in zip(log.operations, times, strict=True)]
+        adapters = [(one.stage, count) for one, count in calls if one.around == ADAPTER]
+        if any(stage == BACKWARD for stage, _ in adapters):
+            return self
+        num_adapters = sum(count for stage, count in adapters if stage == FORWARD)
+        engine = sum(count * self.seconds(one) for one, count in calls if one.stage == BACKWARD)
+        if not num_adapters or not engine:
+            return self
+        slower = 1.0 + num_adapters * self.adapter_backward / engine
+        return replace(self, backward=slower * self.backward)
+
+
+def find_host_costs(rates: eff.DeviceRates) -> HostCosts:
+    """From seconds per kernel as the closed form counts them, measured or assumed."""
+    forward = rates.host_forward_seconds * LAYER_KERNELS / LAYER_FORWARD_WEIGHT
+    backward = 2 * rates.host_backward_seconds * LAYER_KERNELS / LAYER_BACKWARD_WEIGHT
+    adapter, adapter_backward = eff.HOST_ADAPTER_KERNELS * rates.host_forward_seconds, 0.0
+    told = rates.measured
+    if told is not None and told.host_adapter_forward_seconds is not None:
+        beyond = told.host_adapter_forward_seconds - ADAPTER_FORWARD_WEIGHT * forward
+        adapter = max(0.0, beyond)
+    if told is not None and told.host_adapter_backward_seconds is not None:
+        beyond = told.host_adapter_backward_seconds - ADAPTER_BACKWARD_WEIGHT * backward
+        adapter_backward = max(0.0, beyond)
+    return HostCosts(
+        forward=forward,
+        backward=backward,
+        adapter_backward=adapter_backward,
+        gap=rates.kernel_gap_seconds,
+        around={
+            ADAPTER: adapter,
+            AGAIN: rates.host_checkpoint_seconds,
+            SHARD: SHARD_WEIGHT * forward,
+        },
+    )
+
+
+# Seconds of a traced step: a device that works off a queue, and a host that fills it.
+
+LAUNCH = "launch"
+"""Gaps between kernels, and time in which the device waits for its host."""
+UNALIGNED_SLOWDOWN = 6.0
+"""Of 16-bit products with rows that begin at odd places: 97 to 137 beside 730e12 FLOP/s for the
+50,257 words of gpt2-xl on an H200."""
+
+
+class Reduction(NamedTuple):
+    """A kernel that brings values of many threads together."""
+
+    passes: float
+    """Beside one that only moves as much."""
+    seconds: float
+    """However little there is to do."""
+
+
+REDUCTIONS = {
+    "aten::sum.dim_IntList": Reduction(1.0, 11e-6),
+    "aten::mean.dim": Reduction(1.0, 5e-6),
+    "aten::native_layer_norm": Reduction(1.4, 5e-6),
+    "aten::native_layer_norm_backward": Reduction(1.4, 20e-6),
+    "aten::_softmax": Reduction(1.35, 0.0),
+    "aten::_log_softmax": Reduction(1.35, 0.0),
+}
+"""On an H200: h200_kernels.json for the first three, profiles of gpt2-xl, bloom and falcon for the
+others."""
+SAME_SECONDS = 1e-10
+"""Far below anything measured, and above what adding seconds up rounds off."""
+CAUSAL_FRACTION = 0.5
+"""Of all pairs, those that a causal mask leaves."""
+
+
+def estimate_traced_time(
+    log: OperationLog, gpu: Gpu, strategy: Strategy, *, pace: HostCosts | None = None
+) -> TracedTime:
+    """Walk through the step: the host issues each operation, the device does them in turn.
+
+    The host runs ahead of the device unless it must read a value; a GPU idles while nothing
+    is queued. A CPU does both by itself. `pace` is the device's own unless given.
+    Leaves out: collectives, which run beside all this; copies that other streams hide.
+    """
+    seconds = DeviceSeconds(gpu, strategy)
+    pace = (pace or find_host_costs(seconds.rates)).with_adapters(log)
+    costs = [
+        _Cost(
+            work=one.count * seconds.of(one),
+            gaps=0.0 if gpu.is_cpu else one.count * pace.gap * one.num_kernels,
+            host=one.count * pace.seconds(one),
+        )
+        for one in log.operations
+    ]
+    times = log.count_calls()
+    costs = _slow_down(log, costs, times, gpu)
+    walk = _QueueSimulation(operations=log.operations, costs=costs, is_cpu=gpu.is_cpu)
+    for stretch in log.stretches:
+        walk.repeat(stretch)
+    causes: dict[str, float] = {}
+    for one, cost, count in zip(log.operations, costs, times, strict=True):
+        causes[_cause(one)] = causes.get(_cause(one), 0.0) + count * cost.work
+    return TracedTime(
+        seconds_per_step=walk.end,
+        stages=walk.stages,
+        components={**causes, LAUNCH: max(0.0, walk.end - sum(causes.values()))},
+        host_seconds=_weigh(times, (cost.host for cost in costs)),
+        device_seconds=_weigh(times, (cost.work + cost.gaps for cost in costs)),
+        flops=log.sum_flops(),
+    )
+
+
+def _weigh(times: Sequence[int], seconds: Iterable[float]) -> float:
+    return sum(count * each for count, each in zip(times, seconds, strict=True))
+
+
+def _slow_down(
+    log: OperationLog, costs: list[_Cost], times: Sequence[int], gpu: Gpu
+) -> list[_Cost]:
+    """Products at the clock that the card's power limit leaves."""
+    is_product = [one.kind in (MATMUL, ATTENTION) for one in log.operations]
+    works = [count * cost.work for count, cost in zip(times, costs, strict=True)]
+    share = sum(compress(works, is_product)) / max(sum(works), 1e-12)
+    slower = eff.product_slowdown(gpu.measured, share=share)
+    return [
+        cost._replace(work=cost.work * slower) if hot else cost
+        for cost, hot in zip(costs, is_product, strict=True)
+    ]
+
+
+class _Cost(NamedTuple):
+    """Seconds of an operation, all its calls together."""
+
+    work: float
+    gaps: float
+    host: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _QueueSimulation:
+    """When the host is free, when the device will have done all, and the stages' shares of it."""
+
+    operations: Sequence[Operation]
+    costs: Sequence[_Cost]
+    is_cpu: bool
+    host: float = 0.0
+    device: float = 0.0
+    end: float = 0.0
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    def repeat(self, stretch: RepeatedOperations) -> None:
+        """Layers that are alike, one after the other, until they take alike; then the rest at once.
+
+        The further the host is ahead, the less the device waits for it: what two layers in a row
+        take does not change any more, unless the host falls behind.
+        """
+        before: list[float] = []
+        for done in range(1, stretch.count + 1):
+            start, lead = self._read(), self.device - self.host
+            for place in stretch.operations:
+                self._run(self.operations[place], self.costs[place])
+            taken = [after - at for after, at in zip(self._read(), start, strict=True)]
+            if self.device - self.host >= lead - SAME_SECONDS and _are_alike(taken, before):
+                self._add(taken, times=stretch.count - done)
+                return
+            before = taken
+
+    def _read(self) -> list[float]:
+        return [self.host, self.device, self.end, *self.stages.values()]
+
+    def _add(self, taken: Sequence[float], *, times: int) -> None:
+        host, device, end, *stages = (times * each for each in taken)
+        self.host, self.device, self.end = self.host + host, self.device + device, self.end + end
+        for name, each in zip(self.stages, stages, strict=True):
+            self.stages[name] += each
+
+    def _run(self, one: Operation, cost: _Cost) -> None:
+        start = self.host
+        self.host += cost.host + (cost.work if self.is_cpu else 0.0)
+        if one.num_kernels and not self.is_cpu:
+            # Of several calls the device begins with the first, and ends after the last.
+            first = start + cost.host / one.count
+            alone = cost.host - cost.host / one.count if one.waits else 0.0
+            self.device = max(max(self.device, first) + cost.work + cost.gaps + alone, self.host)
+        end = max(self.host, self.device)
+        if one.waits:
+            self.host = self.device = end
+        self.stages[one.stage] += end - self.end
+        self.end = end
+
+
+def _are_alike(taken: Sequence[float], before: Sequence[float]) -> bool:
+    if not before:
+        return False
+    return all(abs(a - b) < SAME_SECONDS for a, b in zip(taken, before, strict=True))
+
+
+def _cause(one: Operation) -> str:
+    if one.stage == RECOMPUTE:
+        return "recompute"
+    return MEMORY_BOUND if one.kind in (LOSS, HOST, COMMUNICATION) else one.kind
+
+
+class DeviceSeconds:
+    """What operations take on one device, gaps between kernels left out."""
+
+    def __init__(self, gpu: Gpu, strategy: Strategy) -> None:
+        self._gpu = gpu
+        self._strategy = strategy
+        self.rates = eff.find_rates(gpu, strategy, head_dim=128)
+        self._by_kind: dict[str, Callable[[Operation], float]] = {
+            MATMUL: self._multiply,
+            ATTENTION: self._attend,
+            MEMORY_BOUND: self._move,
+            LOSS: lambda one: one.num_bytes / self.rates.loss_bytes_per_second,
+            DEQUANTIZE: lambda one: self._unpack(one.shape[0]),
+            OPTIMIZER: self._update,
+        }
+
+    def of(self, one: Operation) -> float:
+        """One call."""
+        seconds = self._by_kind.get(one.kind)
+        return 0.0 if seconds is None else seconds(one)
+
+    def _multiply(self, one: Operation) -> float:
+        m, n, k, times, *packed = one.shape
+        unpacking = self._unpack(n * k) if packed else 0.0
+        is_fp8, is_exact = one.dtype in FP8_KINDS, one.dtype == FP8_EXACT
+        dtype = Dtype(one.dtype) if one.dtype in _PLAIN else self._strategy.compute
+        table = (
+            find_fp8_matmul_table(self._gpu.measured, is_exact=is_exact)
+            if is_fp8
+            else find_matmul_table(self._gpu.measured, dtype)
+        )
+        stream = one.num_bytes / self.rates.stream_bytes_per_second
+        if table is not None:
+            # Many small products fill the device as one of as many rows does; a product that is
+            # added to something reads that too.
+            is_moving = times > 1 or one.name == ADDED_PRODUCT
+            slower = UNALIGNED_SLOWDOWN if one.num_indexed else 1.0
+            product = slower * table.seconds(m * times, n, k)
+            return unpacking + max(product, stream if is_moving else 0.0)
+        gpu = self._gpu
+        rate = eff.sustained_fp8_flops(gpu) if is_fp8 else eff.sustained_flops(gpu, dtype)
+        return unpacking + one.flops / rate + stream
+
+    def _attend(self, one: Operation) -> float:
+        width, length, is_causal, is_backward = one.shape
+        rates = eff.find_rates(
+            self._gpu,
+            self._strategy,
+            head_dim=width,
+            seq_len=float(length),
+        )
+        flops = one.flops / (eff.FLASH_BACKWARD_FLOPS if is_backward else 1.0)
+        return eff.attention_seconds(
+            rates,
+            flops=flops * (CAUSAL_FRACTION if is_causal else 1.0),
+            seq_len=float(length),
+            backward=bool(is_backward),
+            is_masked=not is_causal,
+        )
+
+    def _move(self, one: Operation) -> float:
+        """Rates are known by the size of one tensor of two or three."""
+        told = self._gpu.measured
+        bandwidth = self.rates.stream_bytes_per_second
+        if told is not None and told.elementwise and one.num_bytes:
+            bandwidth = bandwidth_at(told.elementwise, one.num_bytes / 2)
+        found = one.num_indexed / eff.indexed_values_per_second(self._gpu)
+        passes, least = REDUCTIONS.get(one.name, Reduction(1.0, 0.0))
+        if self._gpu.is_cpu:
+            passes, least = 1.0, 0.0
+        return max(passes * one.num_bytes / bandwidth + least, found)
+
+    def _unpack(self, num_weights: int) -> float:
+        told = self._gpu.measured
+        if told is not None and told.nf4_weights_per_second is not None:
+            return num_weights / told.nf4_weights_per_second
+        return (
+            traffic.DEQUANTIZE_BYTES[Dtype.NF4] * num_weights / self.rates.stream_bytes_per_second
+        )
+
+    def _update(self, one: Operation) -> float:
+        if one.dtype == "int8":
+            return one.shape[0] * traffic.EIGHT_BIT_SECONDS_PER_PARAM
+        used = self._strategy.optimizer
+        used = used if used is Optimizer.ADAMW_KERNEL else Optimizer.ADAMW
+        value = Dtype(one.dtype).value_bytes
+        each = traffic.measured_update_seconds(self._gpu.measured, used, value_bytes=value)
+        if each is None:
+            fixed, per_byte = traffic.OPTIMIZER_BYTES[used]
+            each = (fixed + per_byte * value) / self.rates.stream_bytes_per_second
+        return one.shape[0] * each
+
+
+_PLAIN = ("fp32", "fp16", "bf16")
+
+
+# StepTime from a trace: a rank's own seconds as traced, the rest from the closed form.
+
+TRACED = "traced"
+CLOSED_FORM_COMPONENTS = ("communication", "offload", "hooks")
+"""Not among a rank's operations: what travels, and the Python of a DeepSpeed that does not run."""
+OPTIMIZER_COMPONENT = "optimizer"
+"""Takes as long whatever the batch."""
+
+
+def with_traced_time(
+    closed: StepTime,
+    log: OperationLog,
+    gpu: Gpu,
+    strategy: Strategy,
+    *,
+    of_traced_batch: StepTime | None = None,
+) -> StepTime:
+    """The same job, its computation timed by its operations.
+
+    A log holds all micro-batches of one rank's step, and the longest rows that the job may
+    have. Where `closed` speaks of shorter ones, `of_traced_batch` is what the closed form says
+    of the traced ones: the seconds are then shorter by as much as it finds them shorter.
+    The range keeps its width.
+    """
+    traced = estimate_traced_time(log, gpu, strategy).components
+    share = 1.0
+    if of_traced_batch is not None:
+        share = _sum_passes(closed) / _sum_passes(of_traced_batch)
+    components = {
+        name: seconds if name == OPTIMIZER_COMPONENT else share * seconds
+        for name, seconds in traced.items()
+    }
+    components |= {name: closed.components.get(name, 0.0) for name in CLOSED_FORM_COMPONENTS}
+    seconds = sum(components.values())
+    slower = seconds / closed.seconds_per_step
+    epoch = closed.seconds_per_epoch
+    return closed.model_copy(
+        update={
+            "seconds_per_step": seconds,
+            "seconds_per_step_low": closed.seconds_per_step_low * slower,
+            "seconds_per_step_high": closed.seconds_per_step_high * slower,
+            "tokens_per_second": closed.tokens_per_second / slower,
+            "mfu_fraction": closed.mfu_fraction / slower,
+            "components": components,
+            "seconds_per_epoch": None if epoch is None else epoch * slower,
+            "tier": TRACED,
+        }
+    )
+
+
+def _sum_passes(time: StepTime) -> float:
+    apart = (*CLOSED_FORM_COMPONENTS, OPTIMIZER_COMPONENT)
+    return sum(seconds for name, seconds in time.components.items() if name not in apart)

@@ -1,0 +1,79 @@
+"""DistContext: rank, world size and device of this process, and the process group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tightfit.runtime.devices import local_device
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Above the slowest single thing ranks wait for each other in: rank 0 reading the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistContext:
+    """One process of the job, as torchrun numbers it; a lone process is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes for all."""
+        return self.rank == 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.local_world_size
+
+    def barrier(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def init_dist_context(*, on_cpu: bool) -> DistContext:
+    """Read torchrun's environment, choose the device and join the process group, if there is one.
+
+    Ranks on GPUs also talk over gloo, for tensors in host memory.
+    """
+    number = {
+        name: int(os.environ.get(name.upper(), default))
+        for name, default in (
+            ("rank", 0),
+            ("local_rank", 0),
+            ("world_size", 1),
+            ("local_world_size", 1),
+        )
+    }
+    device = torch.device("cpu") if on_cpu else local_device(number["local_rank"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if number["world_size"] > 1 and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+    return DistContext(device=device, **number)
+
+
+def init_single_process_group(place: DistContext) -> None:
+    """A group of one: sharding with offload is of use on a single GPU too."""
+    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+    store: Any = vars(dist)["HashStore"]()  # torch leaves it out of its typed names
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+
+
+def destroy_dist_context() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,210 @@
+"""The module that is trained: the loaded model prepared as the plan says, and its objective
+(a batch in, its summed loss out).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from tightfit.core.strategy import Loss, Method, Strategy
+from tightfit.core.training import Training
+from tightfit.estimate.fused_projections import can_fuse_trained_projections, uses_augmented_weights
+from tightfit.estimate.loss import NUM_LOSS_CHUNKS
+from tightfit.runtime.adapters import add_adapters
+from tightfit.runtime.attention import check_packable
+from tightfit.runtime.kernels.fp8 import use_fp8
+from tightfit.runtime.kernels.fused_lora import (
+    fuse_lora,
+    fuse_lora_projections,
+    fuse_trained_projections,
+)
+from tightfit.runtime.layers import (
+    apply_fused_kernels,
+    decoder_layers,
+    dequantize_base,
+    dequantize_deferred,
+)
+from tightfit.train.batches import IGNORED
+
+_LOGIT_CHANGES = (
+    "logit_scale",
+    "logits_scaling",
+    "mup_width_multiplier",
+    "output_multiplier_scale",
+)
+"""Config fields of families that change the head's output; their own forward does it then."""
+
+
+class Objective(nn.Module):
+    """The sum of the cross-entropies of a batch's trained tokens.
+
+    The head is applied to trained positions alone: prompts and padding cost no
+    logits. A sum, not a mean, so that micro-batches and ranks add up to the loss of
+    the whole step, each token with the same weight. DDP and FSDP wrap this module,
+    so that head and loss run inside the wrapped forward.
+    """
+
+    def __init__(self, model: Any, loss: Loss, *, slice_factor: int = 1) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+        self._slice_factor = slice_factor
+
+    @classmethod
+    def from_strategy(cls, model: Any, strategy: Strategy) -> Objective:
+        return cls(model, strategy.loss, slice_factor=strategy.loss_slice_factor)
+
+    def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
+        model = _unwrap(self.model)
+        if model.config.is_encoder_decoder:
+            decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
+            logits = self.model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits
+            return self._sum_losses(logits[labels != IGNORED], labels[labels != IGNORED])
+        wanted = labels[:, 1:] != IGNORED
+        targets = labels[:, 1:][wanted]
+        if not has_plain_head(model):
+            logits = self.model(**inputs, use_cache=False).logits[:, :-1]
+            return self._sum_losses(logits[wanted], targets)
+        backbone = getattr(model, model.base_model_prefix)
+        hidden = backbone(**inputs, use_cache=False).last_hidden_state[:, :-1][wanted]
+        return self._from_hidden(model, hidden, targets)
+
+    def _from_hidden(self, model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+        head = model.get_output_embeddings()
+        softcap = getattr(model.config, "final_logit_softcapping", None)
+        if self._loss is Loss.FUSED:
+            return _fused_loss(head, hidden, targets, softcap, self._slice_factor)
+        logits = head(hidden)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return self._sum_losses(logits, targets)
+
+    def _sum_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not len(targets):
+            # Nothing to learn here, yet every parameter must take part in the backward pass.
+            return logits.float().sum() * 0.0
+        if self._loss is Loss.KERNEL:
+            from liger_kernel.transformers import LigerCrossEntropyLoss
+
+            summed: Tensor = LigerCrossEntropyLoss(reduction="sum")(logits.float(), targets)
+            return summed
+        if self._loss is Loss.CHUNKED:
+            return _chunked_loss(logits, targets)
+        return cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def has_plain_head(model: Any) -> bool:
+    """Whether logits are the head's output on the backbone's, a soft cap apart."""
+    config = model.config
+    changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
+    backbone = getattr(model, model.base_model_prefix, None)
+    return not changed and backbone is not None and backbone is not model
+
+
+def _unwrap(model: Any) -> Any:
+    """The transformers model inside peft's."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _chunked_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The upcast to fp32 a slice at a time."""
+    pairs = zip(logits.chunk(NUM_LOSS_CHUNKS), targets.chunk(NUM_LOSS_CHUNKS), strict=True)
+    losses = [cross_entropy(part.float(), wanted, reduction="sum") for part, wanted in pairs]
+    return torch.stack(losses).sum()
+
+
+def _fused_loss(
+    head: Any, hidden: Tensor, targets: Tensor, softcap: float | None, slice_factor: int
+) -> Tensor:
+    """Head and loss a slice at a time in one kernel; the logits never exist whole.
+
+    An older Liger cannot widen its slices: they take less memory then than was planned.
+    """
+    if not len(targets):
+        nothing: Tensor = (head.weight.sum() + hidden.sum()) * 0.0
+        return nothing
+    bias = getattr(head, "bias", None)
+    sliced = _find_sliced_loss() if slice_factor > 1 else None
+    if sliced is not None:
+        total: Tensor = sliced(
+            hidden,
+            head.weight,
+            targets,
+            bias,
+            reduction="sum",
+            softcap=softcap,
+            chunk_mem_const=slice_factor,
+        )
+        return total
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap)
+    summed: Tensor = loss(head.weight, hidden, targets, bias)
+    return summed
+
+
+def _find_sliced_loss() -> Any | None:
+    """Liger's fused loss as a function that takes the width of its slices; older ones do not."""
+    from liger_kernel.transformers import functional
+
+    found = functional.liger_fused_linear_cross_entropy
+    return found if "chunk_mem_const" in signature(found).parameters else None
+
+
+# What a loaded model needs before it trains: kernels, adapters, compilation, recomputation.
+
+
+def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
+    """The model as the plan trains it, in training mode; on any device, meta included.
+
+    Adapters are drawn with the run's seed, whatever was drawn before.
+    """
+    if strategy.packing:
+        check_packable(model)
+    if strategy.fused_kernels:
+        apply_fused_kernels(model)
+    if strategy.unpacked_base:
+        dequantize_base(model, waits=strategy.stores_fp8)
+    if strategy.method is Method.LORA:
+        torch.manual_seed(training.seed)
+        model = add_adapters(model, strategy, training)
+    if strategy.has_fp8:
+        use_fp8(model, is_backward_alone=strategy.fp8_gradients)
+        dequantize_deferred(model)
+    if strategy.folded_adapters:
+        fuse_lora(model)
+    if uses_augmented_weights(model.config.model_type, strategy):
+        fuse_lora_projections(model)
+    if can_fuse_trained_projections(model.config.model_type, strategy):
+        fuse_trained_projections(model)
+    # bitsandbytes repacks weights in eval mode, which no gradient passes through.
+    model.train()
+    layers = decoder_layers(model)
+    if strategy.compile:
+        compile_layers(layers)
+    recompute_layers(layers[: strategy.count_recomputed(len(layers))])
+    return model
+
+
+def recompute_layers(layers: list[nn.Module]) -> None:
+    """Keep these layers' inputs alone, and run them again in the backward pass.
+
+    `forward` is wrapped, not the call around it, so that a layer's shards are
+    gathered once for recomputing and backward together; and non-reentrant, so
+    that frozen embeddings need not pretend to want gradients.
+    """
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def compile_layers(layers: list[nn.Module]) -> None:
+    """Layer by layer: all share one compiled graph, and what wraps them stays outside of it."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)

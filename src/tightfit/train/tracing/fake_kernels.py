@@ -1,0 +1,338 @@
+"""Libraries on fake tensors: bitsandbytes, Liger and fp8 casts run their own Python and allocate,
+and launch no kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import SetupError
+from tightfit.core.strategy import Loss, Strategy
+from tightfit.planning.requirements import BITSANDBYTES
+from tightfit.runtime.kernels import fp8
+from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.load import LoadRequest, bitsandbytes_config, list_quantizable
+from tightfit.trace.kernel_stubs import (
+    liger_without_kernels,
+    redirect_autocast,
+    triton_without_kernels,
+)
+from tightfit.trace.kernel_workspace import count_outliers
+
+_META = torch.device("meta")
+_PAGED_NUMEL = 1e5
+"""bitsandbytes' `Optimizer8bit.get_state_buffer` pages the state of what is this large."""
+
+_FAKE_CLASSES = {name: type(name, (FakeTensor,), {}) for name in ("Params4bit", "Int8Params")}
+"""peft knows packed weights by the name of their class, and fake tensors have their own."""
+
+
+def quantize_meta_fake(model: Any, request: LoadRequest) -> None:
+    """Pack a model on the meta device as loading would have packed it, sizes and all."""
+    if not request.weights.is_quantized:
+        return
+    packing = bitsandbytes_config(request)
+    for name, linear in list_quantizable(model):
+        model.set_submodule(name, _quantize_linear(linear, request, packing))
+    is_int8 = request.weights is Dtype.INT8
+    setattr(model, "is_loaded_in_8bit" if is_int8 else "is_loaded_in_4bit", True)
+    model.is_quantized = True
+    model.quantization_method = packing.quant_method
+    model.config.quantization_config = packing
+    model.train()
+
+
+def place_quantized(model: nn.Module, device: torch.device) -> None:
+    """Put codes and their statistics from the meta device on `device`. Inside the fake mode."""
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")
+        if weight is None or not weight.is_meta or not is_quantized_parameter(weight):
+            continue
+        values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        placed = _wrap_fake(values, weight)
+        if type(weight).__name__ == "Int8Params":
+            placed.CB, placed.SCB = values, _empty_on(weight.SCB, device)
+        else:
+            _place_state(weight.quant_state, device)
+        module._parameters["weight"] = placed
+
+
+def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
+    """Put a packed weight on `device` as loading does: its values come whole, and are packed there.
+
+    As `_quantize` of bitsandbytes' parameters, which cannot be made of fake tensors. int8 goes
+    back to the host before it is packed, and its values stay meanwhile.
+    Source: `Bnb4bitQuantize` and `Bnb8bitQuantize` of transformers. Inside the fake mode.
+    """
+    from bitsandbytes import functional
+
+    bnb: Any = functional  # not annotated
+    if type(weight).__name__ == "Int8Params":
+        values = torch.empty(weight.shape, dtype=dtype, device=device)
+        again = torch.empty_like(values, dtype=torch.float16)
+        codes, scales, _ = bnb.int8_vectorwise_quant(again)
+        placed = _wrap_fake(codes, weight)
+        placed.CB, placed.SCB = codes, scales
+        return placed
+    state = weight.quant_state
+    values = torch.empty(state.shape, dtype=state.dtype, device=device)
+    codes, made = bnb.quantize_4bit(
+        values,
+        blocksize=weight.blocksize,
+        compress_statistics=weight.compress_statistics,
+        quant_type=weight.quant_type,
+        quant_storage=weight.quant_storage,
+    )
+    placed = _wrap_fake(codes, weight)
+    named: Any = owner
+    placed.quant_state = named.quant_state = made
+    return placed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nf4Values:
+    """nf4 codes on their own, of a matrix that will not stay packed. Inside the fake mode."""
+
+    codes: Tensor
+    state: Any
+
+    @classmethod
+    def of(cls, values: Tensor, *, double_quant: bool) -> Nf4Values:
+        """As `Params4bit` packs them."""
+        from bitsandbytes import functional
+
+        bnb: Any = functional  # not annotated
+        codes, state = bnb.quantize_4bit(
+            values, compress_statistics=double_quant, quant_type="nf4", quant_storage=torch.uint8
+        )
+        return cls(codes=codes, state=state)
+
+    def unpack(self) -> Tensor:
+        from bitsandbytes import functional
+
+        bnb: Any = functional  # not annotated
+        values: Tensor = bnb.dequantize_4bit(self.codes, self.state)
+        return values
+
+
+def make_quantization_map(device: torch.device) -> None:
+    """bitsandbytes' 8-bit numbers, which scales of nf4 are packed in: once in a process, to stay.
+
+    The one that a model without values was packed with lies on another device.
+    """
+    from bitsandbytes import functional
+
+    bnb: Any = functional  # not annotated
+    bnb.name2qmap["dynamic"] = bnb.create_dynamic_map().to(device)
+
+
+def list_quantization_state(model: nn.Module) -> list[Tensor]:
+    """What stands beside packed codes and is neither parameter nor buffer: scales and tables."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        weight: Any = module._parameters.get("weight")
+        if getattr(weight, "SCB", None) is not None:
+            found.append(weight.SCB)
+        state = getattr(weight, "quant_state", None)
+        if state is None and weight is not None:
+            state = getattr(module, "quant_state", None)  # whose weight lies in shards
+        while state is not None:
+            found.extend(t for t in (state.absmax, state.code, state.offset) if t is not None)
+            state = state.state2
+    return found
+
+
+def is_quantized_parameter(parameter: Tensor | None) -> bool:
+    return type(parameter).__name__ in _FAKE_CLASSES
+
+
+@contextmanager
+def bitsandbytes_without_kernels() -> Iterator[None]:
+    """bitsandbytes takes the way of a card's tensors, and asks none for its values.
+
+    Its kernels are custom operations with fakes of their own; what is left are choices that
+    it makes by device type, and tables that it computes.
+    """
+    try:
+        import bitsandbytes
+    except ImportError as fault:
+        raise SetupError(
+            "Tracing this plan runs bitsandbytes' own code, which cannot be imported here.",
+            remedy="pip install bitsandbytes (no GPU needed), or --no-trace",
+        ) from fault
+    from bitsandbytes import functional
+    from bitsandbytes.autograd import _functions
+    from bitsandbytes.nn import Params4bit, modules
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    make_map: Any = functional.create_dynamic_map
+
+    def make_fake_map(*args: Any, **kwargs: Any) -> Tensor:
+        with _disable_current_modes():
+            real: Tensor = make_map(*args, **kwargs)
+        return torch.empty(real.shape, dtype=real.dtype)
+
+    outliers = _Outliers()
+
+    def matmul(a: Tensor, b: Tensor, out: Any = None, state: Any = None, **rest: Any) -> Tensor:
+        outliers.expect(a)
+        product: Tensor = _functions.MatMul8bitLt.apply(a, b, out, rest.get("bias"), state)
+        return product
+
+    with (
+        patch.object(functional, "create_dynamic_map", make_fake_map),
+        patch.dict(functional.name2qmap, clear=True),
+        patch.object(bitsandbytes, "matmul", matmul),
+        patch.object(Optimizer8bit, "get_state_buffer", _make_state_buffer),
+        patch.object(modules, "fix_4bit_weight_quant_state_from_module", _restore_quant_state),
+        patch.object(Params4bit, "__deepcopy__", _copy_in_place(Params4bit.__deepcopy__)),
+        patch.object(torch.library, "get_ctx", lambda: outliers),
+    ):
+        yield
+
+
+def _restore_quant_state(module: Any) -> None:
+    """Gathered shards have lost their statistics. bitsandbytes' own cannot wrap a fake tensor."""
+    if getattr(module.weight, "quant_state", None) is None:
+        module.weight.quant_state = module.quant_state
+
+
+def _copy_in_place(copy: Any) -> Any:
+    """bitsandbytes begins a copy with an empty tensor, which must lie where the original does."""
+
+    def deepcopy(self: Tensor, memo: Any) -> Any:
+        with torch.device(self.device):
+            return copy(self, memo)
+
+    return deepcopy
+
+
+class _Outliers:
+    """Answers the fakes of one int8 product how many columns of its activation are left as is."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+
+    def expect(self, activation: Tensor) -> None:
+        """First the columns' numbers are asked for, then the columns, as if of whole numbers."""
+        columns = count_outliers(activation)
+        num_rows = activation.numel() // activation.shape[-1]
+        kept_bytes = num_rows * columns * activation.element_size()
+        self._sizes = [columns, kept_bytes // torch.int64.itemsize]
+
+    def new_dynamic_size(self, **_limits: int) -> int:
+        return self._sizes.pop(0) if self._sizes else 0
+
+
+def _make_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As bitsandbytes does for tensors of a card; paged state is memory of the host."""
+    if not self.is_paged or p.numel() < _PAGED_NUMEL:
+        return torch.zeros_like(p, dtype=dtype)
+    fake: Any = p
+    with _disable_current_modes(), fake.fake_mode:
+        return torch.empty_like(p, dtype=dtype)
+
+
+def _quantize_linear(linear: Any, request: LoadRequest, packing: Any) -> nn.Module:
+    from bitsandbytes import nn as packed
+
+    bnb: Any = packed  # not annotated
+    is_linear = type(linear) is nn.Linear
+    num_out, num_in = linear.weight.shape if is_linear else reversed(linear.weight.shape)
+    shape = (num_in, num_out, linear.bias is not None)
+    values = torch.empty(num_out, num_in, dtype=request.plain_dtype, device=_META)
+    if request.weights is Dtype.INT8:
+        new = bnb.Linear8bitLt(
+            *shape, has_fp16_weights=False, threshold=packing.llm_int8_threshold, device=_META
+        )
+        new.weight = bnb.Int8Params(values, requires_grad=False)
+    else:
+        kind = {
+            "compress_statistics": packing.bnb_4bit_use_double_quant,
+            "quant_type": packing.bnb_4bit_quant_type,
+            "quant_storage": packing.bnb_4bit_quant_storage,
+        }
+        new = bnb.Linear4bit(*shape, packing.bnb_4bit_compute_dtype, **kind, device=_META)
+        new.support_avx512bf16_for_cpu = False  # a habit of CPUs, as in `runtime.load`
+        new.weight = bnb.Params4bit(values, requires_grad=False, **kind, module=new)
+    new.weight = new.weight._quantize(_META)
+    new.bias = linear.bias
+    new.source_cls = type(linear)
+    new.requires_grad_(False)
+    module: nn.Module = new
+    return module
+
+
+def _wrap_fake(values: Tensor, weight: Any) -> Any:
+    """Fake codes in place of `weight`, with all that it says about itself."""
+    placed: Any = nn.Parameter(values, requires_grad=False)
+    placed.__class__ = _FAKE_CLASSES[type(weight).__name__]
+    for name, value in vars(weight).items():
+        setattr(placed, name, value)
+    return placed
+
+
+def _place_state(state: Any, device: torch.device) -> None:
+    while state is not None:
+        for name in ("absmax", "code", "offset"):
+            if getattr(state, name) is not None:
+                setattr(state, name, _empty_on(getattr(state, name), device))
+        state = state.state2
+
+
+def _empty_on(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+# Casts to fp8 without kernels: in a trace they are launched, and do nothing.
+
+
+@contextmanager
+def fp8_without_kernels() -> Iterator[None]:
+    """What a cast allocates is allocated, and whoever listens is told of each launch."""
+    with triton_without_kernels(), patch.object(fp8, "_runs_kernels", _would_run_kernels):
+        yield
+
+
+def _would_run_kernels(_x: Tensor) -> bool:
+    """Fake tensors say that they are on a CPU."""
+    return not torch.compiler.is_compiling()
+
+
+# Which libraries a job runs whose kernels are left out of a trace.
+
+_LIGER_LOSSES = (Loss.FUSED, Loss.KERNEL)
+
+
+@contextmanager
+def without_kernels(
+    strategy: Strategy, device: torch.device, capability: tuple[int, int] | None
+) -> Iterator[None]:
+    """Around everything that a trace of `strategy` on fake tensors of `device` does."""
+    silence_libraries()  # before the imports that make libraries talk
+    with ExitStack() as stack:
+        stack.enter_context(redirect_autocast(device.type))
+        if BITSANDBYTES.is_wanted(strategy):
+            stack.enter_context(bitsandbytes_without_kernels())
+        if strategy.fused_kernels or strategy.loss in _LIGER_LOSSES:
+            stack.enter_context(liger_without_kernels(capability))
+        if strategy.has_fp8:
+            stack.enter_context(fp8_without_kernels())
+        yield
+
+
+def import_libraries() -> None:
+    """What every trace imports, before processes part that would each import it."""
+    import peft  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
