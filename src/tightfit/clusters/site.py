@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -26,6 +24,7 @@ from pydantic import (
 )
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.frozen import Frozen
 from tightfit.core.validation import describe_validation_errors, describe_value
 from tightfit.core.yaml_text import YamlDocument, read_yaml
 
@@ -51,11 +50,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 Lines = Annotated[tuple[Text, ...], BeforeValidator(_as_lines)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SlurmSite(_Part):
+class SlurmSite(Frozen):
     """What `sbatch` is told beside what the plan says. An option of `submit` wins."""
 
     account: Text | None = None
@@ -90,7 +85,7 @@ class SlurmSite(_Part):
         return value
 
 
-class Volume(_Part):
+class Volume(Frozen):
     """A folder that pods see, by a claim or from the node."""
 
     name: Text
@@ -111,7 +106,7 @@ class Volume(_Part):
         return self
 
 
-class KubernetesSite(_Part):
+class KubernetesSite(Frozen):
     """What every manifest of the site holds."""
 
     namespace: Text = "default"
@@ -121,7 +116,7 @@ class KubernetesSite(_Part):
     priority_class: Text | None = None
     queue: Text | None = None
     """Kueue's local queue."""
-    node_selector: dict[str, str] = {}
+    node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: tuple[dict[str, str | int], ...] = ()
     gpu_resource: Text = "nvidia.com/gpu"
     volumes: tuple[Volume, ...] = ()
@@ -130,12 +125,12 @@ class KubernetesSite(_Part):
     interface: Text = "eth0"
 
 
-class Site(_Part):
+class Site(Frozen):
     """All of it optional: a site without a file is a site with defaults."""
 
     setup: Lines = ()
     """Shell lines before the job: `module load`, `conda activate`, `source .../activate`."""
-    environment: dict[str, Annotated[str, BeforeValidator(_as_text)]] = {}
+    environment: dict[str, Annotated[str, BeforeValidator(_as_text)]] = Field(default_factory=dict)
     container: Text | None = None
     """An image for `srun --container-image` (Pyxis), or words such as `apptainer exec --nv X.sif`
     that stand before the command."""

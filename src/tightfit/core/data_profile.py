@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
+
+from tightfit.core.frozen import Frozen
 
 
-class DataProfile(BaseModel):
+class DataProfile(Frozen):
     """Row lengths of a dataset in tokens, truncated to `seq_len`; made by `data/profile.py`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     format: str

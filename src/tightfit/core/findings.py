@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict
+from tightfit.core.frozen import Frozen
 
 
 class Status(str, Enum):
@@ -16,10 +16,8 @@ class Status(str, Enum):
     FAULT = "fault"
 
 
-class Finding(BaseModel):
+class Finding(Frozen):
     """One line of the checkup."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     area: str
     """`python`, `gpu`, `memory`, `disk`, `packages`, `cluster` or `hub`."""

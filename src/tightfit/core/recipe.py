@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     create_model,
@@ -18,6 +16,7 @@ from pydantic import (
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.strategy import MAX_SEQ_LEN, Method, Strategy
 from tightfit.core.training import (
     DEFAULT_LEARNING_RATES,
@@ -46,11 +45,7 @@ class RecipeMethod(str, Enum):
     """LoRA on 4-bit base weights."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class LoraChoice(_Part):
+class LoraChoice(FiniteFrozen):
     """The adapter. What is left out, the planner or the trainer chooses."""
 
     rank: int | None = Field(default=None, gt=0, le=65_536)
@@ -74,7 +69,7 @@ TOP_LEVEL_HOMES = {
 """Strategy fields that a recipe writes elsewhere, and where."""
 
 
-def _overrides_model() -> type[_Part]:
+def _overrides_model() -> type[FiniteFrozen]:
     """All other Strategy fields, each optional: a new Strategy field can be overridden at once."""
     fields: dict[str, Any] = {}
     for name, info in Strategy.model_fields.items():
@@ -83,18 +78,18 @@ def _overrides_model() -> type[_Part]:
             for limit in info.metadata:
                 kind = Annotated[kind, limit]
             fields[name] = (kind | None, None)
-    return create_model("StrategyOverrides", __base__=_Part, **fields)
+    return create_model("StrategyOverrides", __base__=FiniteFrozen, **fields)
 
 
 if TYPE_CHECKING:
 
-    class StrategyOverrides(_Part):
+    class StrategyOverrides(FiniteFrozen):
         """For type checkers; the fields are made from Strategy's."""
 else:
     StrategyOverrides = _overrides_model()
 
 
-class Recipe(_Part):
+class Recipe(FiniteFrozen):
     """A job as the user states it. `None` means: not stated, the planner decides."""
 
     model: Name

@@ -10,21 +10,20 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.frozen import Frozen
 
 # What other training stacks do, and ours does not, that changes what they hold in memory.
 
 
-class Quirks(BaseModel):
+class Quirks(Frozen):
     """Habits of older or other software. All off in our own plans.
 
     They let an estimate speak of a job as somebody ran it, with transformers 4,
     FSDP1 or an old bitsandbytes; `benchmarks/published` names where each was found.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     varying_lengths: bool = False
     """Each batch is padded to its own longest row and the allocator has no expandable segments,
@@ -180,10 +179,8 @@ class Loss(str, Enum):
 ALL_LINEAR = "all-linear"
 
 
-class Strategy(BaseModel):
+class Strategy(Frozen):
     """How one job runs. Illegal combinations are judged by `planning/rules`, not here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Method = Method.LORA
     weights: Dtype = Dtype.BF16

@@ -9,8 +9,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.strategy import Method
 
 Name = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -41,11 +42,7 @@ class TrainOn(str, Enum):
     ALL = "all"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class DataSource(_Frozen):
+class DataSource(FiniteFrozen):
     """One file or folder of rows."""
 
     path: Name
@@ -56,7 +53,7 @@ class DataSource(_Frozen):
     """A part of the rows, as people write it: `10`, `1%`, `[:10%]`, `train[10:20]`."""
 
 
-class Training(_Frozen):
+class Training(FiniteFrozen):
     """The learning side of a job."""
 
     model_path: Name

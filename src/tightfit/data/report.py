@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.frozen import Frozen
 from tightfit.data.formats import Message
 from tightfit.data.packing import buckets, count_packed_rows, percentiles
 from tightfit.data.token_store import TokenStore
@@ -28,10 +29,8 @@ MAX_KEPT = 10_000
 """Places that are kept of each kind; the rest is counted."""
 
 
-class DataIssue(BaseModel):
+class DataIssue(Frozen):
     """One kind of fault and the rows that have it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
     """`unreadable`, `empty-answer`, `duplicate`, `truncated`, ...: stable, for programs."""
@@ -139,11 +138,7 @@ def check_text(messages: list[Message], place: str, findings: DataIssues) -> lis
     return messages
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SourceReport(_Frozen):
+class SourceReport(Frozen):
     """One source as the recipe names it."""
 
     name: str
@@ -159,7 +154,7 @@ class SourceReport(_Frozen):
     num_trained_tokens: NonNegativeInt
 
 
-class SplitReport(_Frozen):
+class SplitReport(Frozen):
     """Rows that are trained on, or rows that are evaluated on."""
 
     num_rows: PositiveInt
@@ -176,7 +171,7 @@ class SplitReport(_Frozen):
     num_rows_with_stop: NonNegativeInt
 
 
-class DataReport(_Frozen):
+class DataReport(Frozen):
     """Everything that is worth knowing before training; `report.json` beside the stores."""
 
     key: str

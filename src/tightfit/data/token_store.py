@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.frozen import Frozen
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,10 +40,8 @@ class EncodedRow(NamedTuple):
     """`train.jsonl line 12`: for messages about this row."""
 
 
-class StoreFile(BaseModel):
+class StoreFile(Frozen):
     """A data file that rows came from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str
     unit: str
@@ -51,10 +50,8 @@ class StoreFile(BaseModel):
     """Which of the description's sources it belongs to."""
 
 
-class StoreDescription(BaseModel):
+class StoreDescription(Frozen):
     """What the store holds and how it was made; its `description.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: int = SCHEMA_VERSION
     key: str

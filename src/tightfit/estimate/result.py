@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from tightfit.core.frozen import FiniteFrozen, Frozen
 
 # Peak: what stands in memory at its fullest, tensor by tensor.
 
 
-class _FrozenFinite(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class PeakTensor(_FrozenFinite):
+class PeakTensor(FiniteFrozen):
     """Like tensors that stand at the peak."""
 
     num_bytes: NonNegativeInt
@@ -28,7 +26,7 @@ class PeakTensor(_FrozenFinite):
     dtype: str
 
 
-class Peak(_FrozenFinite):
+class Peak(FiniteFrozen):
     """The instant at which most memory is allocated, and what stands there."""
 
     stage: str
@@ -38,10 +36,6 @@ class Peak(_FrozenFinite):
     """Category to bytes, summing to the peak."""
     tensors: tuple[PeakTensor, ...]
     """The largest groups, largest first."""
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Verdict(str, Enum):
@@ -55,7 +49,7 @@ class Verdict(str, Enum):
     """The combination cannot work on any amount of memory."""
 
 
-class ParameterCounts(_Frozen):
+class ParameterCounts(Frozen):
     """How many values there are, and how many of them are trained."""
 
     total: NonNegativeInt
@@ -65,7 +59,7 @@ class ParameterCounts(_Frozen):
     """Base parameters that one token passes through."""
 
 
-class Phase(_Frozen):
+class Phase(Frozen):
     """One stage of the job and its peak on the fullest GPU."""
 
     name: str
@@ -79,7 +73,7 @@ class Phase(_Frozen):
     """Host memory of all ranks of one node in this phase."""
 
 
-class GpuMemory(_Frozen):
+class GpuMemory(Frozen):
     """The fullest GPU at the worst moment of the training step; of loading, for method `load` and
     where fp8 makes that the worst."""
 
@@ -94,7 +88,7 @@ class GpuMemory(_Frozen):
     """Name to bytes, summing to `peak_reserved_bytes`."""
 
 
-class HostMemory(_Frozen):
+class HostMemory(Frozen):
     """Host RAM of one node, all ranks together."""
 
     peak_bytes: NonNegativeInt
@@ -102,14 +96,14 @@ class HostMemory(_Frozen):
     components: dict[str, int]
 
 
-class DiskSpace(_Frozen):
+class DiskSpace(Frozen):
     """Space for the base model, checkpoints and the final artefact."""
 
     bytes: NonNegativeInt
     components: dict[str, int]
 
 
-class StepTime(_Frozen):
+class StepTime(Frozen):
     """One optimizer step of all ranks together."""
 
     seconds_per_step: NonNegativeFloat
@@ -139,7 +133,7 @@ class EstimateSummary:
     time: StepTime
 
 
-class Estimate(_Frozen):
+class Estimate(Frozen):
     """Everything predicted for one strategy on one kind of node."""
 
     verdict: Verdict

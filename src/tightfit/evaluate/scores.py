@@ -6,10 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.errors import SetupError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,10 +24,8 @@ _SEED = 20_240_501
 _TAILS = (2.5, 97.5)
 
 
-class Interval(BaseModel):
+class Interval(Frozen):
     """A value and where 95% of the resampled values lie."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     value: float
     low: float
@@ -62,11 +61,7 @@ BASE, TUNED, MODEL = "base", "tuned", "model"
 """Names of the columns: before and after, or a model alone."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class MetricScore(_Frozen):
+class MetricScore(Frozen):
     """One number for each model, and what tuning changed."""
 
     name: str
@@ -81,7 +76,7 @@ class MetricScore(_Frozen):
     """Tuned minus base, resampled in pairs."""
 
 
-class Scores(_Frozen):
+class Scores(Frozen):
     """What `tightfit eval` found."""
 
     schema_version: int = SCHEMA_VERSION
@@ -107,7 +102,7 @@ class Scores(_Frozen):
         return next((item for item in self.metrics if item.name == name), None)
 
 
-class ModelAnswer(_Frozen):
+class ModelAnswer(Frozen):
     """What one model said to one question."""
 
     text: str
@@ -117,7 +112,7 @@ class ModelAnswer(_Frozen):
     problem: str | None = None
 
 
-class AnswerRow(_Frozen):
+class AnswerRow(Frozen):
     """One line of the answers file."""
 
     place: str

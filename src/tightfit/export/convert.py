@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
+from tightfit.core.frozen import Frozen
 from tightfit.core.units import render_bytes
 from tightfit.export.gguf_writer import GgufPlan, StageCallback, plan_gguf, write_gguf
 from tightfit.export.meta_checkpoint import MetaPlan, plan_meta, write_meta
@@ -197,19 +198,15 @@ def convert_gguf_to_hf(
     return target
 
 
-class ConvertForecast(BaseModel):
+class ConvertForecast(Frozen):
     """What a conversion will take."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     disk_bytes: PositiveInt
     host_bytes: PositiveInt
 
 
-class ConvertResult(BaseModel):
+class ConvertResult(Frozen):
     """What came of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     source_kind: SourceKind

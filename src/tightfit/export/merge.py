@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.core.units import render_bytes
 from tightfit.export.adapter_changes import (
     ADAPTER,
@@ -73,10 +74,8 @@ class MergeRequest:
     report: StageCallback | None = None
 
 
-class MergeForecast(BaseModel):
+class MergeForecast(Frozen):
     """What a merge will take."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host_bytes: PositiveInt
     """Most memory of this process."""
@@ -85,10 +84,8 @@ class MergeForecast(BaseModel):
     """False: the whole model is in memory, as its files hold matrices that must be put together."""
 
 
-class MergeResult(BaseModel):
+class MergeResult(Frozen):
     """What a merge made."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str
     adapter: str

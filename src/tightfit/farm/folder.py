@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import sync, write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import Sampling
@@ -34,10 +35,8 @@ CHUNKS_PER_BUCKET = 64
 """One folder each: what a look for work has to list."""
 
 
-class ChunkLayout(BaseModel):
+class ChunkLayout(Frozen):
     """Prompts 0..n-1 in chunks of equal size, chunks in buckets of equal size."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_prompts: PositiveInt
     prompts_per_chunk: PositiveInt
@@ -166,11 +165,7 @@ LEASE_SECONDS = 60.0
 FOLDERS = ("lease", "done", "taken", "full", "tmp", "workers", "suspect", "logs")
 
 
-class _OnDisk(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class EngineSettings(_OnDisk):
+class EngineSettings(Frozen):
     """What a worker loads, by names that mean the same on every node."""
 
     model: str
@@ -207,7 +202,7 @@ def describe_engine(request: EngineRequest) -> EngineSettings:
     )
 
 
-class SamplingSettings(_OnDisk):
+class SamplingSettings(Frozen):
     """`Sampling` on the disk."""
 
     max_new_tokens: PositiveInt
@@ -234,7 +229,7 @@ def describe_sampling(sampling: Sampling) -> SamplingSettings:
     )
 
 
-class FarmFile(_OnDisk):
+class FarmFile(Frozen):
     """farm.json: everything that an answer depends on, and how the work is cut."""
 
     version: int = 1

@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
+from tightfit.core.frozen import Frozen
 from tightfit.farm.in_flight import WorkerIdentity
 from tightfit.farm.leases import FINISHED, LeaseReason, Leases
 from tightfit.farm.results import ChunkHeader
 from tightfit.farm.store import Store, is_farm_removed
 
 
-class WorkerStatus(BaseModel):
+class WorkerStatus(Frozen):
     """workers/<name>.json. Times ending in `_s` are of the file server's clock."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker: str
     node: str

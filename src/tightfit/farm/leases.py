@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt, ValidationError
 
+from tightfit.core.frozen import Frozen
 from tightfit.farm.folder import (
     ChunkLayout,
     done_folder,
@@ -60,10 +61,8 @@ class LeaveReason(str, Enum):
     BROKEN = "broken"
 
 
-class LeaseRecord(BaseModel):
+class LeaseRecord(Frozen):
     """What a lease file says."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker: str
     why: LeaseReason = LeaseReason.FRESH

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt, ValidationError
 
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.engines.protocol import Done
 from tightfit.farm.folder import (
     INDEX_FILE,
@@ -28,10 +29,8 @@ from tightfit.serve.generate.journal import is_unchanged, to_json_line, write_ou
 from tightfit.serve.generate.prompts import Prompt
 
 
-class FailureRecord(BaseModel):
+class FailureRecord(Frozen):
     """An answer that could not be given."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompt: int
     sample: int
@@ -42,10 +41,8 @@ class FailureRecord(BaseModel):
         return FailedAnswer(prompt, self.sample, UserError(self.problem, remedy=self.remedy))
 
 
-class ChunkHeader(BaseModel):
+class ChunkHeader(Frozen):
     """Who did a chunk, how, and what could not be answered."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     chunk: int
     worker: str
@@ -102,10 +99,8 @@ OUTPUT_FILE = "output.json"
 _INTERMEDIATE_FOLDERS = ("lease", "done", "taken", "full", "tmp", "suspect", "submitters")
 
 
-class OutputRecord(BaseModel):
+class OutputRecord(Frozen):
     """The output as it was written, to know it again."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bytes: NonNegativeInt
     digest: str

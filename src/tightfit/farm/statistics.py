@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from pydantic import BaseModel, ConfigDict
-
+from tightfit.core.frozen import Frozen
 from tightfit.farm.folder import FarmFile
 from tightfit.farm.heartbeat import WorkerStatus
 from tightfit.farm.leases import LeaseReason
 from tightfit.farm.results import ChunkHeader
 
 
-class _StatisticsModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class NodeStatistics(_StatisticsModel):
+class NodeStatistics(Frozen):
     """The workers of one node in one partition."""
 
     partition: str
@@ -44,7 +39,7 @@ class NodeStatistics(_StatisticsModel):
     """That fell silent or broke."""
 
 
-class FarmStatistics(_StatisticsModel):
+class FarmStatistics(Frozen):
     """All of it."""
 
     model: str

@@ -8,10 +8,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, TypeAdapter, ValidationError
+from pydantic import PositiveInt, TypeAdapter, ValidationError
 
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.core.suggest import did_you_mean
 from tightfit.hardware.inventory import ClusterNode, Inventory
 from tightfit.hardware.types import Gpu
@@ -185,10 +186,8 @@ EXTRA_STARTS = 8
 """Starts without a single answer, beside two for each worker, after which something is wrong."""
 
 
-class StartedWorkers(BaseModel):
+class StartedWorkers(Frozen):
     """One start: processes here, an array, a Job."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     place: str
     kind: WorkerBackend

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
+from tightfit.core.frozen import FiniteFrozen
 from tightfit.hardware.types import (
     FP8,
     FP8_EXACT,
@@ -29,11 +30,7 @@ LEAST_OWN_FRACTION = 0.25
 rate without bound."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class MatmulTime(_Frozen):
+class MatmulTime(FiniteFrozen):
     """An (m x k) by (k x n) product."""
 
     dtype: str
@@ -47,7 +44,7 @@ class MatmulTime(_Frozen):
         return 2.0 * self.m * self.n * self.k / self.seconds
 
 
-class AttentionTime(_Frozen):
+class AttentionTime(FiniteFrozen):
     """Attention over whole sequences."""
 
     kind: Literal["sdpa", "masked", "math", "eager", "varlen"] = "sdpa"
@@ -73,7 +70,7 @@ class AttentionTime(_Frozen):
         return self.batch * self.heads * self.length**2
 
 
-class TrafficTime(_Frozen):
+class TrafficTime(FiniteFrozen):
     """A kernel that is bound by memory."""
 
     kind: Literal["copy", "elementwise", "softmax", "sum", "loss", "indexed"]
@@ -91,7 +88,7 @@ TORCH: Literal["torch"] = "torch"
 KERNEL: Literal["kernel"] = "kernel"
 
 
-class OptimizerTime(_Frozen):
+class OptimizerTime(FiniteFrozen):
     """One step of AdamW, with weights, gradients and state in one dtype."""
 
     dtype: str
@@ -106,7 +103,7 @@ class OptimizerTime(_Frozen):
         return _short(self.seconds / self.num_params)
 
 
-class HostTimes(_Frozen):
+class HostTimes(FiniteFrozen):
     """What Python and torch take to start work."""
 
     op_seconds: PositiveFloat
@@ -127,14 +124,14 @@ class HostTimes(_Frozen):
     adapter_backward_seconds: float | None = None
 
 
-class HostLink(_Frozen):
+class HostLink(FiniteFrozen):
     """Copies between the device and pinned host memory."""
 
     to_device_bytes_per_second: PositiveFloat
     from_device_bytes_per_second: PositiveFloat
 
 
-class CollectiveTime(_Frozen):
+class CollectiveTime(FiniteFrozen):
     """One collective over all GPUs of the machine; `num_bytes` is the whole tensor."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -149,7 +146,7 @@ class CollectiveTime(_Frozen):
         return passes * self.num_bytes * (self.num_ranks - 1) / self.num_ranks / self.seconds
 
 
-class Calibration(_Frozen):
+class Calibration(FiniteFrozen):
     """One machine's measured rates, whole: one JSON file beside the ledger."""
 
     format: Literal[1] = 1

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from tightfit.core.errors import SetupError
 from tightfit.core.findings import Finding, Status
+from tightfit.core.frozen import Frozen
 from tightfit.core.units import GIB, MIB, render_bytes
 from tightfit.hardware.environment import SystemProbes, TorchBuild
 from tightfit.hardware.machine import Machine, find_obstacle, model_cache
@@ -540,10 +539,8 @@ def _cluster_finding(name: str, status: Status, detail: str, remedy: str | None 
 __all__ = ["Checkup", "Finding", "Status", "run_checkup"]
 
 
-class Checkup(BaseModel):
+class Checkup(Frozen):
     """All findings, in the order they are shown."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     findings: tuple[Finding, ...]
     worst: Status

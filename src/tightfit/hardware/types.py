@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
+    Field,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -15,6 +14,7 @@ from pydantic import (
 )
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.frozen import FiniteFrozen, Frozen
 
 # MeasuredRates: what `tightfit calibrate` found one device to sustain, as estimates read it.
 
@@ -30,17 +30,15 @@ FP8_KINDS = (FP8, FP8_EXACT)
 keeps fewer bits of its long sums, which is faster; the backward pass keeps all."""
 
 
-class MeasuredRates(BaseModel):
+class MeasuredRates(FiniteFrozen):
     """Rates of one device; what was not measured is None or empty and stays the catalogue's.
 
     Times are the device's own: the gap to the next kernel is not in them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
     date: str
     """UTC, the day alone."""
-    matmuls: dict[str, tuple[MatmulRow, ...]] = {}
+    matmuls: dict[str, tuple[MatmulRow, ...]] = Field(default_factory=dict)
     """By dtype; fp32 is true fp32. After a rest."""
     sustained_fraction: PositiveFloat | None = None
     """Of those rates, what is left when a card does nothing but products: its power limit."""
@@ -51,7 +49,7 @@ class MeasuredRates(BaseModel):
     document_attention: tuple[AttentionRow, ...] = ()
     """Likewise over documents laid end to end, by their length."""
     attention_value_bytes: PositiveInt = 2
-    score_seconds: dict[str, tuple[PositiveFloat, PositiveFloat]] = {}
+    score_seconds: dict[str, tuple[PositiveFloat, PositiveFloat]] = Field(default_factory=dict)
     """Seconds per query, key and head, forward and backward, where scores are written out:
     `eager` as transformers does, `math` as SDPA does without a fused kernel."""
     copies: tuple[BandwidthRow, ...] = ()
@@ -60,9 +58,9 @@ class MeasuredRates(BaseModel):
     """Values of broadcast and widened tensors."""
     loss_bytes_per_second: PositiveFloat | None = None
     """Cross entropy in fp32 over 16-bit logits, by the traffic that the estimate counts."""
-    adamw_seconds_per_param: dict[str, PositiveFloat] = {}
+    adamw_seconds_per_param: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Fused, by the dtype of weights and state."""
-    adamw_kernel_seconds_per_param: dict[str, PositiveFloat] = {}
+    adamw_kernel_seconds_per_param: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Likewise by our kernel, clipping included; empty where it does not run or errs."""
     nf4_weights_per_second: PositiveFloat | None = None
     kernel_gap_seconds: NonNegativeFloat | None = None
@@ -84,11 +82,7 @@ class MeasuredRates(BaseModel):
     link_latency_seconds: NonNegativeFloat | None = None
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Price(_Frozen):
+class Price(Frozen):
     """What one GPU costs per hour at one place, on demand."""
 
     cloud: str
@@ -102,7 +96,7 @@ class Price(_Frozen):
     source: str
 
 
-class Gpu(_Frozen):
+class Gpu(Frozen):
     """One GPU model. Rates are the vendor's dense peaks unless measured."""
 
     name: str
@@ -174,7 +168,7 @@ class Gpu(_Frozen):
         return self.peak_flops.get(dtype.value, self.peak_flops["fp32"])
 
 
-class Node(_Frozen):
+class Node(Frozen):
     """One machine with identical GPUs. A None was not stated and is assumed by the planner."""
 
     gpu: Gpu
@@ -198,7 +192,7 @@ class Node(_Frozen):
         return self.gpu.pcie_bytes_per_second
 
 
-class NodeGroup(_Frozen):
+class NodeGroup(Frozen):
     """Identical nodes under one name: a partition, a node pool, or a phrase like `2n x 4xA100`."""
 
     name: str
@@ -211,7 +205,7 @@ class NodeGroup(_Frozen):
     """GPUs no job holds, on nodes that take jobs, where a probe saw it."""
 
 
-class Cluster(_Frozen):
+class Cluster(Frozen):
     """Groups of nodes; jobs run inside one group."""
 
     groups: tuple[NodeGroup, ...]

@@ -8,18 +8,17 @@ from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.frozen import Frozen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class _Frozen(BaseModel):
+class _Part(Frozen):
     """Frozen, so sums over parts are computed once and kept; a changed copy starts without them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copied = super().model_copy(update=update, deep=deep)
@@ -38,7 +37,7 @@ class Role(str, Enum):
     ROUTER = "router"
 
 
-class Linear(_Frozen):
+class Linear(_Part):
     """One matrix of a layer, under the name that the real module has."""
 
     name: str
@@ -62,7 +61,7 @@ class Linear(_Frozen):
         return self.copies * self.out_features * (self.in_features + self.bias)
 
 
-class Block(_Frozen):
+class Block(_Part):
     """A run of identical layers."""
 
     kind: str
@@ -90,7 +89,7 @@ class Block(_Frozen):
         return self.num_layers * self.layer_params
 
 
-class ModelSpec(_Frozen):
+class ModelSpec(_Part):
     """Architecture of one model. Holds no weights and needs no network."""
 
     name: str

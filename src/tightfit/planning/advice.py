@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
 from tightfit.estimate.result import Peak, PeakTensor
 from tightfit.planning.request import describe_recomputing
@@ -25,10 +26,8 @@ _Change = tuple[str, _Fields, float]
 """Words, fields of the strategy, and bytes of the peak that they may be expected to take away."""
 
 
-class Advice(BaseModel):
+class Advice(Frozen):
     """One change, traced: what it saves and how to ask for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     words: str
     """`chunked loss`."""

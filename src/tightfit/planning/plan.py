@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from math import ceil
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
 from tightfit.core.data_profile import DataProfile
+from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Strategy
 from tightfit.core.training import Training
 from tightfit.estimate.result import Estimate
@@ -17,11 +18,7 @@ from tightfit.planning.request import describe_strategy
 SCHEMA_VERSION = 1
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class PlanHardware(_Frozen):
+class PlanHardware(Frozen):
     """The slice of the cluster that the plan runs on."""
 
     group: str
@@ -31,7 +28,7 @@ class PlanHardware(_Frozen):
     source: str
 
 
-class Cost(_Frozen):
+class Cost(Frozen):
     """Rent of the hardware for one run, at the catalogue's price."""
 
     usd_per_hour: NonNegativeFloat
@@ -40,7 +37,7 @@ class Cost(_Frozen):
     source: str
 
 
-class Plan(_Frozen):
+class Plan(Frozen):
     """How one job will run, and what it is predicted to need. Later verbs read this, not flags."""
 
     schema_version: int = SCHEMA_VERSION
@@ -75,7 +72,7 @@ class Plan(_Frozen):
         return ceil(per_epoch * self.num_epochs) if per_epoch else 0
 
 
-class Exclusion(_Frozen):
+class Exclusion(Frozen):
     """Strategies that were left out, and the one reason they share."""
 
     rule: str

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from enum import Enum
 from statistics import median
 
-from pydantic import BaseModel, ConfigDict
-
 from tightfit import __version__
+from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.strategy import Strategy
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import Speed, StepRecord, keep_finite, median_of
@@ -19,17 +18,13 @@ SPREAD_FRACTION = 0.1
 """The spread leaves out as much at either end: one step in ten is disturbed by others."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
 class TrialStatus(str, Enum):
     MEASURED = "measured"
     OUT_OF_MEMORY = "out-of-memory"
     FAILED = "failed"
 
 
-class Spread(_Frozen):
+class Spread(FiniteFrozen):
     """Of many steps: the middle one, and between which most of them lay."""
 
     median: float
@@ -37,7 +32,7 @@ class Spread(_Frozen):
     high: float
 
 
-class Measured(_Frozen):
+class Measured(FiniteFrozen):
     """The steps after the warm-up; peaks over all steps."""
 
     num_steps: int
@@ -48,7 +43,7 @@ class Measured(_Frozen):
     mfu_fraction: float | None
 
 
-class Trial(_Frozen):
+class Trial(FiniteFrozen):
     """One plan, and what came of it."""
 
     rank: int
@@ -72,7 +67,7 @@ class Trial(_Frozen):
     compared: tuple[Comparison, ...] = ()
 
 
-class Bench(_Frozen):
+class Bench(FiniteFrozen):
     """Trials of one job on one machine, fastest first; what `tightfit bench --json` prints."""
 
     schema_version: int = SCHEMA_VERSION

@@ -9,10 +9,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt, ValidationError
 
 from tightfit import __version__
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.hardware.environment import read_torch_build, read_version
 from tightfit.hardware.machine import read_machine
 from tightfit.hardware.nvml import DriverReading, read_driver
@@ -58,10 +59,8 @@ PACKAGES = (
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-class Environment(BaseModel):
+class Environment(Frozen):
     """What the run stood on. Read by metadata and NVML; torch is never imported for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tightfit: str
     python: str

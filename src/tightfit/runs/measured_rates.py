@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -22,6 +20,7 @@ from pydantic import (
 
 from tightfit.core.errors import SetupError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import FiniteFrozen
 from tightfit.hardware.calibration import FORMAT, Calibration
 from tightfit.hardware.environment import read_version
 from tightfit.hardware.types import Cluster, NodeGroup
@@ -162,10 +161,8 @@ MAX_ANSWERS_BYTES = 1024**2
 _UNSAFE_IN_NAME = re.compile(r"[^A-Za-z0-9.]+")
 
 
-class AnswerRate(BaseModel):
+class AnswerRate(FiniteFrozen):
     """One run, beside what was predicted for it: their ratio carries over to other prompts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     date: str
     """UTC, ISO 8601."""

@@ -12,10 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from tightfit.core.errors import SetupError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 
 
 def _null_is_nan(value: object) -> object:
@@ -27,11 +28,7 @@ MaybeNan = Annotated[float, BeforeValidator(_null_is_nan)]
 """JSON has no NaN: one that is not finite is written as null, and read back as NaN."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StepRecord(_Frozen):
+class StepRecord(Frozen):
     """One optimizer step over all ranks."""
 
     kind: Literal["step"] = "step"
@@ -62,7 +59,7 @@ class StepRecord(_Frozen):
     """Times the allocator had to free its cache and try again, since the start."""
 
 
-class EvalRecord(_Frozen):
+class EvalRecord(Frozen):
     """One pass over the held-back rows."""
 
     kind: Literal["eval"] = "eval"
@@ -74,7 +71,7 @@ class EvalRecord(_Frozen):
     seconds: float
 
 
-class EventRecord(_Frozen):
+class EventRecord(Frozen):
     """Something worth a line: a resume, a change of plan, a skipped step."""
 
     kind: Literal["event"] = "event"

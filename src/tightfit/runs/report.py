@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from tightfit import __version__
 from tightfit.core.errors import NotFoundError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import FiniteFrozen
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import name_method
 from tightfit.runs.environment import Environment, read_environment
@@ -163,10 +164,6 @@ def _changed_at(path: Path) -> str:
 SCHEMA_VERSION = 1
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
 class Unit(str, Enum):
     """Of a compared quantity; rendered by `words.py`."""
 
@@ -176,7 +173,7 @@ class Unit(str, Enum):
     FRACTION = "fraction"
 
 
-class Comparison(_Frozen):
+class Comparison(FiniteFrozen):
     """One quantity, predicted beside measured."""
 
     name: str
@@ -187,7 +184,7 @@ class Comparison(_Frozen):
     """Of what was measured; above 0: predicted too much. None: one side is not known."""
 
 
-class EvalPoint(_Frozen):
+class EvalPoint(FiniteFrozen):
     """One pass over the held-back rows. None: it was not finite."""
 
     step: int
@@ -195,12 +192,12 @@ class EvalPoint(_Frozen):
     perplexity: float | None
 
 
-class Event(_Frozen):
+class Event(FiniteFrozen):
     step: int
     text: str
 
 
-class RunReport(_Frozen):
+class RunReport(FiniteFrozen):
     """One run in numbers. A None was not measured, or was not finite."""
 
     schema_version: int = SCHEMA_VERSION

@@ -7,17 +7,14 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.planning.plan import Plan
 
 _Document = TypeVar("_Document", bound=BaseModel)
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RunStatus(str, Enum):
@@ -35,7 +32,7 @@ class RunStatus(str, Enum):
     """Never written: said of a running run whose process is gone; see `past_run.py`."""
 
 
-class RunState(_Frozen):
+class RunState(Frozen):
     """What the run last said of itself."""
 
     status: RunStatus
@@ -54,7 +51,7 @@ class RunState(_Frozen):
     """UTC, ISO 8601."""
 
 
-class TokenFolders(_Frozen):
+class TokenFolders(Frozen):
     """Where the encoded data of this run lies; encoded again if it is gone."""
 
     train: str

@@ -16,9 +16,10 @@ from contextlib import closing, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from tightfit import __version__
+from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.strategy import Strategy
 from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.plan import Plan
@@ -56,10 +57,8 @@ MIGRATIONS = (
 """Each takes the file one `user_version` further; an old one is never changed, only followed."""
 
 
-class Outcome(BaseModel):
+class Outcome(FiniteFrozen):
     """What became of one plan: a run that ended, or an out-of-memory on the way."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     date: str
     """UTC, ISO 8601."""

@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt
 
 from tightfit.core.errors import SetupError
 from tightfit.core.files import cache_folder, write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.runtime.model_files import CHAT_TEMPLATES_FOLDER, list_weight_files
 
 if TYPE_CHECKING:
@@ -41,10 +42,8 @@ def _check_name(name: str) -> str:
     return name
 
 
-class StagedFile(BaseModel):
+class StagedFile(Frozen):
     """One file, as it was at its source when the copy was made."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Annotated[str, AfterValidator(_check_name)]
     size_bytes: NonNegativeInt
@@ -53,10 +52,8 @@ class StagedFile(BaseModel):
     """Of each block, as hex; empty while the copy is not whole."""
 
 
-class Manifest(BaseModel):
+class Manifest(Frozen):
     """What a copy holds and what it is a copy of."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = 1
     source: str

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from tightfit.core.frozen import FiniteFrozen
 
 MATMUL = "matmul"
 ATTENTION = "attention"
@@ -28,11 +30,7 @@ FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "upda
 STAGES = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Operation(_Frozen):
+class Operation(FiniteFrozen):
     """One call of an operation, or the mean of `count` like calls."""
 
     name: str
@@ -63,7 +61,7 @@ class Operation(_Frozen):
     count: PositiveInt = 1
 
 
-class RepeatedOperations(_Frozen):
+class RepeatedOperations(FiniteFrozen):
     """Operations in a row, and how often the row is repeated."""
 
     layer: NonNegativeInt | None = None
@@ -73,7 +71,7 @@ class RepeatedOperations(_Frozen):
     count: PositiveInt = 1
 
 
-class OperationLog(_Frozen):
+class OperationLog(FiniteFrozen):
     """One steady step: forward, backward and update, in the order in which they were called."""
 
     operations: tuple[Operation, ...]

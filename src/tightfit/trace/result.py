@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 
+from tightfit.core.frozen import FiniteFrozen
 from tightfit.estimate.result import Peak
 
 
-class TracedTime(BaseModel):
+class TracedTime(FiniteFrozen):
     """One steady step of one rank, without what travels between ranks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     seconds_per_step: NonNegativeFloat
     stages: dict[str, float]
@@ -29,11 +28,7 @@ class TracedTime(BaseModel):
 # TracedMemory: what a trace says of a job. The shape on disk and under `--json`.
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class TracedStage(_Frozen):
+class TracedStage(FiniteFrozen):
     """One stage of the job and its peak on the traced GPU."""
 
     name: str
@@ -42,7 +37,7 @@ class TracedStage(_Frozen):
     peak_reserved_bytes: NonNegativeInt
 
 
-class Timeline(_Frozen):
+class Timeline(FiniteFrozen):
     """Allocated bytes by category over the job, thinned out so that peaks stay."""
 
     categories: tuple[str, ...]
@@ -52,7 +47,7 @@ class Timeline(_Frozen):
     """The column at which each stage begins."""
 
 
-class TracedMemory(_Frozen):
+class TracedMemory(FiniteFrozen):
     """Memory of one GPU, from a fake run of the very step. The CUDA context is in none of it."""
 
     peak_allocated_bytes: NonNegativeInt

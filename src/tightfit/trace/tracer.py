@@ -17,10 +17,11 @@ from pathlib import Path
 from threading import Timer
 from typing import IO, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from tightfit.core.errors import UserError
 from tightfit.core.files import cache_folder, write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.trace.operations import OperationLog
 from tightfit.trace.result import TracedMemory
 
@@ -28,10 +29,8 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "py
 """Whose versions decide what a step allocates."""
 
 
-class TraceResponse(BaseModel):
+class TraceResponse(Frozen):
     """What the tracer says of one job: a trace, or why there is none."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     traced: TracedMemory | None = None
     fewest_recomputed: int | None = None

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import sync, write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Sharding
 from tightfit.runs.run_folder import RunFolder
 from tightfit.train.distributed import DistContext
@@ -27,17 +28,15 @@ _STREAM_ERROR = "inline_container"
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
 
 
-class Progress(BaseModel):
+class Progress(Frozen):
     """How far the run had come; the last file written into a checkpoint."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: NonNegativeInt
     """Optimizer steps done."""
     num_steps: NonNegativeInt = 0
     world_size: PositiveInt
     sharding: Sharding
-    files: dict[str, int] = {}
+    files: dict[str, int] = Field(default_factory=dict)
     """Bytes of every other file: one that was cut short later is noticed."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from tightfit.cli.options import choices
 from tightfit.cli.options.choices import read_word
@@ -18,6 +18,7 @@ from tightfit.cli.terminal.output import shorten, write_err
 from tightfit.cli.training.command_line import read_settings, refuse_twice, show_value
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.core.frozen import Frozen
 from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
 from tightfit.core.training import DataSource
 from tightfit.models.resolve import resolve_model
@@ -188,13 +189,11 @@ _NOT_LEARNT = {"output", "on"}
 """Where a run happens and lies does not make it another one."""
 
 
-class TrainRequest(BaseModel):
+class TrainRequest(Frozen):
     """Everything that decides what a run learns; `recipe.json` in its folder."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     recipe: Recipe
-    settings: dict[str, str] = {}
+    settings: dict[str, str] = Field(default_factory=dict)
     """Of `--set`, as typed."""
     plan_number: int = 1
 

@@ -6,8 +6,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
 from tightfit.clusters.preflight.gather import (
     AGENT,
     AgentCommand,
@@ -22,6 +20,7 @@ from tightfit.clusters.preflight.observations import Observations
 from tightfit.clusters.site import Site
 from tightfit.core.errors import SetupError
 from tightfit.core.findings import Status
+from tightfit.core.frozen import Frozen
 from tightfit.hardware.checkup import Checkup
 
 SALLOC_OPTIONS = frozenset(
@@ -107,10 +106,8 @@ def allocation_command(wanted: Allocation, words: Sequence[str], site: Site) -> 
 # The verdict of a preflight, with the figures and the options that the job is to be given.
 
 
-class NodeReport(BaseModel):
+class NodeReport(Frozen):
     """One node, and how `tightfit train` is to be started there."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     address: str | None
@@ -122,10 +119,8 @@ class NodeReport(BaseModel):
     """Empty where the nodes cannot meet."""
 
 
-class LinkReport(BaseModel):
+class LinkReport(Frozen):
     """One direction between two nodes. None: not measured."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     target: str

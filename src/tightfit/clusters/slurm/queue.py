@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.hardware.commands import RunCommand, run_command
 from tightfit.runs.run_folder import RunFolder
 
@@ -388,10 +389,8 @@ JOB_FILE = "slurm.json"
 _LOCK_FILE = "submit.lock"
 
 
-class SubmittedJob(BaseModel):
+class SubmittedJob(Frozen):
     """By it the job is found again, from another terminal or another day."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     job_id: str
     partition: str

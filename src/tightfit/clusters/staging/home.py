@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.frozen import Frozen
 from tightfit.core.units import GIB, render_bytes
 from tightfit.runtime.staged import (
     MANIFEST_ENDING,
@@ -32,10 +32,8 @@ PROGRESS = ".progress"
 LOCK = ".lock"
 
 
-class StagedCopy(BaseModel):
+class StagedCopy(Frozen):
     """One staged model, or what an interrupted staging left of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str
     source: str

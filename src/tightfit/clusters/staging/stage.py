@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from tightfit.clusters.staging.agent import Answer
 from tightfit.clusters.staging.blocks import Layout, to_ranges
 from tightfit.clusters.staging.cost import (
@@ -23,13 +21,12 @@ from tightfit.clusters.staging.cost import (
 )
 from tightfit.clusters.staging.nodes import StagingGroup, StagingNode
 from tightfit.core.errors import CheckFailedError, NotFoundError, SetupError
+from tightfit.core.frozen import Frozen
 from tightfit.runtime.staged import Manifest, read_source
 
 
-class StagedNode(BaseModel):
+class StagedNode(Frozen):
     """One node at the end."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     node: str
     host: str
@@ -44,20 +41,16 @@ class StagedNode(BaseModel):
     """Of a node that was lost."""
 
 
-class MeasuredRates(BaseModel):
+class MeasuredRates(Frozen):
     """Bytes per second; None where it was not measured."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     one_reader: float | None = None
     all_readers: float | None = None
     link: float | None = None
 
 
-class StageResult(BaseModel):
+class StageResult(Frozen):
     """A staging from its decision to its end."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     num_files: int

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from math import ceil
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 
+from tightfit.core.frozen import Frozen
 from tightfit.core.units import MIB
 from tightfit.estimate.host_and_disk import FILE_SHARD_BYTES
 from tightfit.estimate.weights import largest_layer, largest_matrix
@@ -37,10 +38,8 @@ TUNED_PASSES = 3
 """Forward and backward of one layer per iteration, in forward passes."""
 
 
-class QuantizeForecast(BaseModel):
+class QuantizeForecast(Frozen):
     """What one target will take."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host_bytes: NonNegativeInt
     """Most memory of the process that does it."""
@@ -50,10 +49,8 @@ class QuantizeForecast(BaseModel):
     """Rough: it depends on the machine and on what else runs there."""
 
 
-class QuantizeEffort(BaseModel):
+class QuantizeEffort(Frozen):
     """What the forecast depends on beside the model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_tokens: int
     """Of calibration; 0: none is needed or it is measured already."""

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -20,6 +18,7 @@ from pydantic import (
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.files import write_atomic
+from tightfit.core.frozen import Frozen
 from tightfit.core.units import MIB
 from tightfit.export.formats import ExportFormat, FormatFamily
 from tightfit.export.quantize.forecast import QuantizeForecast
@@ -47,11 +46,7 @@ class QuantizeStatus(str, Enum):
         return self in (QuantizeStatus.MADE, QuantizeStatus.GOOD, QuantizeStatus.REPORTED)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class QuantizedModel(_Frozen):
+class QuantizedModel(Frozen):
     """One target."""
 
     target: ExportFormat
@@ -74,7 +69,7 @@ class QuantizedModel(_Frozen):
     check: Comparison | None = None
 
 
-class QuantizeSummary(_Frozen):
+class QuantizeSummary(Frozen):
     """The whole job."""
 
     schema_version: int = 1

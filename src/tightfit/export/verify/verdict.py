@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.errors import CheckFailedError
+from tightfit.core.frozen import Frozen
 
 
 class StepKind(str, Enum):
@@ -39,11 +40,7 @@ class Level(str, Enum):
     NOTE = "note"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Finding(_Frozen):
+class Finding(Frozen):
     """One thing that differs."""
 
     level: Level
@@ -52,7 +49,7 @@ class Finding(_Frozen):
     """What to do about it. None: nothing needs doing."""
 
 
-class AnswerComparison(_Frozen):
+class AnswerComparison(Frozen):
     """One prompt's greedy answers."""
 
     prompt: str
@@ -64,7 +61,7 @@ class AnswerComparison(_Frozen):
     other_stopped: bool
 
 
-class Comparison(_Frozen):
+class Comparison(Frozen):
     """One artefact held against the reference. None: could not be measured."""
 
     name: str
@@ -107,7 +104,7 @@ class Comparison(_Frozen):
         return not any(finding.level is Level.FAIL for finding in self.findings)
 
 
-class Verdict(_Frozen):
+class Verdict(Frozen):
     """The whole check."""
 
     schema_version: int = 1

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from tightfit.core.dtypes import Dtype
+from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Attention, Optimizer, Strategy
 from tightfit.estimate import communication as comms
 from tightfit.estimate import rates as eff
@@ -21,10 +20,8 @@ Unit = Literal["FLOP/s", "B/s", "B", "s", "weights/s"]
 SHOWN_LENGTHS = (512, 2048, 8192)
 
 
-class ComparedRate(BaseModel):
+class ComparedRate(Frozen):
     """One line of the table."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     unit: Unit

@@ -13,10 +13,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from tightfit.core.errors import SetupError
 from tightfit.core.files import describe_kind, sync
+from tightfit.core.frozen import Frozen
 
 
 class VoteChoice(str, Enum):
@@ -28,10 +29,8 @@ class VoteChoice(str, Enum):
     BOTH_BAD = "both_bad"
 
 
-class VoteSettings(BaseModel):
+class VoteSettings(Frozen):
     """How both answers were drawn."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     temperature: float
     top_p: float
@@ -39,10 +38,8 @@ class VoteSettings(BaseModel):
     seed: int
 
 
-class Vote(BaseModel):
+class Vote(Frozen):
     """One line of the votes file: all that is needed to learn from it later."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     """Of the pair of answers: it can be voted on once."""

@@ -11,8 +11,7 @@ from enum import Enum
 from math import ceil
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
+from tightfit.core.frozen import Frozen
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.engines.protocol import EngineInfo
 from tightfit.estimate.inference import (
@@ -390,11 +389,7 @@ def _more_slots(signs: RunSigns) -> str:
     return "a larger --parallel" if slots is None else f"--parallel {slots}"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Percentiles(_Frozen):
+class Percentiles(Frozen):
     """Of seconds, one value per answer: the smallest that so many percent do not exceed."""
 
     p50: float
@@ -402,7 +397,7 @@ class Percentiles(_Frozen):
     p99: float
 
 
-class Rates(_Frozen):
+class Rates(Frozen):
     """Tokens over the time of answering, loading left out."""
 
     prompt_per_second: float
@@ -413,7 +408,7 @@ class Rates(_Frozen):
     total_per_minute: float
 
 
-class DiskUse(_Frozen):
+class DiskUse(Frozen):
     """What the kernel says this process made disks read. None: it does not say."""
 
     load_bytes: int | None
@@ -423,7 +418,7 @@ class DiskUse(_Frozen):
     """Share of the weight files that loading found in the page cache."""
 
 
-class MemoryTraffic(_Frozen):
+class MemoryTraffic(Frozen):
     """Bytes through the device's memory, estimated: weights once a pass, and keys and values."""
 
     num_passes: float
@@ -439,7 +434,7 @@ class MemoryTraffic(_Frozen):
     peak_fraction: float | None
 
 
-class Arithmetic(_Frozen):
+class Arithmetic(Frozen):
     """FLOPs, counted from the model's shapes."""
 
     flops: float
@@ -451,7 +446,7 @@ class Arithmetic(_Frozen):
     """Of the measured ceiling, else of the one on paper."""
 
 
-class PeakMemory(_Frozen):
+class PeakMemory(Frozen):
     """The most that was held, beside what was predicted."""
 
     device_bytes: int | None
@@ -463,7 +458,7 @@ class PeakMemory(_Frozen):
     predicted_parts: dict[str, int] | None
 
 
-class GenerateStatistics(_Frozen):
+class GenerateStatistics(Frozen):
     """Everything that is said at the end of a run."""
 
     model: str

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict
 
 from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.frozen import Frozen
 from tightfit.engines.protocol import Engine
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
 from tightfit.serve.http.app import ApiSettings, make_api_app
@@ -300,10 +300,8 @@ class _DrainingServer(uvicorn.Server):
 # Ready: what a script needs to know of a server that answers.
 
 
-class ReadyModel(BaseModel):
+class ReadyModel(Frozen):
     """One loaded model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     aliases: tuple[str, ...]
@@ -315,10 +313,8 @@ class ReadyModel(BaseModel):
     num_slots: int
 
 
-class ServerReady(BaseModel):
+class ServerReady(Frozen):
     """The address and the models. A key is told only where it was made here, never to a file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str
     base_url: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
+from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Offload, Strategy
 
 STAGES = ("eval", "generate", "save", "resume")
@@ -15,11 +16,7 @@ MAX_TRACED_TOKENS = 8 * 2**20
 (`_MAX_BYTES` in shadows.py, at 8 bytes each)."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Document(_Frozen):
+class Document(Frozen):
     """One text of a batch."""
 
     num_tokens: PositiveInt
@@ -27,7 +24,7 @@ class Document(_Frozen):
     """Of them, from the first, that carry no loss."""
 
 
-class TraceJob(_Frozen):
+class TraceJob(Frozen):
     """One job on one kind of card."""
 
     config: dict[str, Any]
