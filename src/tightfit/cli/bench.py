@@ -18,7 +18,6 @@ from tightfit.cli.error_report import report_error
 from tightfit.cli.exit_codes import EXIT_BUG, EXIT_INTERRUPTED, EXIT_REQUEUE
 from tightfit.cli.options.training import BenchFlags
 from tightfit.cli.packages import require_packages
-from tightfit.cli.render.describe import count_of, describe_how, describe_levers
 from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.run_display import Progress, open_display
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
@@ -29,6 +28,8 @@ from tightfit.clusters.local.launcher import StopRequest, catch_signals
 from tightfit.clusters.local.trial import TrialResult, open_trial_folder, run_trial
 from tightfit.core.errors import DoesNotFitError, SetupError, UserError
 from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.text import count_of
+from tightfit.planning.describe import describe_how, describe_levers
 from tightfit.planning.plan import Plan
 from tightfit.runs.bench import (
     Bench,

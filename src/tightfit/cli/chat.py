@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from tightfit.cli.options.engines import engine_request, sampling
 from tightfit.cli.options.serving import ChatFlags
-from tightfit.cli.terminal.output import harmless, harmless_lines, show_json, write_err, write_out
+from tightfit.cli.terminal.output import show_json, write_err, write_out
 from tightfit.core.errors import UsageError, UserError
+from tightfit.core.text import sanitize, sanitize_lines
 
 if TYPE_CHECKING:
     from tightfit.engines.open import EngineRequest
@@ -40,8 +41,8 @@ def chat(flags: ChatFlags) -> None:
     try:
         info = engine.info
         write_err(
-            f"{harmless(info.model)}: {info.format} on {info.device}, {info.max_context:,} tokens "
-            f"of context; {harmless(info.why)}\n"
+            f"{sanitize(info.model)}: {info.format} on {info.device}, {info.max_context:,} tokens "
+            f"of context; {sanitize(info.why)}\n"
         )
         talk = Conversation(engine=engine, sampling=sampling(flags), system=flags.system)
         if flags.once is not None:
@@ -115,7 +116,7 @@ def _talk_through_pipe(talk: Conversation) -> None:
         elif command.name == "regenerate":
             reply = talk.ask_again(write_out)
         else:
-            write_err(f"{harmless_lines(run_command(command, talk))}\n")
+            write_err(f"{sanitize_lines(run_command(command, talk))}\n")
             continue
         _end_line(reply.text)
         _report_dropped(reply)
@@ -156,10 +157,10 @@ def _talk_in_terminal(talk: Conversation) -> None:
                 elif command.name == "regenerate":
                     reply = talk.ask_again(write_out)
                 else:
-                    write_out(f"{harmless_lines(run_command(command, talk))}\n")
+                    write_out(f"{sanitize_lines(run_command(command, talk))}\n")
                     continue
             except UserError as fault:
-                write_err(f"{harmless(fault.problem)}\n  try: {harmless(fault.remedy)}\n")
+                write_err(f"{sanitize(fault.problem)}\n  try: {sanitize(fault.remedy)}\n")
                 continue
             _end_line(reply.text)
             _report_dropped(reply)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 from tightfit.cli.charts.memory import NAMED_COLOURS
 from tightfit.cli.options.engines import engine_request, sampling
 from tightfit.cli.options.serving import CompareFlags
-from tightfit.cli.terminal.output import harmless, shorten, write_err, write_out
+from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.cli.training.hardware import DEFAULT_CARD
 from tightfit.core.errors import UsageError
+from tightfit.core.text import sanitize, shorten
 from tightfit.serve.compare.server import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -50,7 +51,7 @@ def compare(flags: CompareFlags) -> None:
     with bound_socket(host, DEFAULT_PORT if flags.port is None else flags.port) as held:
         models = _make_models(flags, named)
         try:
-            models.load(lambda name: write_err(f"loading {harmless(name)}\n"))
+            models.load(lambda name: write_err(f"loading {sanitize(name)}\n"))
             app = make_compare_app(_make_page(flags, models, named, votes=votes, password=password))
             address = address_of(held, host)
             ready = partial(_announce_page, address, votes, models, as_json=flags.as_json)
@@ -180,5 +181,5 @@ def _announce_page(address: str, votes: Path, models: ComparedModels, *, as_json
         return
     infos = [info for place in (0, 1) if (info := models.info(place)) is not None]
     for name, info in zip(models.names, infos, strict=False):
-        write_out(f"{harmless(name)}: {harmless(info.why)}\n")
-    write_out(f"votes go to {harmless(str(votes))}\nopen {address}    (Ctrl+C ends it)\n")
+        write_out(f"{sanitize(name)}: {sanitize(info.why)}\n")
+    write_out(f"votes go to {sanitize(str(votes))}\nopen {address}    (Ctrl+C ends it)\n")

@@ -11,8 +11,9 @@ from rich.console import RenderableType
 from tightfit.cli.options import choices
 from tightfit.cli.options.export import CONVERT_DTYPES, CONVERT_FORMATS, ConvertFlags
 from tightfit.cli.packages import require_packages
-from tightfit.cli.terminal.output import announce, harmless, progress_bar, show_json, write_err
+from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.core.text import sanitize
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.export.convert import ConvertResult
 
@@ -85,7 +86,7 @@ def _announce_forecast(source: ConvertSource, target: Path, forecast: ConvertFor
     from tightfit.export.convert import KIND_NAMES
 
     write_err(
-        f"{harmless(source.name)} is {KIND_NAMES[source.kind]}; "
-        f"{harmless(target.name)} will take {render_bytes(forecast.disk_bytes)} of disk, and "
+        f"{sanitize(source.name)} is {KIND_NAMES[source.kind]}; "
+        f"{sanitize(target.name)} will take {render_bytes(forecast.disk_bytes)} of disk, and "
         f"making it {render_bytes(forecast.host_bytes)} of memory\n"
     )

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tightfit.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_BUG, EXIT_INTERRUPTED
-from tightfit.cli.terminal.output import harmless, shorten, show_json, silence_stdout, write_err
+from tightfit.cli.terminal.output import show_json, silence_stdout, write_err
 from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.suggest import did_you_mean
+from tightfit.core.text import sanitize, shorten
 
 __all__ = ["EXIT_BROKEN_PIPE", "EXIT_BUG", "EXIT_INTERRUPTED"]
 DEBUG_VARIABLE = "TIGHTFIT_DEBUG"
@@ -46,9 +47,9 @@ def report_bug(fault: BaseException, *, argv: Sequence[str], as_json: bool) -> i
         import traceback
 
         write_err("".join(traceback.format_exception(fault)))
-    said = harmless(" ".join(str(fault).split())[:300])
+    said = sanitize(" ".join(str(fault).split())[:300])
     problem = f"This is a bug in tightfit: {type(fault).__name__}: {said}"
-    line = harmless(shlex.join(argv))
+    line = sanitize(shlex.join(argv))
     remedy = f"{DEBUG_VARIABLE}=1 tightfit {line}    (shows the traceback; please report it)"
     write_err(f"error: {problem}\n  try: {remedy}\n")
     if as_json:
@@ -86,7 +87,7 @@ def _sentence(message: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    return harmless(" ".join(text.split("\n")))
+    return sanitize(" ".join(text.split("\n")))
 
 
 def _problem_lines(problem: str) -> str:
@@ -94,7 +95,7 @@ def _problem_lines(problem: str) -> str:
     if not _LIST_OF_ERRORS.match(problem):
         return _one_line(" ".join(line.strip() for line in problem.split("\n")))
     first, *faults = problem.split("\n")
-    return "\n".join([harmless(first), *(f"    {harmless(line.strip())}" for line in faults)])
+    return "\n".join([sanitize(first), *(f"    {sanitize(line.strip())}" for line in faults)])
 
 
 def _was_interrupted(fault: BaseException | None) -> bool:

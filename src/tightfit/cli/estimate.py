@@ -11,12 +11,12 @@ from tightfit.cli.charts.memory import check_chart_path
 from tightfit.cli.network import note_network, state_network
 from tightfit.cli.options.choices import read_count
 from tightfit.cli.options.training import EstimateFlags
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import harmless, show_json
+from tightfit.cli.terminal.output import show_json
 from tightfit.cli.training.hardware import choose_cluster_or_card
 from tightfit.cli.training.strategy_defaults import choose_strategy
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.strategy import Method, Strategy
+from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_count
 from tightfit.estimate.result import Estimate, Verdict
 from tightfit.estimate.zero_table import estimate_zero_table, largest_layer_params
@@ -157,8 +157,8 @@ def _estimate_model(flags: EstimateFlags, name: str) -> None:
     cluster = state_network(cluster, flags.network)
     group = cluster.groups[0]
     if len(cluster.groups) > 1:
-        others = ", ".join(harmless(other.name) for other in cluster.groups[1:])
-        notes = (*notes, f"Estimated on {harmless(group.name)}; not on {others}.")
+        others = ", ".join(sanitize(other.name) for other in cluster.groups[1:])
+        notes = (*notes, f"Estimated on {sanitize(group.name)}; not on {others}.")
     strategy = choose_strategy(flags, spec=spec, group=group)
     if strategy.method is Method.LORA:
         check_lora_targets(spec, strategy.lora_targets)

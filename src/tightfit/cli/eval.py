@@ -10,14 +10,7 @@ from rich.text import Text
 
 from tightfit.cli.options.export import METRICS, EvalFlags
 from tightfit.cli.packages import require_packages
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import (
-    announce,
-    progress_bar,
-    shorten,
-    show_json,
-    supports_unicode,
-)
+from tightfit.cli.terminal.output import announce, progress_bar, show_json, supports_unicode
 from tightfit.cli.terminal.screen import (
     Cell,
     Column,
@@ -29,6 +22,7 @@ from tightfit.cli.terminal.screen import (
 )
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.suggest import did_you_mean
+from tightfit.core.text import count_of, shorten
 from tightfit.evaluate.scores import Interval, MetricScore, Scores
 
 # Scores as text: before, after and the difference, with what they rest on.

@@ -18,10 +18,10 @@ from rich.text import Text
 from tightfit.cli.exit_codes import EXIT_INTERRUPTED
 from tightfit.cli.options.engines import engine_request
 from tightfit.cli.options.serving import RAY, FarmFlags, GenerateFlags, read_engine
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import announce, harmless, show_json, write_err
+from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
 from tightfit.core.errors import UsageError, UserError
+from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_seconds, render_usd
 from tightfit.farm.estimate import Bounds, EstimateBasis, FarmEstimate
 from tightfit.farm.progress import FarmProgress
@@ -313,8 +313,8 @@ def _render_progress(progress: FarmProgress, estimate: FarmEstimate) -> Renderab
         table.add_column(title, justify="left" if title in ("partition", "node") else "right")
     for node in progress.nodes:
         table.add_row(
-            harmless(node.partition),
-            harmless(node.node),
+            sanitize(node.partition),
+            sanitize(node.node),
             f"{node.num_workers:,}",
             f"{node.num_answers:,}",
             f"{node.num_leases:,}",
@@ -372,7 +372,7 @@ def as_generate(flags: FarmFlags) -> GenerateFlags:
         raise UsageError("No model was named.", remedy="tightfit farm MODEL --prompts prompts.txt")
     if flags.prompts is None:
         raise UsageError(
-            "No prompts were named.", remedy=f"tightfit farm {harmless(model)} --prompts FILE"
+            "No prompts were named.", remedy=f"tightfit farm {sanitize(model)} --prompts FILE"
         )
     names = {field.name for field in dataclasses.fields(GenerateFlags)}
     given = {
@@ -472,7 +472,7 @@ def _order(
 
 def _report_finished(flags: FarmFlags, folder: Path, out: Path) -> None:
     """What is there already, with the statistics that were kept of it."""
-    write_err(f"{harmless(str(out))} is finished already; --fresh makes the answers again\n")
+    write_err(f"{sanitize(str(out))} is finished already; --fresh makes the answers again\n")
     told: dict[str, Any] = {"finished": True, "out": str(out)}
     if flags.stats is not None:
         from tightfit.farm.submit import read_statistics
@@ -574,7 +574,7 @@ def _watch(submitter: Submitter, flags: FarmFlags, estimate: FarmEstimate) -> Fa
     with _stdout_kept():
         try:
             with watching(estimate) as watch:
-                return submitter.run(watch, lambda text: write_err(f"{harmless(text)}\n"))
+                return submitter.run(watch, lambda text: write_err(f"{sanitize(text)}\n"))
         except KeyboardInterrupt:
             if _wants_end(flags):
                 submitter.stop()
@@ -635,7 +635,7 @@ def _report(flags: FarmFlags, end: FarmOutcome, out: Path, estimate: FarmEstimat
     if fault is not None and not flags.as_json:
         raise fault
     if fault is not None:
-        write_err(f"error: {harmless(fault.problem)}\n  try: {harmless(fault.remedy)}\n")
+        write_err(f"error: {sanitize(fault.problem)}\n  try: {sanitize(fault.remedy)}\n")
         raise typer.Exit(fault.exit_code)
 
 

@@ -19,17 +19,10 @@ from rich.text import Text
 from tightfit.cli.exit_codes import EXIT_REQUEUE
 from tightfit.cli.options.engines import engine_request, sampling
 from tightfit.cli.options.serving import GenerateFlags
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import (
-    announce,
-    harmless,
-    harmless_lines,
-    shorten,
-    show_json,
-    write_err,
-)
+from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError, UserError
+from tightfit.core.text import count_of, sanitize, sanitize_lines, shorten
 from tightfit.core.units import GB, TERA, render_bytes, render_seconds
 from tightfit.serve.generate.statistics import GenerateStatistics, Percentiles
 
@@ -96,7 +89,7 @@ def _render_dry_run(told: Mapping[str, Any]) -> Iterator[RenderableType]:
         cut = text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + " ..."
         yield ""
         yield plain(f"prompt {number}, as the model sees it:")
-        yield Text(harmless_lines(cut))
+        yield Text(sanitize_lines(cut))
     expected = told["prediction"]
     yield ""
     if expected is None:
@@ -281,7 +274,7 @@ def generate(flags: GenerateFlags) -> None:
     if fault is not None and not flags.as_json:
         raise fault
     if fault is not None:  # stdout has its one document already, the fault in it
-        write_err(f"error: {harmless(fault.problem)}\n  try: {harmless(fault.remedy)}\n")
+        write_err(f"error: {sanitize(fault.problem)}\n  try: {sanitize(fault.remedy)}\n")
         raise typer.Exit(fault.exit_code)
 
 
@@ -516,7 +509,7 @@ def _error_of(failed: int, out: Path, job: GenerateJob) -> UserError:
 
 
 def _report_finished(out: Path, flags: GenerateFlags) -> None:
-    write_err(f"{harmless(str(out))} is finished already; --fresh makes the answers again\n")
+    write_err(f"{sanitize(str(out))} is finished already; --fresh makes the answers again\n")
     if flags.as_json:
         show_json({"finished": True, "out": str(out)})
 
@@ -526,7 +519,7 @@ def _announce_engine(flags: GenerateFlags) -> Callable[[Any], None]:
         if not flags.as_json:
             slots = f"{info.num_slots} at a time"
             where = f"{info.format} on {info.device}, {slots}"
-            write_err(f"{harmless(info.model)}: {where}; {harmless(info.why)}\n")
+            write_err(f"{sanitize(info.model)}: {where}; {sanitize(info.why)}\n")
 
     return tell
 

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import RenderableType
 
 from tightfit.cli.options.catalogue import HardwareFlags
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import harmless, show_json
+from tightfit.cli.terminal.output import show_json
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import GB, GIB, TERA, render_bytes, render_seconds, render_usd
 from tightfit.hardware.catalogue import GpuRecord, describe_gpu, list_gpus, match_gpu, search_gpus
 from tightfit.hardware.inventory import (
@@ -159,9 +159,9 @@ def _group_row(group: NodeGroup) -> tuple[str, ...]:
     node = group.node
     free = f" ({group.num_free_nodes:,} free)" if group.num_free_nodes is not None else ""
     return (
-        harmless(group.name),
+        sanitize(group.name),
         f"{group.num_nodes:,}{free}",
-        f"{node.num_gpus} x {harmless(node.gpu.name)}",
+        f"{node.num_gpus} x {sanitize(node.gpu.name)}",
         render_bytes(node.free_gpu_memory_bytes or node.gpu.memory_bytes),
         render_bytes(node.host_memory_bytes) if node.host_memory_bytes else "not stated",
         f"{node.link_bytes_per_second / GB:.0f} GB/s" if node.num_gpus > 1 else "-",
@@ -237,8 +237,8 @@ def _row(row: InventoryRow) -> tuple[str, ...]:
         _span([node.memory_bytes for node in row.nodes]),
     ]
     return (
-        harmless(row.pool.name or "-"),
-        harmless(", ".join(filter(None, has))),
+        sanitize(row.pool.name or "-"),
+        sanitize(", ".join(filter(None, has))),
         _part(row.num_free_nodes, len(row.nodes)),
         _part(row.num_free_gpus, row.num_gpus),
         states if row.pool.is_open else f"closed ({states})",
@@ -267,13 +267,13 @@ def _node_row(node: ClusterNode) -> tuple[str, ...]:
         memory = f"{free / GIB:.1f}/{node.memory_bytes / GIB:.1f} GiB"
     cores = "not told" if node.num_cores is None else _part(free_cores(node), node.num_cores)
     return (
-        harmless(node.name),
-        harmless(", ".join(filter(None, node.pools)) or "-"),
-        harmless(node.kind),
+        sanitize(node.name),
+        sanitize(", ".join(filter(None, node.pools)) or "-"),
+        sanitize(node.kind),
         _part(node.num_free_gpus, node.num_gpus),
         cores,
         memory,
-        harmless(f"{node.state.value}{why}"),
+        sanitize(f"{node.state.value}{why}"),
     )
 
 

@@ -9,8 +9,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 
 from tightfit.cli.options.catalogue import ModelsFlags
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import harmless, show_json
+from tightfit.cli.terminal.output import show_json
 from tightfit.cli.terminal.screen import (
     Column,
     as_text,
@@ -23,6 +22,7 @@ from tightfit.cli.terminal.screen import (
     show,
 )
 from tightfit.core.errors import NotFoundError
+from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_bytes, render_count
 from tightfit.models.catalogue import CatalogueRow, load_row
 from tightfit.models.resolve import list_models, resolve_model, search_models
@@ -47,7 +47,7 @@ def _render_list(specs: Sequence[ModelSpec]) -> Iterator[RenderableType]:
         Column(title="per token", right=True),
         Column(title="context", right=True),
     )
-    rows = [[as_text(harmless(cell)) for cell in _row(spec)] for spec in specs]
+    rows = [[as_text(sanitize(cell)) for cell in _row(spec)] for spec in specs]
     if fits(columns, rows, width=make_console().width):
         yield make_table(columns, rows)
     else:

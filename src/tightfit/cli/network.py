@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tightfit.cli.terminal.output import shorten
 from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.core.text import shorten
 from tightfit.core.units import parse_link_speed
 from tightfit.estimate.communication import UNSTATED_NETWORK
 from tightfit.hardware.types import Cluster

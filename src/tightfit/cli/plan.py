@@ -14,7 +14,6 @@ from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
 from tightfit.cli.options.training import PlanFlags
 from tightfit.cli.packages import TRACING, has_packages
-from tightfit.cli.render.describe import describe_how, describe_levers, shorten_gpu
 from tightfit.cli.terminal.output import announce, show_json
 from tightfit.cli.training.command_line import repeat_plan
 from tightfit.cli.training.hardware import choose_cluster
@@ -30,6 +29,7 @@ from tightfit.core.files import check_writable, write_atomic
 from tightfit.core.units import render_usd
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer, buying_guide
+from tightfit.planning.describe import describe_how, describe_levers, shorten_gpu
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
 

@@ -12,8 +12,7 @@ import typer
 
 from tightfit.cli.options.clusters import MAX_NODES, PreflightFlags
 from tightfit.cli.render.checkup import show_checkup
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import harmless, shorten, show_json, write_err, write_out
+from tightfit.cli.terminal.output import show_json, write_err, write_out
 from tightfit.cli.terminal.screen import heading, show
 from tightfit.clusters.nodes import NODES_VARIABLE, expand_nodes, node_prefix
 from tightfit.clusters.preflight.gather import PreflightRequest
@@ -28,6 +27,7 @@ from tightfit.clusters.rendezvous import DEFAULT_PORT
 from tightfit.clusters.site import Site, read_site
 from tightfit.clusters.slurm.resources import filter_nodes
 from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.text import count_of, sanitize, shorten
 from tightfit.core.units import render_seconds
 from tightfit.hardware.slurm import probe_slurm_inventory
 
@@ -45,7 +45,7 @@ def show_preflight(report: PreflightReport) -> None:
     for node in report.nodes:
         command = f"tightfit train RECIPE.YAML {shlex.join(node.options)}"
         # To be copied: a line that is broken would not run.
-        write_out(f"  on {harmless(node.name)}:  {harmless(command)}\n")
+        write_out(f"  on {sanitize(node.name)}:  {sanitize(command)}\n")
 
 
 DEFAULT_NUM_NODES = 2
@@ -83,7 +83,7 @@ def preflight(flags: PreflightFlags) -> None:
 
 
 def _show_result(what: str) -> None:
-    write_err(f"preflight: {harmless(what)}\n")
+    write_err(f"preflight: {sanitize(what)}\n")
 
 
 def _read_nodes(flags: PreflightFlags, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -22,8 +22,7 @@ from tightfit.cli.charts.memory import check_chart_path
 from tightfit.cli.error_report import report_error
 from tightfit.cli.options.training import PrepareFlags
 from tightfit.cli.render.data import ViewedRow, render_findings, render_legend, render_row
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import harmless, show_json, supports_unicode
+from tightfit.cli.terminal.output import show_json, supports_unicode
 from tightfit.cli.terminal.screen import (
     Column,
     heading,
@@ -47,6 +46,7 @@ from tightfit.cli.training.prepare import (
     read_prepare_job,
 )
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
+from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_count
 from tightfit.data.encode import EncodedDataset
 from tightfit.data.packing import count_packed_rows, estimate_padding_waste
@@ -200,7 +200,7 @@ def _draw(flags: PrepareFlags, job: PrepareJob, encoded: EncodedDataset) -> None
     sides = {"to train on": count_lengths(encoded.train.lengths)}
     if encoded.eval is not None:
         sides["to evaluate on"] = count_lengths(encoded.eval.lengths)
-    names = [harmless(source.name.rsplit("/", 1)[-1]) for source in report.sources]
+    names = [sanitize(source.name.rsplit("/", 1)[-1]) for source in report.sources]
     cut = count_of(report.num_truncated, "row")
     chart = LengthChart(
         title=f"{', '.join(names)}: row lengths",

@@ -15,14 +15,7 @@ from rich.text import Text
 from tightfit.cli.options import choices
 from tightfit.cli.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS, QuantizeFlags
 from tightfit.cli.packages import require_packages
-from tightfit.cli.terminal.output import (
-    Report,
-    announce,
-    progress_bar,
-    shorten,
-    show_json,
-    write_err,
-)
+from tightfit.cli.terminal.output import Report, announce, progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import (
     Cell,
     Column,
@@ -33,6 +26,7 @@ from tightfit.cli.terminal.screen import (
     show,
 )
 from tightfit.core.errors import CheckFailedError, SetupError, UsageError, UserError
+from tightfit.core.text import shorten
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.export.quantize.summary import QuantizedModel, QuantizeStatus, QuantizeSummary
 from tightfit.export.verify.verdict import Level

@@ -11,11 +11,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tightfit.cli.options.catalogue import RunsFlags
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import announce, harmless, shorten, show_json
+from tightfit.cli.terminal.output import announce, show_json
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
 from tightfit.core.errors import UsageError
 from tightfit.core.files import write_atomic
+from tightfit.core.text import count_of, sanitize, shorten
 from tightfit.core.units import render_count
 from tightfit.runs.charts import COLOURS, RunView, load_run_views
 from tightfit.runs.find import (
@@ -89,14 +89,14 @@ def _render_list(found: Sequence[FoundRun]) -> Iterator[RenderableType]:
 
 
 def _list_row(run: FoundRun) -> tuple[str | Text, ...]:
-    path, report = harmless(str(run.folder.path)), run.report
+    path, report = sanitize(str(run.folder.path)), run.report
     if report is None:
         return (path, Text("unreadable", style="bold red"), "", "", "", "", "", "")
     after = report.eval_after or report.eval_before
     return (
         path,
         _status(report.status),
-        harmless(report.model.rpartition("/")[2]),
+        sanitize(report.model.rpartition("/")[2]),
         report.method,
         render_progress(report),
         _loss(report.last_loss),
@@ -107,7 +107,7 @@ def _list_row(run: FoundRun) -> tuple[str | Text, ...]:
 
 def _render_run(run: RunView) -> Iterator[RenderableType]:
     report = run.report
-    yield Text.assemble((harmless(run.curves.name), "bold"), "  ", _status(report.status))
+    yield Text.assemble((sanitize(run.curves.name), "bold"), "  ", _status(report.status))
     yield from _render_subject(report)
     yield ""
     columns = (
@@ -135,7 +135,7 @@ def _render_subject(report: RunReport) -> Iterator[RenderableType]:
     yield plain(report.strategy)
     yield plain(f"last change {render_time(report.updated_at)}")
     if report.problem:
-        yield Text(harmless(report.problem), style="red")
+        yield Text(sanitize(report.problem), style="red")
     if report.remedy:
         yield plain(f"  try: {report.remedy}")
 
@@ -160,7 +160,7 @@ def _render_compared(compared: Sequence[Comparison]) -> RenderableType:
 
 
 def _render_comparison(runs: Sequence[RunView]) -> Iterator[RenderableType]:
-    names = [harmless(run.curves.name) for run in runs]
+    names = [sanitize(run.curves.name) for run in runs]
     columns = (Column(title="setting"), *(Column(title=name, keep=False) for name in names))
     differing = list_differing([run.past.plan for run in runs])
     if differing:

@@ -14,8 +14,9 @@ from tightfit.cli.error_report import DEBUG_VARIABLE
 from tightfit.cli.options.engines import engine_request
 from tightfit.cli.options.serving import DEFAULT_HOST, DEFAULT_PORT, ServeFlags
 from tightfit.cli.packages import require_packages
-from tightfit.cli.terminal.output import harmless, write_err, write_out
+from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.errors import UsageError
+from tightfit.core.text import sanitize
 
 if TYPE_CHECKING:
     from tightfit.engines.protocol import Engine
@@ -46,8 +47,8 @@ def render_ready(ready: ServerReady) -> str:
 def _model_lines(model: ReadyModel) -> list[str]:
     also = f" (also {', '.join(model.aliases)})" if model.aliases else ""
     return [
-        harmless(f"{model.id}{also}: {model.format} on {model.engine}, {model.device}"),
-        harmless(f"  {model.why}"),
+        sanitize(f"{model.id}{also}: {model.format} on {model.engine}, {model.device}"),
+        sanitize(f"  {model.why}"),
         f"  {model.max_context:,} tokens of prompt and answer, {model.num_slots} answers at once",
     ]
 
@@ -55,7 +56,7 @@ def _model_lines(model: ReadyModel) -> list[str]:
 def _curl(ready: ServerReady) -> str:
     body = {"model": ready.models[0].id, "messages": [{"role": "user", "content": "Hello"}]}
     key = ' -H "Authorization: Bearer $TIGHTFIT_API_KEY"' if ready.needs_api_key else ""
-    told = shlex.quote(harmless(json.dumps(body, ensure_ascii=False)))
+    told = shlex.quote(sanitize(json.dumps(body, ensure_ascii=False)))
     return (
         f"curl {ready.base_url}/chat/completions -H 'Content-Type: application/json'{key} -d {told}"
     )
@@ -155,7 +156,7 @@ def _report_fault(fault: Exception) -> None:
         import traceback
 
         write_err("".join(traceback.format_exception(fault)))
-    said = harmless(" ".join(str(fault).split())[:300])
+    said = sanitize(" ".join(str(fault).split())[:300])
     write_err(f"error: a request failed, a bug in tightfit: {type(fault).__name__}: {said}\n")
 
 
@@ -173,7 +174,7 @@ def _loader(
                 # The same files under two names are loaded once.
                 key = (artefact.kind, artefact.path.resolve())
                 if key not in opened:
-                    write_err(f"loading {harmless(artefact.name)}\n")
+                    write_err(f"loading {sanitize(artefact.name)}\n")
                     opened[key] = open_engine(engine_request(flags, artefact))
                 loaded.append(LoadedModel(engine=opened[key], names=called))
         except BaseException:

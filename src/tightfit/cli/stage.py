@@ -13,10 +13,11 @@ from rich.console import RenderableType
 
 from tightfit.cli.options import choices
 from tightfit.cli.options.clusters import STAGE_METHODS, StageFlags
-from tightfit.cli.terminal.output import harmless, progress_bar, show_json, write_err
+from tightfit.cli.terminal.output import progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
 from tightfit.clusters.staging.stage import StageResult
 from tightfit.core.errors import SetupError, UsageError, UserError
+from tightfit.core.text import sanitize
 from tightfit.core.units import parse_bytes, render_bytes, render_seconds
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def _stage(flags: StageFlags, site: Site, place: Path) -> None:
     if fault is not None and not flags.as_json:
         raise fault
     if fault is not None:  # stdout has its one document already, the fault in it
-        write_err(f"error: {harmless(fault.problem)}\n  try: {harmless(fault.remedy)}\n")
+        write_err(f"error: {sanitize(fault.problem)}\n  try: {sanitize(fault.remedy)}\n")
         raise typer.Exit(fault.exit_code)
 
 
@@ -230,8 +231,8 @@ def _announce_forecast(choice: MethodChoice, wanted: Manifest) -> None:
     seconds = choice.seconds.get(choice.how)
     predicted = "" if seconds is None else f", predicted {render_seconds(seconds)}"
     write_err(
-        f"{harmless(wanted.source)}: {render_bytes(wanted.num_bytes)} by {choice.how.value}"
-        f"{predicted}: {harmless(choice.why)}\n"
+        f"{sanitize(wanted.source)}: {render_bytes(wanted.num_bytes)} by {choice.how.value}"
+        f"{predicted}: {sanitize(choice.why)}\n"
     )
 
 

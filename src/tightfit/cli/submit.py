@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tightfit.cli.options.clusters import SubmitFlags
-from tightfit.cli.terminal.output import shorten
 from tightfit.core.errors import UsageError, UserError
+from tightfit.core.text import shorten
 
 _KUBERNETES = ("k8s", "kubernetes")
 

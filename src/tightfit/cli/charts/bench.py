@@ -9,9 +9,9 @@ from typing import Any
 
 from tightfit.cli.charts.memory import make_figure, save_figure, write_title
 from tightfit.cli.packages import require_packages
-from tightfit.cli.terminal.output import harmless, shorten
 from tightfit.core.errors import UsageError
 from tightfit.core.files import check_writable
+from tightfit.core.text import sanitize, shorten
 from tightfit.runs.bench import Bench, Trial, speed_of
 
 PREDICTED, MEASURED = "#b0b0b0", "#4477aa"
@@ -47,7 +47,7 @@ def write_bench_chart(found: Bench, path: Path) -> None:
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     _draw_legend(figure)
-    write_title(figure, harmless(f"{found.model} on {found.hardware}"), "")
+    write_title(figure, sanitize(f"{found.model} on {found.hardware}"), "")
     save_figure(figure, path)
 
 
@@ -66,7 +66,7 @@ def _draw_trial(axis: Any, row: int, trial: Trial) -> None:
 
 
 def _label(trial: Trial) -> str:
-    text = harmless(f"ranked {trial.rank}: {trial.description}")
+    text = sanitize(f"ranked {trial.rank}: {trial.description}")
     return "\n".join(textwrap.wrap(text, LABEL_COLUMNS))
 
 

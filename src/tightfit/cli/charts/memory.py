@@ -13,10 +13,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.terminal.output import announce, shorten
+from tightfit.cli.terminal.output import announce
 from tightfit.core.errors import SetupError, UsageError
 from tightfit.core.files import check_writable, write_atomic
 from tightfit.core.html_page import render_page
+from tightfit.core.text import shorten
 from tightfit.core.units import GIB, render_bytes
 from tightfit.estimate.result import Estimate
 from tightfit.planning.search import fullest_phases

@@ -23,7 +23,6 @@ from tightfit.cli.charts.memory import (
     save_figure,
     write_title,
 )
-from tightfit.cli.render.describe import describe_how, describe_levers
 from tightfit.cli.render.trace import (
     describe_effort,
     describe_maker,
@@ -37,6 +36,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, render_bytes
 from tightfit.estimate.result import Estimate
 from tightfit.hardware.types import Gpu
+from tightfit.planning.describe import describe_how, describe_levers
 from tightfit.trace.result import Timeline, TracedMemory
 
 # Style and script of the traced chart's page: the plot, and the sizes of a moment.

@@ -8,9 +8,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
-from tightfit.cli.terminal.output import shorten
 from tightfit.core.errors import UsageError
 from tightfit.core.suggest import did_you_mean
+from tightfit.core.text import shorten
 
 METHODS = ("full", "lora", "qlora", "load")
 PLAN_METHODS = ("auto", "full", "lora", "qlora")

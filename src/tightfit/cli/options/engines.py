@@ -21,8 +21,8 @@ from tightfit.cli.options.common import (
     text_option,
     word_option,
 )
-from tightfit.cli.terminal.output import shorten
 from tightfit.core.errors import UsageError
+from tightfit.core.text import shorten
 
 if TYPE_CHECKING:
     from tightfit.core.dtypes import Dtype

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import harmless
 from tightfit.cli.terminal.screen import Cell, Column, make_table, plain, show
+from tightfit.core.text import count_of, sanitize
 from tightfit.hardware.checkup import Checkup, Finding, Status
 
 _STYLES = {
@@ -49,7 +48,7 @@ def _rows(checkup: Checkup) -> Iterator[tuple[Cell, ...]]:
 
 
 def _told(finding: Finding) -> Text:
-    told = Text(harmless(finding.detail))
+    told = Text(sanitize(finding.detail))
     if finding.remedy:
-        told.append(f"\ntry: {harmless(finding.remedy)}", style="bold")
+        told.append(f"\ntry: {sanitize(finding.remedy)}", style="bold")
     return told

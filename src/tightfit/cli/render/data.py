@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from tightfit.cli.render.describe import count_of
 from tightfit.cli.terminal.output import supports_unicode
 from tightfit.cli.terminal.screen import heading, make_console, plain
+from tightfit.core.text import count_of
 from tightfit.data.report import NUM_SHOWN, DataIssue, DataReport
 from tightfit.data.token_store import TokenStore
 from tightfit.data.tokenizer import ChatTokenizer

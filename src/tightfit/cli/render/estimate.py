@@ -7,12 +7,6 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.render.describe import (
-    count_of,
-    describe_gpus,
-    describe_sharding,
-    describe_strategy,
-)
 from tightfit.cli.terminal.screen import (
     Column,
     heading,
@@ -24,11 +18,13 @@ from tightfit.cli.terminal.screen import (
     show,
 )
 from tightfit.core.strategy import Strategy
+from tightfit.core.text import count_of
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds
 from tightfit.estimate.result import Estimate, StepTime, Verdict
 from tightfit.estimate.zero_table import ZeroRow
 from tightfit.hardware.types import NodeGroup
 from tightfit.models.spec import ModelSpec
+from tightfit.planning.describe import describe_gpus, describe_sharding, describe_strategy
 from tightfit.planning.traced import TRACED, UNTRACED_PHASES
 
 VERDICT_STYLES = {

@@ -12,17 +12,7 @@ from rich.text import Text
 
 from tightfit.cli.missing import find_missing
 from tightfit.cli.network import note_network
-from tightfit.cli.render.describe import (
-    count_of,
-    describe_how,
-    describe_levers,
-    describe_method,
-    describe_precision,
-    describe_sharding,
-    shorten_gpu,
-)
 from tightfit.cli.render.estimate import VERDICT_STYLES
-from tightfit.cli.terminal.output import harmless
 from tightfit.cli.terminal.screen import (
     Cell,
     Column,
@@ -35,10 +25,19 @@ from tightfit.cli.terminal.screen import (
 )
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.strategy import Offload, Optimizer, Strategy
+from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds, render_usd
 from tightfit.estimate.result import StepTime, Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer
+from tightfit.planning.describe import (
+    describe_how,
+    describe_levers,
+    describe_method,
+    describe_precision,
+    describe_sharding,
+    shorten_gpu,
+)
 from tightfit.planning.plan import Exclusion, Plan
 from tightfit.planning.ranking import METHOD_HANDICAPS, handicap_total, measure_seconds
 from tightfit.planning.request import JobRequest, name_method
@@ -155,7 +154,7 @@ def _group_row(best: GroupBest, shown: Plan | None) -> tuple[str, ...]:
     free = group.num_free_nodes
     nodes = f"{group.num_nodes:,}" if free is None else f"{free:,} of {group.num_nodes:,}"
     if plan is None:
-        return harmless(group.name), "nothing fits", "-", limit, nodes, "-"
+        return sanitize(group.name), "nothing fits", "-", limit, nodes, "-"
     how = describe_how(plan.strategy, plan.hardware.node.gpu.name)
     seconds = find_run_seconds(plan.estimate, plan.num_epochs)
     speed = f"{plan.estimate.time.tokens_per_second:,.0f}"
@@ -163,7 +162,7 @@ def _group_row(best: GroupBest, shown: Plan | None) -> tuple[str, ...]:
     starts = {True: "now", False: "must wait", None: "not told"}[best.can_start_now]
     if best.exceeds_limit:
         starts += ", is cut off"
-    return harmless(group.name), how, run, limit, nodes, starts
+    return sanitize(group.name), how, run, limit, nodes, starts
 
 
 BAR_WIDTH = 16
@@ -235,8 +234,8 @@ def _render_exclusions(excluded: Sequence[Exclusion]) -> RenderableType:
     columns = (Column(title="left out", right=True), Column(title="because", keep=False))
     rows = []
     for exclusion in excluded:
-        told = Text(harmless(exclusion.reason))
-        told.append(f"\ne.g. {harmless(exclusion.example)}", style="dim")
+        told = Text(sanitize(exclusion.reason))
+        told.append(f"\ne.g. {sanitize(exclusion.example)}", style="dim")
         if exclusion.link:
             told.append(f"\nsee {exclusion.link}", style="dim")
         rows.append((f"{exclusion.num_strategies:,}", told))
@@ -303,7 +302,7 @@ def _describe_place(found: Plan, *, is_one_group: bool) -> str:
     if is_one_group:
         return describe_how(found.strategy, is_cpu=found.hardware.node.gpu.is_cpu)
     how = describe_how(found.strategy, found.hardware.node.gpu.name)
-    return f"{how} ({harmless(found.hardware.group)})"
+    return f"{how} ({sanitize(found.hardware.group)})"
 
 
 def _memory_cell(found: Plan) -> Text:

@@ -10,7 +10,6 @@ from itertools import groupby
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.render.describe import count_of, shorten_gpu
 from tightfit.cli.render.estimate import VERDICT_STYLES, VERDICT_WORDS
 from tightfit.cli.terminal.screen import (
     Column,
@@ -22,11 +21,13 @@ from tightfit.cli.terminal.screen import (
     render_notes,
     show,
 )
+from tightfit.core.text import count_of
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.estimate.host_and_disk import PROCESS_BYTES
 from tightfit.estimate.result import Estimate, Peak, PeakTensor, StepTime
 from tightfit.hardware.types import Gpu
 from tightfit.planning.advice import Advice
+from tightfit.planning.describe import shorten_gpu
 from tightfit.trace.recording import judge_traced
 from tightfit.trace.result import TracedMemory, TracedTime
 from tightfit.trace.traced_time import CLOSED_FORM_COMPONENTS

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from tightfit.cli.render.describe import count_of, describe_how, describe_levers
 from tightfit.cli.render.plan import describe_data
 from tightfit.cli.terminal.screen import (
     Column,
@@ -20,8 +19,10 @@ from tightfit.cli.terminal.screen import (
     show,
 )
 from tightfit.clusters.slurm.queue import read_job_file
+from tightfit.core.text import count_of
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds
 from tightfit.estimate.result import Verdict
+from tightfit.planning.describe import describe_how, describe_levers
 from tightfit.planning.plan import Plan
 from tightfit.runs.report import RunReport
 from tightfit.runs.report_words import list_results, render_error, render_quantity

@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.render.describe import count_of
 from tightfit.cli.terminal.screen import (
     Cell,
     Column,
@@ -18,6 +17,7 @@ from tightfit.cli.terminal.screen import (
     render_notes,
     show,
 )
+from tightfit.core.text import count_of
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.export.merge import MergeResult
 from tightfit.export.verify.verdict import Comparison, Level, Verdict

@@ -20,7 +20,7 @@ from tightfit.cli.submitting.prepare import (
     write_prepared_run,
 )
 from tightfit.cli.submitting.render import show_applied, show_kubernetes_draft
-from tightfit.cli.terminal.output import announce, shorten, show_json
+from tightfit.cli.terminal.output import announce, show_json
 from tightfit.cli.training.request import TrainRequest, read_saved_plans
 from tightfit.cli.training.run_folder import RunLocation, RunStage
 from tightfit.clusters.kubernetes.client import (
@@ -40,6 +40,7 @@ from tightfit.clusters.kubernetes.volumes import find_volume, require_volume
 from tightfit.clusters.site import Site, read_site
 from tightfit.core.errors import NotFoundError, SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.text import shorten
 from tightfit.core.units import parse_time_limit
 from tightfit.hardware.inventory import plannable_cluster
 from tightfit.hardware.kubernetes import RUNNING, build_inventory

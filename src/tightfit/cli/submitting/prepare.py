@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from tightfit.cli.options.clusters import SubmitFlags
 from tightfit.cli.options.training import TrainFlags
-from tightfit.cli.terminal.output import shorten, write_err
+from tightfit.cli.terminal.output import write_err
 from tightfit.cli.training.plan import PlannedJob, plan_job, reuse_plan
 from tightfit.cli.training.request import TrainRequest
 from tightfit.cli.training.run_folder import (
@@ -30,6 +30,7 @@ from tightfit.clusters.requirements import check_space
 from tightfit.core.errors import DoesNotFitError, UsageError, UserError
 from tightfit.core.recipe import Recipe
 from tightfit.core.strategy import Offload
+from tightfit.core.text import shorten
 from tightfit.data.token_store import TokenStore
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.planning.plan import Plan

@@ -9,10 +9,11 @@ from pathlib import Path
 from tightfit.cli.render.train import show_start
 from tightfit.cli.submitting.kubernetes_follow import delete_command, log_command
 from tightfit.cli.submitting.prepare import PreparedRun
-from tightfit.cli.terminal.output import harmless, write_out
+from tightfit.cli.terminal.output import write_out
 from tightfit.cli.terminal.screen import heading, plain, render_notes, show
 from tightfit.clusters.kubernetes.pod import Document
 from tightfit.clusters.requirements import check_space, estimate_run_bytes
+from tightfit.core.text import sanitize
 from tightfit.planning.plan import Plan
 from tightfit.runs.run_folder import RunFolder
 
@@ -23,7 +24,7 @@ def show_slurm_draft(
     """The plan, the script as it would be submitted, and Slurm's word on it."""
     _show_slurm_plan(prepared)
     show([heading("Batch script"), ""])
-    write_out("".join(f"{harmless(line)}\n" for line in script.splitlines()))  # never wrapped
+    write_out("".join(f"{sanitize(line)}\n" for line in script.splitlines()))  # never wrapped
     show(
         [
             *render_notes("Notes", list(notes)),

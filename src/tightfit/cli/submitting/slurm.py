@@ -20,7 +20,7 @@ from tightfit.cli.submitting.prepare import (
     prepare_run,
     write_prepared_run,
 )
-from tightfit.cli.terminal.output import shorten, show_json
+from tightfit.cli.terminal.output import show_json
 from tightfit.cli.training.request import TrainRequest
 from tightfit.cli.training.run_folder import RunLocation, RunStage
 from tightfit.clusters.site import Site, read_site
@@ -44,6 +44,7 @@ from tightfit.clusters.slurm.script import SCRIPT_FILE, TrainingJob, make_batch_
 from tightfit.clusters.slurm.shared_files import check_shared, is_this_machine
 from tightfit.core.errors import SetupError, UsageError
 from tightfit.core.files import write_atomic
+from tightfit.core.text import shorten
 from tightfit.core.units import parse_time_limit, render_seconds
 from tightfit.hardware.inventory import Inventory, plannable_cluster
 from tightfit.hardware.slurm import probe_slurm_inventory

@@ -12,31 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-# Names from files and arguments, without characters that a terminal would obey.
-
-LONGEST_VALUE = 60
-
-
-def harmless(text: str) -> str:
-    """Each control character, line break and direction mark as `?`; odd spaces as spaces."""
-    return text if text.isprintable() else "".join(map(_shown, text))
-
-
-def harmless_lines(text: str) -> str:
-    """The same for text whose line breaks are ours."""
-    return "\n".join(map(harmless, text.split("\n")))
-
-
-def shorten(value: object) -> str:
-    """A value for the middle of a sentence."""
-    text = harmless(str(value))
-    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
-
-
-def _shown(char: str) -> str:
-    if char.isprintable():
-        return char
-    return " " if char == "\t" or (char.isspace() and ord(char) > 0x9F and char < "\u2028") else "?"
+from tightfit.core.text import sanitize
 
 
 class PipeClosedError(Exception):
@@ -71,7 +47,7 @@ def write_err(text: str) -> None:
 
 def announce(path: Path) -> None:
     """A file was written; on stderr, so that stdout stays the answer alone."""
-    write_err(f"wrote {harmless(str(path))}\n")
+    write_err(f"wrote {sanitize(str(path))}\n")
 
 
 def supports_unicode() -> bool:

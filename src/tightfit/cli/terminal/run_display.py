@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Protocol
 
-from tightfit.cli.terminal.output import harmless, write_err
+from tightfit.cli.terminal.output import write_err
+from tightfit.core.text import sanitize
 from tightfit.core.units import GIB, render_bytes, render_seconds
 from tightfit.runs.metrics import EvalRecord, EventRecord, Record, StepRecord
 
@@ -186,7 +187,7 @@ class PlainDisplay:
         """The workers' own lines are in the log."""
 
     def say(self, text: str) -> None:
-        self._write(f"{harmless(text)}\n")
+        self._write(f"{sanitize(text)}\n")
 
     def tick(self) -> None:
         pass
@@ -213,7 +214,7 @@ class LiveDisplay:
             self._news = line.strip()
 
     def say(self, text: str) -> None:
-        self._live.console.print(harmless(text), markup=False, highlight=False)
+        self._live.console.print(sanitize(text), markup=False, highlight=False)
 
     def tick(self) -> None:
         self._live.update(render_live(self._progress, self._news))
@@ -239,7 +240,7 @@ def render_live(progress: Progress, news: str) -> RenderableType:
         "" if left is None else f"{render_seconds(left)} left",
     )
     if progress.last is None:
-        return Group(grid, Text(harmless(news), style="dim", overflow="ellipsis", no_wrap=True))
+        return Group(grid, Text(sanitize(news), style="dim", overflow="ellipsis", no_wrap=True))
     return Group(grid, Text("  ".join(list_numbers(progress)), overflow="fold"))
 
 

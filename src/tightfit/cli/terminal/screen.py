@@ -15,7 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tightfit.cli.terminal.output import harmless, harmless_lines, supports_unicode, write_out
+from tightfit.cli.terminal.output import supports_unicode, write_out
+from tightfit.core.text import sanitize, sanitize_lines
 
 # Tables: aligned columns where they fit, a stacked list where they do not. No cell is cut.
 
@@ -84,12 +85,12 @@ def fits(columns: Sequence[Column], rows: Sequence[Sequence[Text]], *, width: in
 def as_text(cell: Cell) -> Text:
     """Text that is no markup and holds nothing a terminal would obey."""
     if isinstance(cell, Text):
-        plain = harmless_lines(cell.plain)
+        plain = sanitize_lines(cell.plain)
         if plain != cell.plain:
             cell = cell.copy()
             cell.plain = plain  # one sign for one sign, so styles stay where they were
         return cell
-    return Text(harmless_lines(cell))
+    return Text(sanitize_lines(cell))
 
 
 def _width(text: Text) -> int:
@@ -193,12 +194,12 @@ def render_gauge(fraction: float, *, width: int) -> str:
 
 
 def heading(text: str) -> Text:
-    return Text(harmless(text), style="bold")
+    return Text(sanitize(text), style="bold")
 
 
 def plain(text: str) -> Text:
     """Text as it is: brackets in it are not markup."""
-    return Text(harmless(text))
+    return Text(sanitize(text))
 
 
 def render_notes(

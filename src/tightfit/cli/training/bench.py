@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightfit.cli.options.training import DEFAULT_LEVERS, BenchFlags, TrainFlags
-from tightfit.cli.terminal.output import shorten
 from tightfit.cli.training.command_line import NOT_SEARCHED, list_plan_options, show_value
 from tightfit.cli.training.hardware import ELSEWHERE, find_hardware
 from tightfit.cli.training.plan import encoded_len, make_job_request, read_spec, search_plans
@@ -25,6 +24,7 @@ from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.files import write_atomic
 from tightfit.core.recipe import Recipe, make_training
 from tightfit.core.strategy import Method, Strategy
+from tightfit.core.text import shorten
 from tightfit.core.training import Schedule, Training
 from tightfit.data.profile import profile_from_store
 from tightfit.data.synthetic import count_rows, draw_lengths, write_synthetic

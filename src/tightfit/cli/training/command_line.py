@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from tightfit.cli.options.training import BenchFlags, PlanFlags, TrainFlags
-from tightfit.cli.terminal.output import harmless, shorten
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.suggest import did_you_mean, nearest
+from tightfit.core.text import sanitize, shorten
 from tightfit.core.validation import describe_validation_errors
 from tightfit.planning.request import name_method
 
@@ -63,7 +63,7 @@ def show_value(value: Any) -> str:
         return str(value.value)
     if isinstance(value, bool):
         return str(value).lower()
-    return harmless(",".join(value) if isinstance(value, tuple) else str(value))
+    return sanitize(",".join(value) if isinstance(value, tuple) else str(value))
 
 
 def name_setting(text: str) -> str:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from tightfit.cli.network import state_network
 from tightfit.cli.options.training import TrainFlags
-from tightfit.cli.terminal.output import shorten
 from tightfit.clusters.rendezvous import Rendezvous, parse_endpoint, probe_is_here
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError
+from tightfit.core.text import shorten
 from tightfit.core.training import MEMORY_VARIABLE
 from tightfit.core.units import parse_bytes
 from tightfit.hardware.resolve import resolve_hardware

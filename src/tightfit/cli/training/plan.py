@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightfit.cli.options.training import TrainFlags
-from tightfit.cli.render.describe import count_of
 from tightfit.cli.training.hardware import find_hardware
 from tightfit.cli.training.no_plan import NoPlanError, suggest_fix
 from tightfit.cli.training.prepare import encode_for
@@ -15,6 +14,7 @@ from tightfit.cli.training.tracing import trace_search
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
+from tightfit.core.text import count_of
 from tightfit.data.encode import EncodedDataset
 from tightfit.data.profile import profile_from_store
 from tightfit.hardware.types import Cluster

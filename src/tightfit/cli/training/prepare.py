@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tightfit.cli.options.choices import read_word
 from tightfit.cli.options.training import TRAIN_ON, PrepareFlags, TrainFlags
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import shorten, write_err
+from tightfit.cli.terminal.output import write_err
 from tightfit.cli.training.request import (
     RECIPE_ENDINGS,
     check_recipe,
@@ -23,6 +22,7 @@ from tightfit.cli.training.request import (
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.recipe import Recipe, make_training
 from tightfit.core.strategy import Method
+from tightfit.core.text import count_of, shorten
 from tightfit.core.training import DataSource, Training, TrainOn
 from tightfit.data.encode import EncodedDataset, EncodeRequest, encode_dataset
 from tightfit.data.formats import to_messages

@@ -13,13 +13,13 @@ from pydantic import Field, ValidationError
 from tightfit.cli.options import choices
 from tightfit.cli.options.choices import read_word
 from tightfit.cli.options.training import PlanFlags, TrainFlags
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import shorten, write_err
+from tightfit.cli.terminal.output import write_err
 from tightfit.cli.training.command_line import read_settings, refuse_twice, show_value
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.frozen import Frozen
 from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
+from tightfit.core.text import count_of, shorten
 from tightfit.core.training import DataSource
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.plan import Plan

@@ -17,11 +17,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tightfit.cli.options.training import TrainFlags
-from tightfit.cli.terminal.output import harmless
 from tightfit.cli.training.plan import PlannedJob
 from tightfit.cli.training.request import TrainRequest, read_saved_plans, read_train_request
 from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.text import sanitize
 from tightfit.planning.plan import Plan
 from tightfit.runs.environment import probe_environment, write_environment
 from tightfit.runs.find import DEFAULT_FOLDER, find_run
@@ -104,7 +104,7 @@ def claim_folder(wish: TrainRequest, method: str, *, home: Path) -> Path:
 
 def folder_error(folder: Path, fault: OSError) -> SetupError:
     return SetupError(
-        f"Cannot make the folder {harmless(str(folder))}: {fault.strerror or fault}.",
+        f"Cannot make the folder {sanitize(str(folder))}: {fault.strerror or fault}.",
         remedy="choose a folder that is writable: --output FOLDER",
     )
 
@@ -120,7 +120,7 @@ def _read_stage(folder: Path, wish: TrainRequest, flags: TrainFlags) -> RunStage
     if held is not None and not held.is_same(wish):
         keys = ", ".join(held.list_differences(wish)) or "the recipe"
         raise UsageError(
-            f"{harmless(str(folder))} holds a run of another recipe (it differs in: {keys}).",
+            f"{sanitize(str(folder))} holds a run of another recipe (it differs in: {keys}).",
             remedy="--output ANOTHER-FOLDER, or --fresh to start over    (the old run is kept)",
         )
     return _stage_of(run)
@@ -142,11 +142,11 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if folder.is_dir() and any(not _is_ours(item) for item in folder.iterdir()):
         raise UsageError(
-            f"{harmless(str(folder))} is not empty and holds no run.",
+            f"{sanitize(str(folder))} is not empty and holds no run.",
             remedy=f"--output {shlex.quote(str(folder / 'run'))}",
         )
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{harmless(str(folder))} is a file.", remedy="--output a folder's name")
+        raise UsageError(f"{sanitize(str(folder))} is a file.", remedy="--output a folder's name")
 
 
 def _is_ours(item: Path) -> bool:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.packages import TRACING, require_packages
-from tightfit.cli.render.describe import count_of
-from tightfit.cli.terminal.output import Report, harmless, progress_bar, write_err
+from tightfit.cli.terminal.output import Report, progress_bar, write_err
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
+from tightfit.core.text import count_of, sanitize
 from tightfit.estimate.host_and_disk import PROCESS_BYTES, estimate_loading_bytes_by_rank
 from tightfit.estimate.result import Estimate, GpuMemory, StepTime
 from tightfit.hardware.types import Node
@@ -136,7 +136,7 @@ def _note_losses(faults: Sequence[str]) -> None:
     """Once a command: everything that is asked again is then traced again."""
     if faults and not _NOTED:
         _NOTED.append(faults[0])
-        why = harmless(faults[0].rstrip("."))
+        why = sanitize(faults[0].rstrip("."))
         write_err(
             f"note: traces cannot be kept, so each is made anew ({why}); TIGHTFIT_CACHE names "
             "another folder\n"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tightfit.cli.terminal.output import harmless
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Strategy
+from tightfit.core.text import count_of, sanitize
 from tightfit.planning.request import describe_recomputing, name_kernel_levers
 
 
@@ -95,11 +95,4 @@ def describe_gpus(gpu: str | None, *, num_nodes: int, gpus_per_node: int) -> str
 
 def shorten_gpu(name: str) -> str:
     """The card without its series: `V100-SXM2-32GB`, `RTX 4090`."""
-    return harmless(name).removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")
-
-
-def count_of(number: int, noun: str) -> str:
-    """`1 row`, `2 rows`, `12,000 rows`."""
-    if number == 1:
-        return f"{number:,} {noun}"
-    return f"{number:,} {noun}" + ("es" if noun.endswith("s") else "s")
+    return sanitize(name).removeprefix("NVIDIA ").removeprefix("Tesla ").removeprefix("GeForce ")
