@@ -225,8 +225,8 @@ def bench(flags: BenchFlags) -> None:
         job = read_bench_job(flags, home)
         board = Board(flags=flags, job=job, is_limited=limit is not None)
         _note_surroundings(board)
-        with limiting(limit), catch_signals() as wish:
-            _try_all(board, home, wish)
+        with limiting(limit), catch_signals() as stop:
+            _try_all(board, home, stop)
     _show_results(board)
 
 
@@ -256,12 +256,12 @@ def _note_surroundings(board: Board) -> None:
         board.note(f"--top {asked}: the planner has {count_of(found, 'plan')}{more}")
 
 
-def _try_all(board: Board, home: Path, wish: StopRequest) -> None:
+def _try_all(board: Board, home: Path, stop: StopRequest) -> None:
     flags, plans = board.flags, board.job.plans
     end = None if flags.minutes is None else time.monotonic() + 60 * flags.minutes
     for rank, plan in enumerate(plans, start=1):
-        if wish.first is not None:
-            board.exit_code = EXIT_INTERRUPTED if wish.first is signal.SIGINT else EXIT_REQUEUE
+        if stop.first is not None:
+            board.exit_code = EXIT_INTERRUPTED if stop.first is signal.SIGINT else EXIT_REQUEUE
         elif board.trials and end is not None and time.monotonic() > end:
             board.note(f"--minutes {flags.minutes:g} were over before plan {rank}")
             return

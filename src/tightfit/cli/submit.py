@@ -48,14 +48,14 @@ def _find_system(flags: SubmitFlags) -> str:
 def _recorded(job: str) -> str | None:
     """What the run was submitted to, or the recipe's `on`."""
     from tightfit.cli.training.request import RECIPE_ENDINGS
-    from tightfit.cli.training.run_folder import read_request_file
+    from tightfit.cli.training.run_folder import read_run_recipe_file
     from tightfit.core.recipe import read_recipe
     from tightfit.runs.find import find_run
 
     run = find_run(job)
     if run is not None:
-        wish = read_request_file(run.path)
-        return None if wish is None else wish.recipe.on
+        wanted = read_run_recipe_file(run.path)
+        return None if wanted is None else wanted.recipe.on
     if not job.lower().endswith(RECIPE_ENDINGS):
         return None
     try:

@@ -11,7 +11,7 @@ from tightfit.cli.terminal.run_display import Progress, open_display
 from tightfit.cli.training.finish import find_artefact, finish_run, list_kept_plans
 from tightfit.cli.training.hardware import limiting, read_limit, read_rendezvous
 from tightfit.cli.training.plan import PlannedJob, plan_job, reuse_plan
-from tightfit.cli.training.request import TrainRequest
+from tightfit.cli.training.request import RunRecipe
 from tightfit.cli.training.run_folder import (
     LOCK_WAIT_SECONDS,
     RunLocation,
@@ -55,13 +55,13 @@ def train(flags: TrainFlags) -> None:
 
 def _find_run(flags: TrainFlags) -> tuple[RunFolder, Plan] | None:
     """The run as it will go, made or gone on with; None where it is finished."""
-    wish, saved = read_training_job(flags)
-    with one_node_at_a_time(wish, flags):
-        place = find_run_location(wish, flags)
+    wanted, saved = read_training_job(flags)
+    with one_node_at_a_time(wanted, flags):
+        place = find_run_location(wanted, flags)
         if place.stage is RunStage.FINISHED and not flags.dry_run:
             _report_finished(place.run, flags)
             return None
-        return _prepare(wish, saved, place, flags)
+        return _prepare(wanted, saved, place, flags)
 
 
 def _report_finished(run: RunFolder, flags: TrainFlags) -> None:
@@ -84,25 +84,25 @@ def _report_finished(run: RunFolder, flags: TrainFlags) -> None:
 
 
 def _prepare(
-    wish: TrainRequest, saved: Plan | None, place: RunLocation, flags: TrainFlags
+    wanted: RunRecipe, saved: Plan | None, place: RunLocation, flags: TrainFlags
 ) -> tuple[RunFolder, Plan]:
     """Plan, check the disk, and make or reopen the folder."""
     begun = place.run.read_plan() if place.stage is RunStage.BEGUN else None
     # Every node reads the data, so that of several nodes lies in the folder they share.
     cache = place.folder.absolute() if place.folder is not None and flags.nodes > 1 else None
-    ready = _plan_run(wish, saved, begun, flags, cache=cache)
-    folder = place.folder or name_folder(wish, name_method(ready.plan.strategy))
+    ready = _plan_run(wanted, saved, begun, flags, cache=cache)
+    folder = place.folder or name_folder(wanted, name_method(ready.plan.strategy))
     run = RunFolder(path=folder.absolute())
     check_space(run.path, ready.plan)
     if not flags.dry_run:
         if flags.fresh and run.is_run():
             write_err(f"the old run is kept in {move_aside(run.path)}\n")
-        write_folder(run, wish, ready, begun)
+        write_folder(run, wanted, ready, begun)
     return run, ready.plan
 
 
 def _plan_run(
-    wish: TrainRequest,
+    wanted: RunRecipe,
     saved: Plan | None,
     begun: Plan | None,
     flags: TrainFlags,
@@ -110,21 +110,21 @@ def _plan_run(
     cache: Path | None,
 ) -> PlannedJob:
     if saved is not None and begun is None:
-        return reuse_plan(saved, wish, cache=cache)
+        return reuse_plan(saved, wanted, cache=cache)
     if begun is None:
-        return plan_job(wish, flags, cache=cache)
-    if _has_moved(wish, flags, begun):
-        return plan_job(wish, flags, cache=cache, begun=begun)
-    return reuse_plan(begun, wish, cache=cache).keep(begun)
+        return plan_job(wanted, flags, cache=cache)
+    if _has_moved(wanted, flags, begun):
+        return plan_job(wanted, flags, cache=cache, begun=begun)
+    return reuse_plan(begun, wanted, cache=cache).keep(begun)
 
 
-def _has_moved(wish: TrainRequest, flags: TrainFlags, begun: Plan) -> bool:
+def _has_moved(wanted: RunRecipe, flags: TrainFlags, begun: Plan) -> bool:
     """Whether the run is to go on with other hardware than its plan was made for."""
-    if wish.recipe.on is None and flags.nodes == begun.strategy.num_nodes:
+    if wanted.recipe.on is None and flags.nodes == begun.strategy.num_nodes:
         return False
     from tightfit.cli.training.hardware import find_hardware
 
-    groups = find_hardware(flags, wish.recipe.on).groups
+    groups = find_hardware(flags, wanted.recipe.on).groups
     same = [
         group
         for group in groups

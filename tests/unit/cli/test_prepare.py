@@ -23,7 +23,7 @@ from tokenizers.trainers import BpeTrainer
 from tightfit.cli.charts.lengths import choose_step, make_bins
 from tightfit.cli.options.training import TRAIN_ON, TrainFlags
 from tightfit.cli.training.prepare import encode_for
-from tightfit.cli.training.request import read_train_request
+from tightfit.cli.training.request import read_run_recipe
 from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
 from tightfit.core.training import TrainOn
@@ -191,8 +191,8 @@ def test_a_second_run_and_train_find_the_encoding(run: Run, model: Path, data: P
     assert first["report"] == second["report"]
     assert first["next"]["command"] == f"tightfit train {model} --data train.jsonl --eval 0.4"
 
-    wish = read_train_request(TrainFlags(job=str(model), data=Path("train.jsonl"), eval="0.4"))
-    training = make_training(wish.recipe, method=Method.FULL, model_path=model)
+    wanted = read_run_recipe(TrainFlags(job=str(model), data=Path("train.jsonl"), eval="0.4"))
+    training = make_training(wanted.recipe, method=Method.FULL, model_path=model)
     found = encode_for(training, model_folder=model, seq_len=512)  # as far as the model reaches
     assert found.is_cached
     assert str(found.train.folder.parent) == first["folder"]

@@ -17,7 +17,7 @@ import pytest
 from conftest import Run
 from submit_world import SINFO, Slurm, write_site
 
-from tightfit.cli.training.request import TrainRequest
+from tightfit.cli.training.request import RunRecipe
 from tightfit.cli.training.run_folder import claim_folder, name_folder
 from tightfit.clusters.slurm import shared_files
 from tightfit.core.recipe import read_recipe
@@ -95,14 +95,14 @@ def test_a_fresh_run_does_not_pull_the_folder_from_under_a_job(
 def test_folders_claimed_at_the_same_moment_are_different_ones(
     unnamed: Path, tmp_path: Path
 ) -> None:
-    wish = TrainRequest(recipe=read_recipe(unnamed))
+    wanted = RunRecipe(recipe=read_recipe(unnamed))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "model-lora-2").symlink_to(tmp_path / "gone")
     together = Barrier(NUM_AT_ONCE)
 
     def claim(_: int) -> Path:
         together.wait()
-        return claim_folder(wish, "lora", home=tmp_path / "runs")
+        return claim_folder(wanted, "lora", home=tmp_path / "runs")
 
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         claimed = list(pool.map(claim, range(NUM_AT_ONCE)))
@@ -127,9 +127,7 @@ def test_a_failure_leaves_no_folder_behind(run: Run, unnamed: Path, slurm: Slurm
 
     assert answer.code == 2, answer.err
     assert list(Path("runs").iterdir()) == []
-    assert name_folder(TrainRequest(recipe=read_recipe(unnamed)), "lora") == Path(
-        "runs/model-lora-1"
-    )
+    assert name_folder(RunRecipe(recipe=read_recipe(unnamed)), "lora") == Path("runs/model-lora-1")
     assert slurm.num_submitted == 0
 
 

@@ -24,13 +24,13 @@ from tightfit.cli.terminal.run_display import (
 )
 from tightfit.cli.training import run_folder as train_place
 from tightfit.cli.training.hardware import find_hardware, read_limit, read_rendezvous
-from tightfit.cli.training.request import TrainRequest, fixed_fields, read_train_request
+from tightfit.cli.training.request import RunRecipe, fixed_fields, read_run_recipe
 from tightfit.cli.training.run_folder import (
     RunStage,
     find_run_location,
     move_aside,
     name_folder,
-    write_request_file,
+    write_run_recipe_file,
 )
 from tightfit.clusters import exit_codes as worker_exits
 from tightfit.clusters.local import launcher
@@ -77,30 +77,30 @@ class TestWish:
         recipe.write_text(
             "model: gpt2\ndata: rows.jsonl\nepochs: 3\nlearning_rate: 1e-5\nseed: 4\n"
         )
-        wish = read_train_request(
+        wanted = read_run_recipe(
             flags("job.yaml", data=None, max_steps=7, lr=0.5, seed="9", eval="5%", method="full",
                   log_to="none", settings=["micro_batch=2"])
         )  # fmt: skip
 
-        found = wish.recipe
+        found = wanted.recipe
         assert (found.epochs, found.max_steps, found.learning_rate, found.seed) == (None, 7, 0.5, 9)
         assert (found.eval_fraction, found.log_to) == (0.05, ())
         assert [source.path for source in found.data] == [str(tmp_path / "rows.jsonl")]
-        assert fixed_fields(wish) == {"method": Method.FULL, "micro_batch": 2}
+        assert fixed_fields(wanted) == {"method": Method.FULL, "micro_batch": 2}
 
     def test_a_long_list_of_settings_is_kept_whole(self) -> None:
         targets = tuple(f"experts.{number}.down_proj" for number in range(8))
-        wish = read_train_request(flags("gpt2", settings=[f"lora_targets={','.join(targets)}"]))
-        assert fixed_fields(wish)["lora_targets"] == targets
+        wanted = read_run_recipe(flags("gpt2", settings=[f"lora_targets={','.join(targets)}"]))
+        assert fixed_fields(wanted)["lora_targets"] == targets
 
     def test_a_model_folder_is_found_from_anywhere(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
-        assert read_train_request(flags("mine")).recipe.model == str(tmp_path / "mine")
-        assert read_train_request(flags("./mine")).recipe.model == str(tmp_path / "mine")
-        assert read_train_request(flags("gpt2")).recipe.model == "gpt2"
+        assert read_run_recipe(flags("mine")).recipe.model == str(tmp_path / "mine")
+        assert read_run_recipe(flags("./mine")).recipe.model == str(tmp_path / "mine")
+        assert read_run_recipe(flags("gpt2")).recipe.model == "gpt2"
 
     def test_an_eval_file_stands_beside_the_training_file(self, tmp_path: Path) -> None:
-        sources = read_train_request(flags(eval="held.jsonl")).recipe.data
+        sources = read_run_recipe(flags(eval="held.jsonl")).recipe.data
         assert [(source.path, source.split) for source in sources] == [
             (str(tmp_path / "train.jsonl"), "train"),
             (str(tmp_path / "held.jsonl"), "eval"),
@@ -119,84 +119,82 @@ class TestWish:
     )
     def test_contradictions_are_named(self, given: dict[str, Any], said: str) -> None:
         with pytest.raises(UsageError, match=said):
-            read_train_request(flags(**given))
+            read_run_recipe(flags(**given))
 
     def test_only_place_and_hardware_leave_a_wish_the_same(self) -> None:
-        wish = read_train_request(flags())
-        assert wish.is_same(read_train_request(flags(output=Path("x"), on="2xcpu")))
-        assert not wish.is_same(read_train_request(flags(lr=1e-3)))
-        other = read_train_request(flags(lr=1e-3, settings=["packing=true"]))
-        assert wish.list_differences(other) == ["learning_rate", "--set"]
+        wanted = read_run_recipe(flags())
+        assert wanted.is_same(read_run_recipe(flags(output=Path("x"), on="2xcpu")))
+        assert not wanted.is_same(read_run_recipe(flags(lr=1e-3)))
+        other = read_run_recipe(flags(lr=1e-3, settings=["packing=true"]))
+        assert wanted.list_differences(other) == ["learning_rate", "--set"]
 
     def test_a_wish_survives_the_disk(self, tmp_path: Path) -> None:
-        wish = read_train_request(
+        wanted = read_run_recipe(
             flags(eval="0.1", settings=["lora_targets=q_proj,v_proj"], method="lora")
         )
-        write_request_file(tmp_path, wish)
-        held = train_place.read_request_file(tmp_path)
+        write_run_recipe_file(tmp_path, wanted)
+        held = train_place.read_run_recipe_file(tmp_path)
         assert held is not None
-        assert held.is_same(wish)
+        assert held.is_same(wanted)
 
 
-def plant_run(folder: Path, wish: TrainRequest, status: RunStatus) -> RunFolder:
+def plant_run(folder: Path, wanted: RunRecipe, status: RunStatus) -> RunFolder:
     folder.mkdir(parents=True)
     run = RunFolder(path=folder)
     run.plan_path.write_text("{}")
-    write_request_file(folder, wish)
+    write_run_recipe_file(folder, wanted)
     run.write_state(RunState(status=status, updated_at="2026-01-01T00:00:00+00:00"))
     return run
 
 
 class TestPlace:
     def test_a_new_wish_has_no_folder_yet(self) -> None:
-        assert find_run_location(read_train_request(flags()), flags()).stage is RunStage.NEW
+        assert find_run_location(read_run_recipe(flags()), flags()).stage is RunStage.NEW
 
     def test_the_same_wish_finds_its_default_folder(self) -> None:
-        wish = read_train_request(flags())
-        plant_run(Path("runs/gpt2-lora-1"), read_train_request(flags(lr=0.1)), RunStatus.STOPPED)
-        plant_run(Path("runs/gpt2-lora-2"), wish, RunStatus.STOPPED)
+        wanted = read_run_recipe(flags())
+        plant_run(Path("runs/gpt2-lora-1"), read_run_recipe(flags(lr=0.1)), RunStatus.STOPPED)
+        plant_run(Path("runs/gpt2-lora-2"), wanted, RunStatus.STOPPED)
 
-        place = find_run_location(wish, flags())
+        place = find_run_location(wanted, flags())
         assert (place.folder, place.stage) == (Path("runs/gpt2-lora-2"), RunStage.BEGUN)
-        assert find_run_location(wish, flags(fresh=True)).folder is None
-        assert name_folder(wish, "lora") == Path("runs/gpt2-lora-3")
+        assert find_run_location(wanted, flags(fresh=True)).folder is None
+        assert name_folder(wanted, "lora") == Path("runs/gpt2-lora-3")
 
     def test_a_finished_run_is_repeated_only_again(self) -> None:
-        wish = read_train_request(flags())
-        plant_run(Path("runs/gpt2-lora-1"), wish, RunStatus.FINISHED)
-        assert find_run_location(wish, flags()).stage is RunStage.FINISHED
-        assert find_run_location(wish, flags(again=True)).folder is None
+        wanted = read_run_recipe(flags())
+        plant_run(Path("runs/gpt2-lora-1"), wanted, RunStatus.FINISHED)
+        assert find_run_location(wanted, flags()).stage is RunStage.FINISHED
+        assert find_run_location(wanted, flags(again=True)).folder is None
 
     def test_an_own_folder_goes_on_or_is_numbered(self) -> None:
         asked = flags(output=Path("out"))
-        plant_run(Path("out"), read_train_request(asked), RunStatus.FINISHED)
-        assert find_run_location(read_train_request(asked), asked).stage is RunStage.FINISHED
+        plant_run(Path("out"), read_run_recipe(asked), RunStatus.FINISHED)
+        assert find_run_location(read_run_recipe(asked), asked).stage is RunStage.FINISHED
         again = flags(output=Path("out"), again=True)
-        assert find_run_location(read_train_request(again), again).folder == Path("out-2")
+        assert find_run_location(read_run_recipe(again), again).folder == Path("out-2")
 
     def test_another_recipe_in_the_folder_is_refused(self) -> None:
         asked = flags(output=Path("out"), lr=0.1)
-        plant_run(Path("out"), read_train_request(flags(output=Path("out"))), RunStatus.STOPPED)
+        plant_run(Path("out"), read_run_recipe(flags(output=Path("out"))), RunStatus.STOPPED)
         with pytest.raises(UsageError, match="learning_rate"):
-            find_run_location(read_train_request(asked), asked)
+            find_run_location(read_run_recipe(asked), asked)
 
     def test_other_peoples_files_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "thesis.tex").write_text("!")
         with pytest.raises(UsageError, match="holds no run"):
-            find_run_location(
-                read_train_request(flags(output=Path("out"))), flags(output=Path("out"))
-            )
+            find_run_location(read_run_recipe(flags(output=Path("out"))), flags(output=Path("out")))
 
     def test_what_is_started_over_is_kept(self) -> None:
-        plant_run(Path("out"), read_train_request(flags()), RunStatus.FINISHED)
-        plant_run(Path("out.before-1"), read_train_request(flags()), RunStatus.FINISHED)
+        plant_run(Path("out"), read_run_recipe(flags()), RunStatus.FINISHED)
+        plant_run(Path("out.before-1"), read_run_recipe(flags()), RunStatus.FINISHED)
         assert move_aside(Path("out")) == Path("out.before-2")
         assert (Path("out.before-2") / "recipe.json").is_file()
 
     def test_names_of_models_become_names_of_folders(self) -> None:
-        wish = read_train_request(flags("org/a model:v1.gguf"))
-        assert name_folder(wish, "qlora") == Path("runs/a-model-v1-qlora-1")
+        wanted = read_run_recipe(flags("org/a model:v1.gguf"))
+        assert name_folder(wanted, "qlora") == Path("runs/a-model-v1-qlora-1")
 
 
 class TestHardware:

@@ -21,7 +21,7 @@ from tightfit.cli.submitting.prepare import (
 )
 from tightfit.cli.submitting.render import show_applied, show_kubernetes_draft
 from tightfit.cli.terminal.output import announce, show_json
-from tightfit.cli.training.request import TrainRequest, read_saved_plans
+from tightfit.cli.training.request import RunRecipe, read_saved_plans
 from tightfit.cli.training.run_folder import RunLocation, RunStage
 from tightfit.clusters.kubernetes.client import (
     KubernetesApi,
@@ -268,7 +268,7 @@ def submit_kubernetes(flags: SubmitFlags) -> None:
         _finish(_draft(job, site, cluster, flags, notes=notes), cluster, flags)
         return
     found = find_submitted(flags, runs=site.runs)
-    wish, _, place = found
+    wanted, _, place = found
     if place.stage is RunStage.FINISHED and not flags.dry_run:
         report_finished(place.run, as_json=flags.as_json)
         return
@@ -276,8 +276,8 @@ def submit_kubernetes(flags: SubmitFlags) -> None:
     if cluster is not None and leader is not None and not flags.dry_run:
         follow_pods(cluster, leader, run=place.run, as_json=flags.as_json)
         return
-    _check_paths(site, wish, place)
-    nodes = find_nodes(flags, wish.recipe.on, cluster)
+    _check_paths(site, wanted, place)
+    nodes = find_nodes(flags, wanted.recipe.on, cluster)
     with prepare_run(flags, nodes, found=found, runs=site.runs) as prepared:
         job = _make_job(prepared, flags, seconds=seconds)
         notes = list(nodes.warnings)
@@ -338,10 +338,10 @@ def _find_active(cluster: KubernetesApi | None, place: RunLocation) -> Document 
     return None
 
 
-def _check_paths(site: Site, wish: TrainRequest, place: RunLocation) -> None:
+def _check_paths(site: Site, wanted: RunRecipe, place: RunLocation) -> None:
     """Before the data is encoded: what the pods will read and write lies on volumes."""
     home = place.folder or find_base(site.runs) / "run"
-    for what, path in {"The run folder": home, **list_inputs(wish.recipe)}.items():
+    for what, path in {"The run folder": home, **list_inputs(wanted.recipe)}.items():
         require_volume(site.kubernetes, str(path.absolute()), what)
 
 

@@ -14,7 +14,7 @@ from tightfit.cli.options.clusters import SubmitFlags
 from tightfit.cli.options.training import TrainFlags
 from tightfit.cli.terminal.output import write_err
 from tightfit.cli.training.plan import PlannedJob, plan_job, reuse_plan
-from tightfit.cli.training.request import TrainRequest
+from tightfit.cli.training.request import RunRecipe
 from tightfit.cli.training.run_folder import (
     RunLocation,
     RunStage,
@@ -55,15 +55,15 @@ class RunWorkspace:
 
 @contextmanager
 def open_workspace(
-    flags: SubmitFlags, wish: TrainRequest, place: RunLocation, *, home: Path
+    flags: SubmitFlags, wanted: RunRecipe, place: RunLocation, *, home: Path
 ) -> Iterator[RunWorkspace]:
     """`home` holds runs that were given no folder. What is new in it goes again on a failure."""
-    method = wish.recipe.method.value
+    method = wanted.recipe.method.value
     if flags.dry_run:
-        folder = place.folder or name_folder(wish, method, home=home)
+        folder = place.folder or name_folder(wanted, method, home=home)
         yield RunWorkspace(run=RunFolder(path=folder.absolute()), cache=None)
     elif place.folder is None:
-        with _claimed(claim_folder(wish, method, home=home).absolute()) as run:
+        with _claimed(claim_folder(wanted, method, home=home).absolute()) as run:
             yield RunWorkspace(run=run, cache=run.path)
     elif flags.fresh and place.run.is_run():
         run = RunFolder(path=place.folder.absolute())
@@ -131,7 +131,7 @@ class PreparedRun:
 
     group: NodeGroup
     """The nodes that it is planned for."""
-    wish: TrainRequest
+    wanted: RunRecipe
     ready: PlannedJob
     begun: Plan | None
     """The plan of a run that goes on."""
@@ -163,11 +163,11 @@ def as_train_flags(flags: SubmitFlags) -> TrainFlags:
 
 def find_submitted(
     flags: SubmitFlags, *, runs: str | None
-) -> tuple[TrainRequest, Plan | None, RunLocation]:
+) -> tuple[RunRecipe, Plan | None, RunLocation]:
     """What is asked for, the plan where a saved one was named, and where it lies or will lie."""
     train_flags = as_train_flags(flags)
-    wish, saved = read_training_job(train_flags)
-    return wish, saved, find_run_location(wish, train_flags, base=find_base(runs))
+    wanted, saved = read_training_job(train_flags)
+    return wanted, saved, find_run_location(wanted, train_flags, base=find_base(runs))
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def prepare_run(
     flags: SubmitFlags,
     cluster: Cluster,
     *,
-    found: tuple[TrainRequest, Plan | None, RunLocation],
+    found: tuple[RunRecipe, Plan | None, RunLocation],
     runs: str | None,
 ) -> Iterator[PreparedRun]:
     """Plan over `cluster` and encode; `write_prepared_run` makes a run of it while this is open.
@@ -184,13 +184,13 @@ def prepare_run(
     data that was encoded into a folder that the user named. With --dry-run nothing is written,
     and data is encoded in this user's cache.
     """
-    wish, saved, place = found
+    wanted, saved, place = found
     begun = place.run.read_plan() if place.stage is RunStage.BEGUN else None
-    with open_workspace(flags, wish, place, home=find_base(runs)) as workplace:
+    with open_workspace(flags, wanted, place, home=find_base(runs)) as workplace:
         held = _ExistingPlans(begun=begun, saved=saved)
-        ready, group = _plan(flags, cluster, wish=wish, held=held, cache=workplace.cache)
+        ready, group = _plan(flags, cluster, wanted=wanted, held=held, cache=workplace.cache)
         check_space(workplace.cache or workplace.run.path, ready.plan)
-        yield PreparedRun(group=group, wish=wish, ready=ready, begun=begun, workplace=workplace)
+        yield PreparedRun(group=group, wanted=wanted, ready=ready, begun=begun, workplace=workplace)
 
 
 def write_prepared_run(prepared: PreparedRun) -> None:
@@ -200,7 +200,7 @@ def write_prepared_run(prepared: PreparedRun) -> None:
         write_err(f"the old run is kept in {move_aside(place.run.path)}\n")
         place.run.path.mkdir()
         ready = move_tokens(ready, place.cache, place.run.path)
-    write_folder(place.run, prepared.wish, ready, prepared.begun)
+    write_folder(place.run, prepared.wanted, ready, prepared.begun)
 
 
 def find_base(runs: str | None) -> Path:
@@ -222,7 +222,7 @@ def _plan(
     flags: SubmitFlags,
     cluster: Cluster,
     *,
-    wish: TrainRequest,
+    wanted: RunRecipe,
     held: _ExistingPlans,
     cache: Path | None,
 ) -> tuple[PlannedJob, NodeGroup]:
@@ -231,7 +231,7 @@ def _plan(
     if old is not None:
         group = _find_group(cluster, old)
         if group is not None and flags.nodes in (None, old.strategy.num_nodes):
-            ready = reuse_plan(old, wish, cache=cache)
+            ready = reuse_plan(old, wanted, cache=cache)
             plan = ready.plan if held.begun is None else held.begun
             return ready.keep(_moved(plan, group)), group
     if held.begun is None and old is not None:
@@ -245,7 +245,7 @@ def _plan(
         cluster,
         flags.nodes,
         lambda part: plan_job(
-            wish, as_train_flags(flags), cluster=part, cache=cache, begun=held.begun
+            wanted, as_train_flags(flags), cluster=part, cache=cache, begun=held.begun
         ),
     )
 

@@ -21,7 +21,7 @@ from tightfit.cli.submitting.prepare import (
     write_prepared_run,
 )
 from tightfit.cli.terminal.output import show_json
-from tightfit.cli.training.request import TrainRequest
+from tightfit.cli.training.request import RunRecipe
 from tightfit.cli.training.run_folder import RunLocation, RunStage
 from tightfit.clusters.site import Site, read_site
 from tightfit.clusters.slurm.queue import (
@@ -71,7 +71,7 @@ def submit_slurm(flags: SubmitFlags) -> None:
         return
     site = _apply_flags(read_site(), flags)
     found = find_submitted(flags, runs=site.runs)
-    wish, _, place = found
+    wanted, _, place = found
     if place.stage is RunStage.FINISHED and not flags.dry_run:
         report_finished(place.run, as_json=flags.as_json)
         return
@@ -80,9 +80,9 @@ def submit_slurm(flags: SubmitFlags) -> None:
         follow_job(place.run, queued, as_json=flags.as_json)
         return
     _refuse_running(place, flags)
-    partition = _read_partition(flags, wish, site)
+    partition = _read_partition(flags, wanted, site)
     inventory = filter_nodes(probe_slurm_inventory(partition), site.slurm.constraint)
-    notes = _check_files(inventory, site, wish, place)
+    notes = _check_files(inventory, site, wanted, place)
     cluster = state_network(plannable_cluster(inventory), flags.network)
     with prepare_run(flags, cluster, found=found, runs=site.runs) as prepared:
         draft = _draft(flags, site, inventory, prepared, limit=limit)
@@ -196,19 +196,19 @@ def _read_time_limit(flags: SubmitFlags) -> float | None:
     return limit
 
 
-def _read_partition(flags: SubmitFlags, wish: TrainRequest, site: Site) -> str | None:
-    said = flags.on or wish.recipe.on or ""
+def _read_partition(flags: SubmitFlags, wanted: RunRecipe, site: Site) -> str | None:
+    said = flags.on or wanted.recipe.on or ""
     named = said.partition(":")[2].strip() if said.casefold().startswith("slurm") else ""
     return named or site.slurm.partition
 
 
 def _check_files(
-    inventory: Inventory, site: Site, wish: TrainRequest, place: RunLocation
+    inventory: Inventory, site: Site, wanted: RunRecipe, place: RunLocation
 ) -> list[str]:
     """Before the data is encoded: the nodes will see what they read and write."""
     if is_this_machine(node.name for node in inventory.nodes):
         return []
-    places = {"The run folder": place.folder or find_base(site.runs), **list_inputs(wish.recipe)}
+    places = {"The run folder": place.folder or find_base(site.runs), **list_inputs(wanted.recipe)}
     return check_shared({what: path.absolute() for what, path in places.items()}, site)
 
 

@@ -13,10 +13,10 @@ from tightfit.cli.training.hardware import ELSEWHERE, find_hardware
 from tightfit.cli.training.plan import encoded_len, make_job_request, read_spec, search_plans
 from tightfit.cli.training.prepare import encode_for
 from tightfit.cli.training.request import (
-    TrainRequest,
+    RunRecipe,
     profile_sources,
+    read_run_recipe,
     read_saved_plans,
-    read_train_request,
 )
 from tightfit.cli.training.tracing import trace_search
 from tightfit.core.data_profile import DataProfile
@@ -136,12 +136,12 @@ class BenchJob:
 def read_bench_job(flags: BenchFlags, home: Path) -> BenchJob:
     """Find or draw model and data, and search. `home` is a folder for what is made up."""
     asked = as_train_flags(flags)
-    wish = _read_request(flags, asked)
-    recipe = wish.recipe
+    wanted = _read_request(flags, asked)
+    recipe = wanted.recipe
     _refuse_clusters(recipe)
     cluster = find_hardware(asked, recipe.on)
     folder = _find_model(recipe, home)
-    request = make_job_request(wish, asked, read_spec(recipe.model, folder))
+    request = make_job_request(wanted, asked, read_spec(recipe.model, folder))
     training = _make_training(recipe, folder, num_steps=flags.warm_up + flags.steps)
     rows = _make_rows(flags, recipe, request, training[Method.LORA], cluster, home)
     request = replace(
@@ -151,7 +151,7 @@ def read_bench_job(flags: BenchFlags, home: Path) -> BenchJob:
     result = search_plans(
         request,
         cluster,
-        wish,
+        wanted,
         asked,
         num_plans=max(NUM_PLANS, count),
         is_exhaustive=flags.all_levers,
@@ -180,12 +180,12 @@ def as_train_flags(flags: BenchFlags) -> TrainFlags:
     )
 
 
-def _read_request(flags: BenchFlags, asked: TrainFlags) -> TrainRequest:
-    wish = read_train_request(asked, needs_data=False)
+def _read_request(flags: BenchFlags, asked: TrainFlags) -> RunRecipe:
+    wanted = read_run_recipe(asked, needs_data=False)
     if not flags.random_weights:
-        return wish
-    recipe = wish.recipe.model_copy(update={"random_weights": True})
-    return wish.model_copy(update={"recipe": recipe})
+        return wanted
+    recipe = wanted.recipe.model_copy(update={"random_weights": True})
+    return wanted.model_copy(update={"recipe": recipe})
 
 
 def _refuse_clusters(recipe: Recipe) -> None:

@@ -9,7 +9,7 @@ from tightfit.cli.options.training import TrainFlags
 from tightfit.cli.training.hardware import find_hardware
 from tightfit.cli.training.no_plan import NoPlanError, suggest_fix
 from tightfit.cli.training.prepare import encode_for
-from tightfit.cli.training.request import TrainRequest, fixed_fields
+from tightfit.cli.training.request import RunRecipe, fixed_fields
 from tightfit.cli.training.tracing import trace_search
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.recipe import make_training
@@ -59,7 +59,7 @@ class PlannedJob:
 
 
 def plan_job(
-    wish: TrainRequest,
+    wanted: RunRecipe,
     flags: TrainFlags,
     *,
     cluster: Cluster | None = None,
@@ -73,7 +73,7 @@ def plan_job(
     """
     from tightfit.runtime.model_files import locate_model
 
-    recipe = wish.recipe
+    recipe = wanted.recipe
     folder = locate_model(recipe.model, needs_weights=not recipe.random_weights)
     if cluster is None:
         cluster = find_hardware(flags, recipe.on)
@@ -81,7 +81,7 @@ def plan_job(
         method: make_training(recipe, method=method, model_path=folder)
         for method in (Method.FULL, Method.LORA)
     }
-    request = make_job_request(wish, flags, read_spec(recipe.model, folder), begun)
+    request = make_job_request(wanted, flags, read_spec(recipe.model, folder), begun)
     anyhow = training[Method.LORA]  # the data side is the same for every method
     encoded = encode_for(anyhow, model_folder=folder, seq_len=request.planned_seq_len, cache=cache)
     request = replace(
@@ -90,17 +90,17 @@ def plan_job(
         profile=profile_from_store(encoded.train),
         training=training,
     )
-    num_plans = max(NUM_PLANS, wish.plan_number)
-    result = search_plans(request, cluster, wish, flags, num_plans=num_plans)
+    num_plans = max(NUM_PLANS, wanted.plan_number)
+    result = search_plans(request, cluster, wanted, flags, num_plans=num_plans)
     result = trace_search(result, asked=None).result
-    return PlannedJob(plan=_warn(_pick(result, wish), encoded), encoded=encoded)
+    return PlannedJob(plan=_warn(_pick(result, wanted), encoded), encoded=encoded)
 
 
 def make_job_request(
-    wish: TrainRequest, flags: TrainFlags, spec: ModelSpec, begun: Plan | None = None
+    wanted: RunRecipe, flags: TrainFlags, spec: ModelSpec, begun: Plan | None = None
 ) -> JobRequest:
     """What is asked of the planner, before the data is known."""
-    recipe, fixed = wish.recipe, fixed_fields(wish)
+    recipe, fixed = wanted.recipe, fixed_fields(wanted)
     batch = recipe.effective_batch or DEFAULT_EFFECTIVE_BATCH
     if begun is not None:
         fixed |= {name: getattr(begun.strategy, name) for name in SAME_TRAINING}
@@ -119,15 +119,15 @@ def make_job_request(
     )
 
 
-def reuse_plan(saved: Plan, wish: TrainRequest, *, cache: Path | None = None) -> PlannedJob:
+def reuse_plan(saved: Plan, wanted: RunRecipe, *, cache: Path | None = None) -> PlannedJob:
     """A saved plan as it is, with the data and the learning side that were asked for."""
     from tightfit.runtime.model_files import locate_model
 
-    folder = locate_model(wish.recipe.model, needs_weights=not wish.recipe.random_weights)
-    training = make_training(wish.recipe, method=saved.strategy.method, model_path=folder)
+    folder = locate_model(wanted.recipe.model, needs_weights=not wanted.recipe.random_weights)
+    training = make_training(wanted.recipe, method=saved.strategy.method, model_path=folder)
     encoded = encode_for(training, model_folder=folder, seq_len=encoded_len(saved), cache=cache)
     profile = profile_from_store(encoded.train)
-    update = {"training": training, "data": profile, "num_epochs": wish.recipe.num_epochs}
+    update = {"training": training, "data": profile, "num_epochs": wanted.recipe.num_epochs}
     return PlannedJob(plan=_warn(saved.model_copy(update=update), encoded), encoded=encoded)
 
 
@@ -173,7 +173,7 @@ def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
 def search_plans(
     request: JobRequest,
     cluster: Cluster,
-    wish: TrainRequest,
+    wanted: RunRecipe,
     flags: TrainFlags,
     *,
     num_plans: int,
@@ -184,13 +184,13 @@ def search_plans(
     result = search(request, cluster, num_plans=num_plans, is_exhaustive=is_exhaustive, known=known)
     if not result.plans:
         vain = NoPlanError(result=result, request=request, cluster=cluster, known=known)
-        remedy = suggest_fix(vain, flags, wish.recipe)
+        remedy = suggest_fix(vain, flags, wanted.recipe)
         raise DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
     return result
 
 
-def _pick(result: SearchResult, wish: TrainRequest) -> Plan:
-    number = wish.plan_number
+def _pick(result: SearchResult, wanted: RunRecipe) -> Plan:
+    number = wanted.plan_number
     if number > len(result.plans):
         raise UsageError(
             f"`--plan {number}`: there are only {len(result.plans)} plans.",

@@ -189,7 +189,7 @@ _NOT_LEARNT = {"output", "on"}
 """Where a run happens and lies does not make it another one."""
 
 
-class TrainRequest(Frozen):
+class RunRecipe(Frozen):
     """Everything that decides what a run learns; `recipe.json` in its folder."""
 
     recipe: Recipe
@@ -197,14 +197,14 @@ class TrainRequest(Frozen):
     """Of `--set`, as typed."""
     plan_number: int = 1
 
-    def is_same(self, other: TrainRequest) -> bool:
+    def is_same(self, other: RunRecipe) -> bool:
         """Whether both ask for the same training, wherever."""
         return self._essence() == other._essence()
 
     def _essence(self) -> dict[str, Any]:
         return self.model_dump(exclude={"recipe": _NOT_LEARNT})
 
-    def list_differences(self, other: TrainRequest) -> list[str]:
+    def list_differences(self, other: RunRecipe) -> list[str]:
         """The recipe's keys in which both differ, and `--set` or `--plan`."""
         mine, theirs = self._essence(), other._essence()
         found = [key for key, value in mine["recipe"].items() if theirs["recipe"][key] != value]
@@ -212,7 +212,7 @@ class TrainRequest(Frozen):
         return found + (["--plan"] if mine["plan_number"] != theirs["plan_number"] else [])
 
 
-def read_train_request(flags: TrainFlags, *, needs_data: bool = True) -> TrainRequest:
+def read_run_recipe(flags: TrainFlags, *, needs_data: bool = True) -> RunRecipe:
     """The recipe where one is named, else a bare model; flags win over the recipe."""
     settings = read_settings(flags.settings)
     refuse_twice(settings, {"method": flags.method, "seq_len": flags.seq_len})
@@ -227,13 +227,13 @@ def read_train_request(flags: TrainFlags, *, needs_data: bool = True) -> TrainRe
     refuse_plain_qlora(recipe, recipe.fixed_strategy() | settings)
     check_recipe(recipe, needs_data=needs_data)
     shown = {name: show_value(value) for name, value in settings.items()}
-    return TrainRequest(recipe=recipe, settings=shown, plan_number=flags.plan)
+    return RunRecipe(recipe=recipe, settings=shown, plan_number=flags.plan)
 
 
-def fixed_fields(wish: TrainRequest) -> dict[str, Any]:
+def fixed_fields(wanted: RunRecipe) -> dict[str, Any]:
     """Strategy fields that recipe and `--set` have decided."""
-    settings = read_settings([f"{name}={value}" for name, value in wish.settings.items()])
-    return wish.recipe.fixed_strategy() | settings
+    settings = read_settings([f"{name}={value}" for name, value in wanted.settings.items()])
+    return wanted.recipe.fixed_strategy() | settings
 
 
 def _as_plan_flags(flags: TrainFlags) -> PlanFlags:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from tightfit.cli.options.training import TrainFlags
 from tightfit.cli.training.plan import PlannedJob
-from tightfit.cli.training.request import TrainRequest, read_saved_plans, read_train_request
+from tightfit.cli.training.request import RunRecipe, read_run_recipe, read_saved_plans
 from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.text import sanitize
@@ -28,7 +28,7 @@ from tightfit.runs.find import DEFAULT_FOLDER, find_run
 from tightfit.runs.metrics import EventRecord, append_record
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus, TokenFolders
 
-REQUEST_FILE = "recipe.json"
+RUN_RECIPE_FILE = "recipe.json"
 
 
 class RunStage(Enum):
@@ -53,24 +53,24 @@ class RunLocation:
 
 
 def find_run_location(
-    wish: TrainRequest, flags: TrainFlags, *, base: Path = DEFAULT_FOLDER
+    wanted: RunRecipe, flags: TrainFlags, *, base: Path = DEFAULT_FOLDER
 ) -> RunLocation:
-    """Where this wish is, was, or will be trained; `base` holds runs that were given no folder."""
-    if wish.recipe.output is None:
-        return _find_default(wish, flags, base)
-    folder = Path(wish.recipe.output).expanduser()
-    stage = _read_stage(folder, wish, flags)
+    """Where this recipe was or will be trained; `base` holds runs without a folder of their own."""
+    if wanted.recipe.output is None:
+        return _find_default(wanted, flags, base)
+    folder = Path(wanted.recipe.output).expanduser()
+    stage = _read_stage(folder, wanted, flags)
     if stage is RunStage.FINISHED and flags.again:
         return RunLocation(folder=_next_free(folder), stage=RunStage.NEW)
     return RunLocation(folder=folder, stage=stage)
 
 
-def _find_default(wish: TrainRequest, flags: TrainFlags, base: Path) -> RunLocation:
-    """Among the default folders, the one that was made for the same wish."""
-    found = sorted(base.glob(f"*/{REQUEST_FILE}"), key=lambda path: path.stat().st_mtime)
+def _find_default(wanted: RunRecipe, flags: TrainFlags, base: Path) -> RunLocation:
+    """Among the default folders, the one that was made for the same recipe."""
+    found = sorted(base.glob(f"*/{RUN_RECIPE_FILE}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
-        held = read_request_file(path.parent)
-        if held is None or held.recipe.output is not None or not held.is_same(wish):
+        held = read_run_recipe_file(path.parent)
+        if held is None or held.recipe.output is not None or not held.is_same(wanted):
             continue
         stage = _stage_of(RunFolder(path=path.parent))
         if flags.fresh or (stage is RunStage.FINISHED and flags.again):
@@ -79,9 +79,9 @@ def _find_default(wish: TrainRequest, flags: TrainFlags, base: Path) -> RunLocat
     return RunLocation(folder=None, stage=RunStage.NEW)
 
 
-def name_folder(wish: TrainRequest, method: str, *, home: Path = DEFAULT_FOLDER) -> Path:
+def name_folder(wanted: RunRecipe, method: str, *, home: Path = DEFAULT_FOLDER) -> Path:
     """The next free `runs/MODEL-METHOD-N`."""
-    stem = Path(wish.recipe.model.rstrip("/")).name.removesuffix(".gguf")
+    stem = Path(wanted.recipe.model.rstrip("/")).name.removesuffix(".gguf")
     base = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{stem}-{method}").strip("-.") or "run"
     number = 1
     while os.path.lexists(home / f"{base}-{number}"):
@@ -89,10 +89,10 @@ def name_folder(wish: TrainRequest, method: str, *, home: Path = DEFAULT_FOLDER)
     return home / f"{base}-{number}"
 
 
-def claim_folder(wish: TrainRequest, method: str, *, home: Path) -> Path:
+def claim_folder(wanted: RunRecipe, method: str, *, home: Path) -> Path:
     """Make the next free folder: of several who do so at once, each gets one of its own."""
     while True:
-        folder = name_folder(wish, method, home=home)
+        folder = name_folder(wanted, method, home=home)
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
@@ -109,16 +109,16 @@ def folder_error(folder: Path, fault: OSError) -> SetupError:
     )
 
 
-def _read_stage(folder: Path, wish: TrainRequest, flags: TrainFlags) -> RunStage:
+def _read_stage(folder: Path, wanted: RunRecipe, flags: TrainFlags) -> RunStage:
     run = RunFolder(path=folder)
     if not run.is_run():
         _refuse_foreign(folder)
         return RunStage.NEW
     if flags.fresh:
         return RunStage.NEW
-    held = read_request_file(folder)
-    if held is not None and not held.is_same(wish):
-        keys = ", ".join(held.list_differences(wish)) or "the recipe"
+    held = read_run_recipe_file(folder)
+    if held is not None and not held.is_same(wanted):
+        keys = ", ".join(held.list_differences(wanted)) or "the recipe"
         raise UsageError(
             f"{sanitize(str(folder))} holds a run of another recipe (it differs in: {keys}).",
             remedy="--output ANOTHER-FOLDER, or --fresh to start over    (the old run is kept)",
@@ -138,7 +138,7 @@ def _stage_of(run: RunFolder) -> RunStage:
 
 def _refuse_foreign(folder: Path) -> None:
     """Somebody else's files are not to be mixed with a run's; a half-made run is our own."""
-    if (folder / REQUEST_FILE).is_file():
+    if (folder / RUN_RECIPE_FILE).is_file():
         return
     if folder.is_dir() and any(not _is_ours(item) for item in folder.iterdir()):
         raise UsageError(
@@ -154,17 +154,17 @@ def _is_ours(item: Path) -> bool:
 
 
 @contextmanager
-def one_node_at_a_time(wish: TrainRequest, flags: TrainFlags) -> Iterator[None]:
+def one_node_at_a_time(wanted: RunRecipe, flags: TrainFlags) -> Iterator[None]:
     """Of several nodes the first prepares the folder; the others wait and find it made."""
     if flags.nodes == 1 or flags.dry_run:
         yield
         return
-    if wish.recipe.output is None:
+    if wanted.recipe.output is None:
         raise UsageError(
             "Several nodes need one folder that all of them see.",
             remedy="--output FOLDER    (on a file system that the nodes share)",
         )
-    folder = Path(wish.recipe.output).expanduser()
+    folder = Path(wanted.recipe.output).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / "prepare.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -196,42 +196,42 @@ def _next_free(folder: Path) -> Path:
     return free
 
 
-def read_request_file(folder: Path) -> TrainRequest | None:
+def read_run_recipe_file(folder: Path) -> RunRecipe | None:
     try:
-        return TrainRequest.model_validate_json((folder / REQUEST_FILE).read_bytes())
+        return RunRecipe.model_validate_json((folder / RUN_RECIPE_FILE).read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def write_request_file(folder: Path, wish: TrainRequest) -> None:
-    write_atomic(folder / REQUEST_FILE, wish.model_dump_json(indent=2) + "\n")
+def write_run_recipe_file(folder: Path, wanted: RunRecipe) -> None:
+    write_atomic(folder / RUN_RECIPE_FILE, wanted.model_dump_json(indent=2) + "\n")
 
 
 # What `train` and `submit` are asked to run: a recipe, a model, a saved plan, or a run.
 
 
-def read_training_job(flags: TrainFlags) -> tuple[TrainRequest, Plan | None]:
-    """The wish, and the plan where a saved one was named."""
+def read_training_job(flags: TrainFlags) -> tuple[RunRecipe, Plan | None]:
+    """The recipe, and the plan where a saved one was named."""
     run = find_run(flags.job)
     if run is not None:
-        return _request_of_run(run, flags), None
+        return _recipe_of_run(run, flags), None
     saved = read_saved_plans(flags.job)
     if saved is None:
-        return read_train_request(flags), None
+        return read_run_recipe(flags), None
     if flags.plan > len(saved.plans):
         raise UsageError(
             f"`--plan {flags.plan}`: {flags.job} holds {len(saved.plans)} plans.",
             remedy=f"--plan {len(saved.plans)}",
         )
     plan = saved.plans[flags.plan - 1]
-    return _request_of_plan(plan, flags), plan
+    return _recipe_of_plan(plan, flags), plan
 
 
-def _request_of_run(run: RunFolder, flags: TrainFlags) -> TrainRequest:
+def _recipe_of_run(run: RunFolder, flags: TrainFlags) -> RunRecipe:
     """A run goes on as it was; only where it runs may change."""
     refuse_changes(flags)
-    wish = read_request_file(run.path)
-    if wish is None:
+    wanted = read_run_recipe_file(run.path)
+    if wanted is None:
         raise UsageError(
             f"{flags.job} does not hold the recipe it was started with.",
             remedy="start it with the command that began it",
@@ -239,7 +239,7 @@ def _request_of_run(run: RunFolder, flags: TrainFlags) -> TrainRequest:
     update: dict[str, str] = {"output": str(run.path)}
     if flags.on is not None:
         update["on"] = flags.on
-    return wish.model_copy(update={"recipe": wish.recipe.model_copy(update=update)})
+    return wanted.model_copy(update={"recipe": wanted.recipe.model_copy(update=update)})
 
 
 def refuse_changes(flags: TrainFlags) -> None:
@@ -271,7 +271,7 @@ def refuse_changes(flags: TrainFlags) -> None:
         )
 
 
-def _request_of_plan(plan: Plan, flags: TrainFlags) -> TrainRequest:
+def _recipe_of_plan(plan: Plan, flags: TrainFlags) -> RunRecipe:
     """The plan's job as a recipe; data and learning side may be given beside it."""
     from dataclasses import replace
 
@@ -288,7 +288,7 @@ def _request_of_plan(plan: Plan, flags: TrainFlags) -> TrainRequest:
     if data is None and held is not None and held.data:
         data = Path(held.data[0].path)
     name = plan.model.name if held is None else held.model_path
-    return read_train_request(replace(flags, job=name, data=data, plan=1))
+    return read_run_recipe(replace(flags, job=name, data=data, plan=1))
 
 
 # `train RUN --as-planned`: a batch job on a node, a pod: the folder's plan, and nothing else.
@@ -331,7 +331,7 @@ def is_finished(run: RunFolder) -> bool:
 # The folder of a run, filled before its workers start.
 
 
-def write_folder(run: RunFolder, wish: TrainRequest, ready: PlannedJob, begun: Plan | None) -> None:
+def write_folder(run: RunFolder, wanted: RunRecipe, ready: PlannedJob, begun: Plan | None) -> None:
     """Everything that later starts read; `begun` is the plan of a run that goes on."""
     tokens = TokenFolders(
         train=str(ready.encoded.train.folder),
@@ -346,7 +346,7 @@ def write_folder(run: RunFolder, wish: TrainRequest, ready: PlannedJob, begun: P
         ) from fault
     if begun is not None:
         _refuse_changed_data(run, tokens)
-    write_request_file(run.path, wish)  # first: by it a half-made folder is known as ours
+    write_run_recipe_file(run.path, wanted)  # first: by it a half-made folder is known as ours
     run.write_tokens(tokens)
     write_environment(run, probe_environment(sys.argv))
     if not run.state_path.exists():

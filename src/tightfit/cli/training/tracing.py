@@ -53,17 +53,17 @@ class ModelTracer:
     config: dict[str, Any]
     profile: DataProfile | None = None
 
-    def trace(self, wishes: Sequence[TraceRequest]) -> list[TraceOutcome]:
+    def trace(self, requests: Sequence[TraceRequest]) -> list[TraceOutcome]:
         """All in one process, which takes seconds to start. The `Trace` that planning asks for."""
-        obstacles = [find_trace_obstacle(wish.strategy) for wish in wishes]
-        possible = [wish for wish, why in zip(wishes, obstacles, strict=True) if not why]
+        obstacles = [find_trace_obstacle(request.strategy) for request in requests]
+        possible = [request for request, why in zip(requests, obstacles, strict=True) if not why]
         answers = iter(self._ask(possible))
         return [
             TraceOutcome(traced=None, problem=why) if why else next(answers) for why in obstacles
         ]
 
-    def _ask(self, wishes: Sequence[TraceRequest]) -> list[TraceOutcome]:
-        jobs = [self._job(wish).model_dump(mode="json") for wish in wishes]
+    def _ask(self, requests: Sequence[TraceRequest]) -> list[TraceOutcome]:
+        jobs = [self._job(request).model_dump(mode="json") for request in requests]
         tracer = Tracer(module=TRACE_WORKER)
         try:
             with progress_bar() as report:
@@ -80,25 +80,25 @@ class ModelTracer:
     def advise(self, case: Case, traced: TracedMemory, *, room_bytes: int) -> tuple[Advice, ...]:
         """Single changes that lower the peak, each traced."""
         alternatives = list_alternatives(case, traced.peak)
-        wishes = [
+        requests = [
             TraceRequest(strategy=found.strategy, node=case.node, room_bytes=room_bytes)
             for found in alternatives
         ]
         known = {
             found.strategy: answer.traced
-            for found, answer in zip(alternatives, self.trace(wishes), strict=True)
+            for found, answer in zip(alternatives, self.trace(requests), strict=True)
         }
         return judge_alternatives(
             alternatives, known.__getitem__, before=traced, capacity_bytes=room_bytes
         )
 
-    def _job(self, wish: TraceRequest) -> TraceJob:
+    def _job(self, request: TraceRequest) -> TraceJob:
         return TraceJob(
             config=self.config,
-            strategy=wish.strategy,
-            compute_capability=wish.node.gpu.compute_capability,
-            document_len=find_document_len(self.profile, wish.strategy),
-            room_bytes=wish.room_bytes if wish.wants_fewest_recomputed else None,
+            strategy=request.strategy,
+            compute_capability=request.node.gpu.compute_capability,
+            document_len=find_document_len(self.profile, request.strategy),
+            room_bytes=request.room_bytes if request.wants_fewest_recomputed else None,
         )
 
 
