@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from scripted_engine import ScriptedEngine, ScriptedPrompter
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
-from tightfit.engines.protocol import Listener, Request, Sampling
+from tightfit.engines.protocol import Listener, Request
 from tightfit.farm.backends.local import LocalStarter
 from tightfit.farm.backends.slurm import SlurmStarter
 from tightfit.farm.submit import FarmJob, FarmOutcome, Submitter, open_farm

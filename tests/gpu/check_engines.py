@@ -25,7 +25,8 @@ def check_family(family: str, prompter: Any) -> dict[str, Any]:
     from asked_batch import generate
     from test_transformers_rows import ask, make_model, make_prompts, open_batch
 
-    from tightfit.engines.protocol import Request, Sampling
+    from tightfit.core.sampling import Sampling
+    from tightfit.engines.protocol import Request
     from tightfit.engines.transformers.rows import open_rows
 
     torch.backends.cuda.matmul.allow_tf32 = False

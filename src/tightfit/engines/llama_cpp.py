@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.data.prompter import Prompter
 from tightfit.engines.llama_devices import add_hosts, choose_threads, enable_keepalive, list_gpus
 from tightfit.engines.open import EngineRequest, open_prompter
@@ -29,7 +30,6 @@ from tightfit.engines.protocol import (
     FinishReason,
     Listener,
     Request,
-    Sampling,
     Ticket,
     check_request,
     choose_context,

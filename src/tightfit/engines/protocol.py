@@ -12,32 +12,13 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.sampling import Sampling
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from tightfit.data.prompter import Prompter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen, and when to end."""
-
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    """0: greedy, whatever the other settings say."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: every token may be drawn."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    """None: another answer every time. The same seed and engine give the same answer."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an answer and are not part of it, beside the model's own stop tokens."""
-    ignores_stop_tokens: bool = False
-    """Go on to `max_new_tokens`, for measuring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

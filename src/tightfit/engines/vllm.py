@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.data.prompter import Prompter, TextStream
 from tightfit.engines.open import VLLM_REMEDY, EngineRequest, open_prompter
 from tightfit.engines.protocol import (
@@ -30,7 +31,6 @@ from tightfit.engines.protocol import (
     FinishReason,
     Listener,
     Request,
-    Sampling,
     Ticket,
     check_request,
     choose_context,

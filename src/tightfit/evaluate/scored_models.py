@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.sampling import Sampling
 from tightfit.core.training import TrainOn
 from tightfit.data.formats import Message
 from tightfit.data.prompter import Prompter
 from tightfit.data.token_store import TokenStore
 from tightfit.engines.open import EngineRequest, open_engine
-from tightfit.engines.protocol import Engine, Failed, Request, Sampling, answer_all
+from tightfit.engines.protocol import Engine, Failed, Request, answer_all
 from tightfit.evaluate.model_outputs import (
     CountCallback,
     GenerateRequest,

@@ -18,9 +18,9 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import sync, write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
-from tightfit.engines.protocol import Sampling
 from tightfit.runtime.artefacts import find_artefact
 from tightfit.serve.generate.journal import to_json_line
 from tightfit.serve.generate.prompts import Prompt
@@ -202,33 +202,6 @@ def describe_engine(request: EngineRequest) -> EngineSettings:
     )
 
 
-class SamplingSettings(Frozen):
-    """`Sampling` on the disk."""
-
-    max_new_tokens: PositiveInt
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    stop: tuple[str, ...] = ()
-
-    def to_sampling(self) -> Sampling:
-        return Sampling(**self.model_dump())
-
-
-def describe_sampling(sampling: Sampling) -> SamplingSettings:
-    return SamplingSettings(
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        stop=sampling.stop,
-    )
-
-
 class FarmFile(Frozen):
     """farm.json: everything that an answer depends on, and how the work is cut."""
 
@@ -240,7 +213,8 @@ class FarmFile(Frozen):
     shape: ChunkLayout
     num_samples: PositiveInt = 1
     is_raw: bool = False
-    sampling: SamplingSettings
+    sampling: Sampling
+    """Without its seed: each answer has one of its own, derived from `seed`."""
     engine: EngineSettings
     num_workers: PositiveInt
     lease_seconds: PositiveFloat = LEASE_SECONDS

@@ -75,7 +75,7 @@ class InFlightChunks:
         self._engine = engine
         self._farm = farm
         self._read = read
-        self._sampling = farm.sampling.to_sampling()
+        self._sampling = farm.sampling
         self._asked: dict[int, tuple[InFlightChunk, Prompt, AnswerKey]] = {}
         self._times: deque[float] = deque(maxlen=NUM_RECENT_TIMES)
 

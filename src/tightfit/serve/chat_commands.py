@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
 from tightfit.core.files import write_atomic
+from tightfit.core.sampling import SAMPLING_OPTIONS, Sampling
 from tightfit.core.suggest import did_you_mean
 from tightfit.data.formats import Message, format_named, to_messages
 from tightfit.data.sources import read_file
-from tightfit.engines.protocol import Sampling
 from tightfit.serve.conversation import ChatTotals, Conversation
 from tightfit.serve.generate.journal import to_json_line
 
@@ -66,12 +66,12 @@ def _read_block(line: str, read_line: ReadLine) -> str:
 
 # Commands of a chat: `/reset`, `/set temperature 0.7`, ...; what they say and what they change.
 
-COMMAND_HELP = """\
+COMMAND_HELP = f"""\
 /help               this list
 /reset              forget the conversation
 /system TEXT        another system prompt; without TEXT, none
 /regenerate         another answer to the last message
-/set NAME VALUE     temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens, seed
+/set NAME VALUE     {", ".join(SAMPLING_OPTIONS)}
 /stats              tokens, speed, and how full the context is
 /save FILE          the conversation as a row that `tightfit train` reads; /save! replaces a file
 /load FILE          go on from a saved conversation
@@ -88,16 +88,6 @@ class ChatCommand(NamedTuple):
     rest: str
 
 
-_SAMPLING_BOUNDS: dict[str, tuple[Callable[[str], Any], float, float]] = {
-    "temperature": (float, 0, 100),
-    "top_p": (float, 1e-6, 1),
-    "top_k": (int, 0, 1_048_576),
-    "min_p": (float, 0, 1),
-    "repetition_penalty": (float, 0.01, 10),
-    "max_new_tokens": (int, 1, 1_048_576),
-    "seed": (int, 0, 2**32 - 2),
-}
-"""What `/set` takes, and from where to where; the bounds of the options of the same names."""
 COMMAND_NAMES = (
     "help",
     "reset",
@@ -160,35 +150,24 @@ def change_sampling(sampling: Sampling, text: str) -> Sampling:
     """`temperature 0.7`, `seed none`."""
     name, _, value = text.replace("=", " ").partition(" ")
     name, value = name.strip().lower().replace("-", "_"), value.strip()
-    if name not in _SAMPLING_BOUNDS:
+    if name not in SAMPLING_OPTIONS:
         raise UsageError(
-            f"`{name[:40]}` cannot be set.{did_you_mean(name, _SAMPLING_BOUNDS)}",
-            remedy=f"/set NAME VALUE with one of: {', '.join(_SAMPLING_BOUNDS)}",
+            f"`{name[:40]}` cannot be set.{did_you_mean(name, SAMPLING_OPTIONS)}",
+            remedy=f"/set NAME VALUE with one of: {', '.join(SAMPLING_OPTIONS)}",
         )
     if name == "seed" and value.lower() == "none":
         return replace(sampling, seed=None)
-    kind, least, most = _SAMPLING_BOUNDS[name]
+    option = SAMPLING_OPTIONS[name]
     try:
-        number = kind(value)
+        number: Any = option.kind(value)
     except ValueError:
         number = float("nan")
-    if not least <= number <= most:
+    if not option.least <= number <= option.most:
         raise UsageError(
-            f"`{value[:40]}` is no {name} from {least:g} to {most:g}.",
-            remedy=f"/set {name} {_EXAMPLES[name]}",
+            f"`{value[:40]}` is no {name} from {option.least:g} to {option.most:g}.",
+            remedy=f"/set {name} {option.example:g}",
         )
     return replace(sampling, **{name: number})
-
-
-_EXAMPLES = {
-    "temperature": "0.7",
-    "top_p": "0.9",
-    "top_k": "40",
-    "min_p": "0.05",
-    "repetition_penalty": "1.1",
-    "max_new_tokens": "256",
-    "seed": "42",
-}
 
 
 def describe_totals(tally: ChatTotals, max_context: int) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
-from tightfit.engines.protocol import Delta, Done, Engine, FinishReason, Request, Sampling, stream
+from tightfit.engines.protocol import Delta, Done, Engine, FinishReason, Request, stream
 
 MIN_ANSWER_TOKENS = 16
 ANSWER_FRACTION = 0.25

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scripted_engine import ScriptedEngine, ScriptedPrompter
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
-from tightfit.engines.protocol import Engine, Sampling
+from tightfit.engines.protocol import Engine
 from tightfit.serve.compare.controls import ControlDefaults
 from tightfit.serve.compare.models import ComparedModel, ComparedModels
 from tightfit.serve.compare.page import ComparePage, make_compare_app

@@ -16,8 +16,8 @@ from tightfit.cli.options import engines as options
 from tightfit.cli.options.engines import engine_request, sampling
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
+from tightfit.core.sampling import Sampling
 from tightfit.engines.open import ENGINES
-from tightfit.engines.protocol import Sampling
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
 
 ARTEFACT = Artefact(name="it", kind=ArtefactKind.GGUF, path=Path("it"), tokenizer=Path("it"))

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tightfit.engines.protocol import Delta, Done, Event, Failed, Listener, Sampling
+from tightfit.core.sampling import Sampling
+from tightfit.engines.protocol import Delta, Done, Event, Failed, Listener
 
 
 class Collector:

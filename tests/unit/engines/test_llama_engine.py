@@ -13,6 +13,7 @@ import pytest
 
 from small_models import make_llama
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import (
     Delta,
@@ -22,7 +23,6 @@ from tightfit.engines.protocol import (
     Failed,
     FinishReason,
     Request,
-    Sampling,
     answer,
     answer_all,
     stream,

@@ -16,8 +16,9 @@ from asked_batch import Collector, generate
 from small_models import make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.engines.open import EngineRequest
-from tightfit.engines.protocol import Delta, Engine, FinishReason, Request, Sampling
+from tightfit.engines.protocol import Delta, Engine, FinishReason, Request
 from tightfit.engines.transformers.engine import open_transformers
 from tightfit.runtime.artefacts import Artefact, ArtefactKind, find_artefact
 

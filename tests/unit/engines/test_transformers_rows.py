@@ -15,9 +15,10 @@ from asked_batch import Collector, generate
 
 from small_models import make_tokenizer
 from tightfit.core.errors import DoesNotFitError, InvalidInputError
+from tightfit.core.sampling import Sampling
 from tightfit.data.prompter import Prompter
 from tightfit.data.tokenizer import load_tokenizer
-from tightfit.engines.protocol import Event, FinishReason, Request, Sampling
+from tightfit.engines.protocol import Event, FinishReason, Request
 from tightfit.engines.transformers.batch import (
     ContinuousBatcher,
     RunningAnswer,

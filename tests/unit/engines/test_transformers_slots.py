@@ -11,9 +11,10 @@ from asked_batch import generate
 from test_transformers_rows import ask, make_model, make_prompts, open_batch
 
 from small_models import make_tokenizer
+from tightfit.core.sampling import Sampling
 from tightfit.data.prompter import Prompter
 from tightfit.data.tokenizer import load_tokenizer
-from tightfit.engines.protocol import Request, Sampling
+from tightfit.engines.protocol import Request
 from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots
 from tightfit.runtime.attention import GROUPED_DECODE
 

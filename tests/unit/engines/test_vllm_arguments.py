@@ -15,6 +15,7 @@ import pytest
 from small_models import make_tokenizer
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.data.prompter import Prompter
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.engines.open import EngineRequest
@@ -25,7 +26,6 @@ from tightfit.engines.protocol import (
     Event,
     FinishReason,
     Request,
-    Sampling,
     answer,
     answer_all,
     stream,

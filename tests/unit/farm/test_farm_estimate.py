@@ -10,9 +10,9 @@ import pytest
 
 from small_models import make_llama
 from tightfit.cli.farm import revise
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest, open_engine, open_prompter
-from tightfit.engines.protocol import Sampling
 from tightfit.farm.estimate import (
     Bounds,
     EstimateBasis,

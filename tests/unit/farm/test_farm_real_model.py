@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from small_models import make_llama
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
-from tightfit.engines.protocol import Sampling
 from tightfit.farm.results import collect_output
 from tightfit.farm.submit import FarmJob, open_farm
 from tightfit.farm.worker import run_worker

@@ -21,17 +21,10 @@ from hypothesis import strategies as st
 
 from small_models import make_llama
 from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message, recognise_format, to_messages
 from tightfit.data.sources import read_rows
-from tightfit.engines.protocol import (
-    Delta,
-    Done,
-    EngineInfo,
-    FinishReason,
-    Listener,
-    Request,
-    Sampling,
-)
+from tightfit.engines.protocol import Delta, Done, EngineInfo, FinishReason, Listener, Request
 from tightfit.serve.chat_commands import (
     change_sampling,
     read_command,

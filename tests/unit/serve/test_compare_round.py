@@ -13,8 +13,9 @@ import pytest
 
 from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
-from tightfit.engines.protocol import FinishReason, Sampling
+from tightfit.engines.protocol import FinishReason
 from tightfit.serve.compare.chat_tab import ChatController, Turn, make_history, render_thread
 from tightfit.serve.compare.compare_tab import CompareController, Round
 from tightfit.serve.compare.controls import ControlDefaults, read_settings
@@ -256,8 +257,8 @@ def test_a_chat_remembers_what_was_answered_and_forgets_what_failed(tmp_path: Pa
         ((-1, 1.0, 10, ""), "Temperature"),
         ((float("nan"), 1.0, 10, ""), "Temperature"),
         ((0.0, 0.0, 10, ""), "Top-p"),
-        ((0.0, 1.0, None, ""), "longest"),
-        ((0.0, 1.0, 0, ""), "longest"),
+        ((0.0, 1.0, None, ""), "Longest"),
+        ((0.0, 1.0, 0, ""), "Longest"),
         ((0.0, 1.0, 10, "many"), "seed"),
         ((0.0, 1.0, 10, "99999999999"), "seed"),
     ],

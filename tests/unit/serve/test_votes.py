@@ -144,7 +144,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_votes_whole(tmp_path: Path) -> 
     script = f"""
 import resource, signal, sys
 from pathlib import Path
-from tightfit.core.errors import EnvironmentFaultError
+from tightfit.core.errors import SetupError
 from tightfit.serve.compare.votes import append_vote, read_votes
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path({str(path)!r})
@@ -152,8 +152,8 @@ vote = next(read_votes(path))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 40}, {len(before) + 40}))
 try:
     append_vote(path, vote)
-except EnvironmentFaultError as fault:
-    print(fault.remedy)
+except SetupError as error:
+    print(error.remedy)
 """
     said = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -26,8 +26,8 @@ from tightfit.core.text import shorten
 
 if TYPE_CHECKING:
     from tightfit.core.dtypes import Dtype
+    from tightfit.core.sampling import Sampling
     from tightfit.engines.open import EngineRequest
-    from tightfit.engines.protocol import Sampling
     from tightfit.runtime.artefacts import Artefact
 
 
@@ -361,7 +361,7 @@ def sampling(flags: object) -> Sampling:
     Fields: `max_new_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
     `seed`, `stop`.
     """
-    from tightfit.engines.protocol import Sampling
+    from tightfit.core.sampling import Sampling
 
     names = (
         "max_new_tokens",

@@ -12,17 +12,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.data.prompter import Prompter, TextStream
-from tightfit.engines.protocol import (
-    Delta,
-    Done,
-    Event,
-    Failed,
-    FinishReason,
-    Listener,
-    Request,
-    Sampling,
-)
+from tightfit.engines.protocol import Delta, Done, Event, Failed, FinishReason, Listener, Request
 from tightfit.engines.transformers.rows import BatchRows
 from tightfit.runtime.devices import is_out_of_memory
 

@@ -11,22 +11,14 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import ASSISTANT, USER, Message, to_messages
 from tightfit.data.prompter import Prompter
 from tightfit.data.sources import open_source, read_source
 from tightfit.data.streams import ReadMeter
 from tightfit.data.templates import TemplateRenderError
 from tightfit.data.token_store import TokenStore
-from tightfit.engines.protocol import (
-    Delta,
-    Done,
-    Engine,
-    Event,
-    Failed,
-    FinishReason,
-    Request,
-    Sampling,
-)
+from tightfit.engines.protocol import Delta, Done, Engine, Event, Failed, FinishReason, Request
 from tightfit.export.verify.scores import Window
 from tightfit.export.verify.verdict import AnswerComparison, Finding, Level
 from tightfit.runs.run_folder import RunFolder

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
-from tightfit.engines.protocol import Sampling
 from tightfit.serve.compare.controls import (
     QUIET_EVENT,
     ControlDefaults,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.engines.protocol import Sampling
+from tightfit.core.sampling import MAX_SEED, SAMPLING_OPTIONS, Sampling
 from tightfit.serve.compare.votes import VoteSettings
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
@@ -37,15 +37,9 @@ def visitor_id(request: Any) -> str:
     return str(request.session_hash or "")
 
 
-# The settings that every answer of the page is drawn with, as controls and as values.
-
-MAX_NEW_TOKENS = 1_048_576
-MAX_TEMPERATURE = 100.0
-MIN_TOP_P = 1e-6
-MAX_SEED = 2**32 - 2
-"""Bounds of `cli/options/engines.py`: what a flag may say, the page may say too."""
+LABELS = {"temperature": "Temperature", "top_p": "Top-p", "max_new_tokens": "Longest answer"}
 SLIDER_MAX_TEMPERATURE = 2.0
-"""Where the slider ends, unless a flag says more."""
+"""Where the slider ends, unless the command line asked for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +93,7 @@ def build_controls(defaults: ControlDefaults) -> Controls:
             max(SLIDER_MAX_TEMPERATURE, sampling.temperature),
             value=sampling.temperature,
             step=0.05,
-            label="Temperature",
+            label=LABELS["temperature"],
             info="0: always the likeliest token",
             min_width=220,
         )
@@ -108,7 +102,7 @@ def build_controls(defaults: ControlDefaults) -> Controls:
             1.0,
             value=sampling.top_p,
             step=0.05,
-            label="Top-p",
+            label=LABELS["top_p"],
             info="Only the likeliest tokens with this share",
             min_width=220,
         )
@@ -117,8 +111,8 @@ def build_controls(defaults: ControlDefaults) -> Controls:
             value=sampling.max_new_tokens,
             precision=0,
             minimum=1,
-            maximum=MAX_NEW_TOKENS,
-            label="Longest answer",
+            maximum=int(SAMPLING_OPTIONS["max_new_tokens"].most),
+            label=LABELS["max_new_tokens"],
             min_width=160,
         )
         # A number field would turn an empty value into 0.
@@ -139,24 +133,21 @@ def read_settings(
 ) -> VoteSettings:
     """What a visitor set, checked again here: a request need not come from our page."""
     return VoteSettings(
-        temperature=_within("Temperature", temperature, 0.0, MAX_TEMPERATURE),
-        top_p=_within("Top-p", top_p, MIN_TOP_P, 1.0),
-        max_new_tokens=int(_within("The longest answer", most, 1, MAX_NEW_TOKENS)),
+        temperature=_within("temperature", temperature),
+        top_p=_within("top_p", top_p),
+        max_new_tokens=int(_within("max_new_tokens", most)),
         seed=_read_seed((seed or "").strip()),
     )
 
 
 def make_sampling(settings: VoteSettings, defaults: Sampling) -> Sampling:
     """The same for both models; what the page does not show comes from the command line."""
-    return Sampling(
+    return replace(
+        defaults,
         max_new_tokens=settings.max_new_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
         seed=settings.seed,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        stop=defaults.stop,
     )
 
 
@@ -171,10 +162,11 @@ def _read_seed(text: str) -> int:
     return int(text)
 
 
-def _within(name: str, value: float | None, least: float, most: float) -> float:
+def _within(name: str, value: float | None) -> float:
+    least, most = SAMPLING_OPTIONS[name].least, SAMPLING_OPTIONS[name].most
     if value is None or not math.isfinite(value) or not least <= value <= most:
-        told = "empty" if value is None else f"{value:g}"
+        given = "empty" if value is None else f"{value:g}"
         raise InvalidInputError(
-            f"{name} is {told}.", remedy=f"give a number from {least:g} to {most:g}"
+            f"{LABELS[name]} is {given}.", remedy=f"give a number from {least:g} to {most:g}"
         )
     return value

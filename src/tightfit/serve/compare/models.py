@@ -14,6 +14,7 @@ import psutil
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
 from tightfit.data.formats import SYSTEM, USER, Message
@@ -25,7 +26,6 @@ from tightfit.engines.protocol import (
     Event,
     Failed,
     Request,
-    Sampling,
     Ticket,
 )
 from tightfit.estimate.weights import estimate_weight_bytes

@@ -10,16 +10,9 @@ from typing import Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.sampling import Sampling, describe_sampling
 from tightfit.engines.open import EngineRequest
-from tightfit.engines.protocol import (
-    Done,
-    Engine,
-    Failed,
-    FinishReason,
-    Request,
-    Sampling,
-    answer_all,
-)
+from tightfit.engines.protocol import Done, Engine, Failed, FinishReason, Request, answer_all
 from tightfit.runtime.artefacts import Artefact
 from tightfit.serve.generate.journal import AnswerKey, Journal, to_json_line
 from tightfit.serve.generate.prompts import Prompt, digest_prompts
@@ -225,7 +218,6 @@ _MODEL_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".jin
 
 def describe_settings(request: EngineRequest, job: GenerateJob) -> dict[str, Any]:
     """For the journal's head. Slots, threads and devices are left out: answers do not mean them."""
-    sampling = job.sampling
     return {
         "prompts": digest_prompts(job.prompts),
         "model": _digest_model(request.artefact),
@@ -234,14 +226,7 @@ def describe_settings(request: EngineRequest, job: GenerateJob) -> dict[str, Any
         "weights": "auto" if request.weights is None else request.weights.value,
         "n": job.num_samples,
         "raw": job.is_raw,
-        "max-new-tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top-p": sampling.top_p,
-        "top-k": sampling.top_k,
-        "min-p": sampling.min_p,
-        "repetition-penalty": sampling.repetition_penalty,
-        "seed": sampling.seed,
-        "stop": list(sampling.stop),
+        **describe_sampling(job.sampling),
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError, UserError
+from tightfit.core.sampling import Sampling
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
 from tightfit.data.prompter import Prompter
@@ -17,7 +18,7 @@ from tightfit.engines.open import (
     probe_installed,
     read_gptq_bits,
 )
-from tightfit.engines.protocol import Sampling, choose_context
+from tightfit.engines.protocol import choose_context
 from tightfit.engines.transformers.rows import (
     CPU_SLOTS,
     KV_MEMORY_FRACTION,

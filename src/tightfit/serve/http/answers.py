@@ -15,8 +15,9 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from tightfit import __version__
+from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
-from tightfit.engines.protocol import Delta, Done, Event, Failed, FinishReason, Request, Sampling
+from tightfit.engines.protocol import Delta, Done, Event, Failed, FinishReason, Request
 from tightfit.serve.http.errors import CLIENT_GONE, ApiError, prompt_too_long, to_api_error
 from tightfit.serve.http.registry import (
     ClientGoneError,
