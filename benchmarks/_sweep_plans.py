@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from _throughput_jobs import JOBS
+from tightfit.cli.flags.training import PlanFlags
 from tightfit.cli.missing import warn_of_missing
-from tightfit.cli.options.training import PlanFlags
 from tightfit.cli.training.hardware import choose_cluster
 from tightfit.cli.training.request import read_plan_job
 from tightfit.cli.training.tracing import trace_search

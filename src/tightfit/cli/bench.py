@@ -16,7 +16,7 @@ from rich.console import RenderableType
 
 from tightfit.cli.error_report import report_error
 from tightfit.cli.exit_codes import EXIT_BUG, EXIT_INTERRUPTED, EXIT_REQUEUE
-from tightfit.cli.options.training import BenchFlags
+from tightfit.cli.flags.training import BenchFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.run_display import Progress, open_display

@@ -10,9 +10,10 @@ from typing import Any
 import typer
 from rich.console import RenderableType
 
+from tightfit.api.options.choices import read_word
+from tightfit.api.options.training import CALIBRATION_DEVICES
 from tightfit.cli.error_report import report_error
-from tightfit.cli.options.choices import read_word
-from tightfit.cli.options.training import CALIBRATION_DEVICES, CalibrateFlags
+from tightfit.cli.flags.training import CalibrateFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.cli.options.engines import engine_request, sampling
-from tightfit.cli.options.serving import ChatFlags
+from tightfit.api.options.engines import engine_request, sampling
+from tightfit.cli.flags.serving import ChatFlags
 from tightfit.cli.terminal.output import show_json, write_err, write_out
 from tightfit.core.errors import UsageError, UserError
 from tightfit.core.text import sanitize, sanitize_lines

@@ -12,11 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from tightfit import __version__
+from tightfit.api.options.declare import Argument, Option, list_declared
 from tightfit.cli.error_report import (
     UnexpectedOSError,
     report_bug,
@@ -74,41 +75,49 @@ def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:
         except OSError as fault:
             raise UnexpectedOSError from fault
 
-    hints = {
-        name: _as_text(hint)
-        for name, hint in get_type_hints(flags_type, include_extras=True).items()
-    }
-    fields = dataclasses.fields(flags_type)
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [_parameter(field, hints[field.name]) for field in fields]
-    )
-    command.__annotations__ = hints
+    declared = list_declared(flags_type)
+    hints = get_type_hints(flags_type)
+    parameters = [
+        _parameter(field, hints[field.name], declared[field.name])
+        for field in dataclasses.fields(flags_type)
+        if field.name in declared
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__ = verb
     command.__doc__ = flags_type.__doc__
     return command
 
 
-def _parameter(field: dataclasses.Field[Any], annotation: Any) -> inspect.Parameter:
-    is_required = field.default is dataclasses.MISSING
+def _parameter(
+    field: dataclasses.Field[Any], kind: Any, declared: Argument | Option
+) -> inspect.Parameter:
+    # Numbers and paths reach their option's callback as they were typed, and the callback reads
+    # them: typer's own messages name neither value nor bound, and it takes an empty path for this
+    # folder.
+    if {int, float, Path} & {kind, *get_args(kind)}:
+        kind = str | None
+    annotated: Any = Annotated
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if is_required else field.default,
-        annotation=annotation,
+        default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+        annotation=annotated[kind, _typer_declaration(declared)],
     )
 
 
-def _as_text(hint: Any) -> Any:
-    """Numbers and paths reach their option's callback as they were typed.
-
-    The callback reads them: the parser's own messages name neither value nor bound, and an
-    empty path would be taken for this folder.
-    """
-    kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    is_read_by_us = {int, float, Path} & {kind, *get_args(kind)}
-    subscribed: Any = Annotated
-    parts = (str | None, *extras)
-    return subscribed[parts] if is_read_by_us else hint
+def _typer_declaration(declared: Argument | Option) -> Any:
+    """The declaration of one option in typer's own terms."""
+    shared: dict[str, Any] = {
+        "help": declared.help,
+        "metavar": declared.metavar,
+        "callback": declared.read,
+        "autocompletion": declared.complete,
+        "show_default": declared.show_default,
+    }
+    if isinstance(declared, Argument):
+        return typer.Argument(**shared)
+    return typer.Option(declared.name, **shared)
 
 
 # Typer carried click as a dependency and now carries a copy of it: asking its own exported
@@ -184,7 +193,7 @@ VERBS = {
 }
 """What the list of verbs says of each; the rest of it loads when it is called.
 
-Its options are in `tightfit.cli.options`, the verb itself is `tightfit.cli.<verb>.<verb>`.
+Its options are in `tightfit.api.options`, the verb itself is `tightfit.cli.<verb>.<verb>`.
 """
 
 
@@ -196,14 +205,15 @@ _OPTION_GROUPS = {
     "serving": ("chat", "generate", "farm", "serve", "compare"),
 }
 OPTION_FILES = {verb: file for file, verbs in _OPTION_GROUPS.items() for verb in verbs}
-"""The module of `tightfit.cli.options` that declares a verb's options."""
+"""The module of `api.options`, and of `cli.flags`, that declares a verb's options."""
 
 
 def load_flags(verb: str) -> tuple[type, str]:
     """A verb's options and examples."""
-    module = importlib.import_module(f"tightfit.cli.options.{OPTION_FILES[verb]}")
-    examples: str = getattr(module, f"{verb.upper()}_EXAMPLES")
-    return getattr(module, f"{verb.capitalize()}Flags"), examples
+    declared = importlib.import_module(f"tightfit.api.options.{OPTION_FILES[verb]}")
+    shown = importlib.import_module(f"tightfit.cli.flags.{OPTION_FILES[verb]}")
+    examples: str = getattr(declared, f"{verb.upper()}_EXAMPLES")
+    return getattr(shown, f"{verb.capitalize()}Flags"), examples
 
 
 def build_app(verbs: Container[str] = VERBS) -> typer.Typer:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from tightfit.cli.options import choices
-from tightfit.cli.options.export import CONVERT_DTYPES, CONVERT_FORMATS, ConvertFlags
+from tightfit.api.options import choices
+from tightfit.api.options.export import CONVERT_DTYPES, CONVERT_FORMATS
+from tightfit.cli.flags.export import ConvertFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show

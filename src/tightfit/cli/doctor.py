@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tightfit.cli.options.catalogue import DoctorFlags
+from tightfit.cli.flags.catalogue import DoctorFlags
 from tightfit.cli.terminal.output import show_json
 from tightfit.hardware.checkup import run_checkup
 

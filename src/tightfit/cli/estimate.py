@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tightfit.api.options.choices import read_count
 from tightfit.cli.charts.memory import check_chart_path
+from tightfit.cli.flags.training import EstimateFlags
 from tightfit.cli.network import note_network, state_network
-from tightfit.cli.options.choices import read_count
-from tightfit.cli.options.training import EstimateFlags
 from tightfit.cli.terminal.output import show_json
 from tightfit.cli.training.hardware import choose_cluster_or_card
 from tightfit.cli.training.strategy_defaults import choose_strategy

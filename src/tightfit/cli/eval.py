@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.options.export import METRICS, EvalFlags
+from tightfit.api.options.export import METRICS
+from tightfit.cli.flags.export import EvalFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json, supports_unicode
 from tightfit.cli.terminal.screen import (

@@ -15,9 +15,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from tightfit.api.options.engines import engine_request
+from tightfit.api.options.serving import RAY, read_engine
 from tightfit.cli.exit_codes import EXIT_INTERRUPTED
-from tightfit.cli.options.engines import engine_request
-from tightfit.cli.options.serving import RAY, FarmFlags, GenerateFlags, read_engine
+from tightfit.cli.flags.serving import FarmFlags, GenerateFlags
 from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
 from tightfit.core.errors import UsageError, UserError

@@ -16,9 +16,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tightfit.api.options.engines import engine_request, sampling
 from tightfit.cli.exit_codes import EXIT_REQUEUE
-from tightfit.cli.options.engines import engine_request, sampling
-from tightfit.cli.options.serving import GenerateFlags
+from tightfit.cli.flags.serving import GenerateFlags
 from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError, UserError

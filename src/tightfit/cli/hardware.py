@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from tightfit.cli.options.catalogue import HardwareFlags
+from tightfit.cli.flags.catalogue import HardwareFlags
 from tightfit.cli.terminal.output import show_json
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
 from tightfit.core.errors import NotFoundError, SetupError, UsageError

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.cli.options import choices
-from tightfit.cli.options.export import MERGE_DTYPES, MergeFlags
+from tightfit.api.options import choices
+from tightfit.api.options.export import MERGE_DTYPES
+from tightfit.cli.flags.export import MergeFlags
 from tightfit.cli.packages import require_packages
-from tightfit.cli.terminal.output import Report, announce, progress_bar, show_json, write_err
+from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import CheckFailedError
+from tightfit.core.progress import Progress
 from tightfit.core.units import parse_bytes, render_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ def _announce_forecast(forecast: MergeForecast) -> None:
     )
 
 
-def _make_check(report: Report | None) -> MergeCheck:
+def _make_check(report: Progress | None) -> MergeCheck:
     from tightfit.export.verify.verify import VerifyRequest, verify_models
 
     def check(adapter: Artefact, made: Artefact) -> Verdict:

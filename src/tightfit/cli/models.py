@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.padding import Padding
 
-from tightfit.cli.options.catalogue import ModelsFlags
+from tightfit.cli.flags.catalogue import ModelsFlags
 from tightfit.cli.terminal.output import show_json
 from tightfit.cli.terminal.screen import (
     Column,

@@ -10,9 +10,9 @@ import typer
 
 from tightfit.cli.charts.memory import Chart, Panel, make_panel, write_chart
 from tightfit.cli.error_report import report_error
+from tightfit.cli.flags.training import PlanFlags
 from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
-from tightfit.cli.options.training import PlanFlags
 from tightfit.cli.packages import TRACING, has_packages
 from tightfit.cli.terminal.output import announce, show_json
 from tightfit.cli.training.command_line import repeat_plan

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import typer
 
-from tightfit.cli.options.clusters import MAX_NODES, PreflightFlags
+from tightfit.api.options.clusters import MAX_NODES
+from tightfit.cli.flags.clusters import PreflightFlags
 from tightfit.cli.render.checkup import show_checkup
 from tightfit.cli.terminal.output import show_json, write_err, write_out
 from tightfit.cli.terminal.screen import heading, show

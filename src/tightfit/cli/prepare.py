@@ -20,7 +20,7 @@ from rich.text import Text
 from tightfit.cli.charts.lengths import Bin, choose_step, make_bins
 from tightfit.cli.charts.memory import check_chart_path
 from tightfit.cli.error_report import report_error
-from tightfit.cli.options.training import PrepareFlags
+from tightfit.cli.flags.training import PrepareFlags
 from tightfit.cli.render.data import ViewedRow, render_findings, render_legend, render_row
 from tightfit.cli.terminal.output import show_json, supports_unicode
 from tightfit.cli.terminal.screen import (

@@ -12,10 +12,11 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.options import choices
-from tightfit.cli.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS, QuantizeFlags
+from tightfit.api.options import choices
+from tightfit.api.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS
+from tightfit.cli.flags.export import QuantizeFlags
 from tightfit.cli.packages import require_packages
-from tightfit.cli.terminal.output import Report, announce, progress_bar, show_json, write_err
+from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import (
     Cell,
     Column,
@@ -26,6 +27,7 @@ from tightfit.cli.terminal.screen import (
     show,
 )
 from tightfit.core.errors import CheckFailedError, SetupError, UsageError, UserError
+from tightfit.core.progress import Progress
 from tightfit.core.text import shorten
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.export.quantize.summary import QuantizedModel, QuantizeStatus, QuantizeSummary
@@ -256,7 +258,7 @@ def _find_error(summary: QuantizeSummary, targets: Sequence[ExportFormat]) -> Us
     return None
 
 
-def _make_check(flags: QuantizeFlags, report: Report | None) -> QuantizeCheck:
+def _make_check(flags: QuantizeFlags, report: Progress | None) -> QuantizeCheck:
     from tightfit.export.verify.verify import DEFAULT_TOKENS, VerifyRequest, verify_models
 
     def check(reference: Artefact, others: Sequence[Artefact]) -> Verdict:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.options.catalogue import RunsFlags
+from tightfit.cli.flags.catalogue import RunsFlags
 from tightfit.cli.terminal.output import announce, show_json
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
 from tightfit.core.errors import UsageError

@@ -10,9 +10,10 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tightfit.api.options.engines import engine_request
+from tightfit.api.options.serving import DEFAULT_HOST, DEFAULT_PORT
 from tightfit.cli.error_report import DEBUG_VARIABLE
-from tightfit.cli.options.engines import engine_request
-from tightfit.cli.options.serving import DEFAULT_HOST, DEFAULT_PORT, ServeFlags
+from tightfit.cli.flags.serving import ServeFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.errors import UsageError

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import RenderableType
 
-from tightfit.cli.options import choices
-from tightfit.cli.options.clusters import STAGE_METHODS, StageFlags
+from tightfit.api.options import choices
+from tightfit.api.options.clusters import STAGE_METHODS
+from tightfit.cli.flags.clusters import StageFlags
 from tightfit.cli.terminal.output import progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
 from tightfit.clusters.staging.stage import StageResult

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tightfit.cli.options.clusters import SubmitFlags
+from tightfit.cli.flags.clusters import SubmitFlags
 from tightfit.core.errors import UsageError, UserError
 from tightfit.core.text import shorten
 

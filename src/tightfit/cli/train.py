@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.terminal.output import show_json, write_err, write_out
 from tightfit.cli.terminal.run_display import Progress, open_display
 from tightfit.cli.training.finish import find_artefact, finish_run, list_kept_plans

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tightfit.cli.options.export import VerifyFlags
+from tightfit.cli.flags.export import VerifyFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json
 from tightfit.core.errors import CheckFailedError, InvalidInputError, UsageError, UserError

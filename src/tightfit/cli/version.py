@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 
 from tightfit import __version__
-from tightfit.cli.options.catalogue import VersionFlags
+from tightfit.cli.flags.catalogue import VersionFlags
 from tightfit.cli.terminal.output import show_json, write_out
 
 

@@ -197,8 +197,6 @@ class Output:
 
 
 Produce = Callable[[Output], "torch.Tensor"]
-Report = Callable[[str, int, int], None]
-"""What is being done, how far, of how much."""
 
 
 def write_shards(

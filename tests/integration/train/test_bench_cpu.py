@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.cli.options.training import BenchFlags
+from tightfit.cli.flags.training import BenchFlags
 from tightfit.cli.terminal.run_display import SilentDisplay
 from tightfit.cli.training.bench import read_bench_job
 from tightfit.clusters.local.launcher import run_job

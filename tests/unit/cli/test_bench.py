@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from tightfit.cli.options.choices import PLAN_METHODS
+from tightfit.api.options.choices import PLAN_METHODS
 from tightfit.cli.training.command_line import list_plan_options, read_settings
 from tightfit.clusters.local import trial
 from tightfit.core.recipe import Recipe, RecipeMethod

@@ -6,8 +6,8 @@ import pytest
 from cli_run import run_process
 from pydantic import BaseModel
 
-from tightfit.cli.options import choices, common
-from tightfit.cli.options.choices import (
+from tightfit.api.options import choices, common
+from tightfit.api.options.choices import (
     complete_gpu,
     complete_hardware,
     complete_job,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tightfit.cli.options.training import EstimateFlags
+from tightfit.cli.flags.training import EstimateFlags
 from tightfit.cli.training.strategy_defaults import choose_strategy
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Sharding, Strategy

@@ -10,7 +10,7 @@ from cli_run import run_here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tightfit.cli.options import choices
+from tightfit.api.options import choices
 
 JUNK = ("", "-1", "0", "1e9", "nan", "ä", "None", "1.5", "99999999999999999999", "a,b", "--", "x=y")
 WORDS = {

@@ -23,7 +23,7 @@ def loaded_by(program: str) -> set[str]:
 
 def test_cli_starts_without_heavy_imports() -> None:
     loaded = loaded_by("from tightfit.cli.command import build_app; build_app()")
-    assert "tightfit.cli.options.training" in loaded  # the probe really looked
+    assert "tightfit.api.options.training" in loaded  # the probe really looked
     assert NOT_FOR_HELP.isdisjoint(loaded)
 
 

@@ -11,9 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tightfit.api.options import engines as options
+from tightfit.api.options.engines import engine_request, sampling
 from tightfit.cli.command import make_command
-from tightfit.cli.options import engines as options
-from tightfit.cli.options.engines import engine_request, sampling
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.sampling import Sampling

@@ -20,8 +20,9 @@ from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from tightfit.api.options.training import TRAIN_ON
 from tightfit.cli.charts.lengths import choose_step, make_bins
-from tightfit.cli.options.training import TRAIN_ON, TrainFlags
+from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.training.prepare import encode_for
 from tightfit.cli.training.request import read_run_recipe
 from tightfit.core.recipe import make_training

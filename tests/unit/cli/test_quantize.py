@@ -14,7 +14,7 @@ import pytest
 from cli_run import run_here
 
 from small_models import make_llama
-from tightfit.cli.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS
+from tightfit.api.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS
 from tightfit.export.formats import FORMAT_NAMES
 from tightfit.export.quantize.gptq_worker import AUTO_ROUND, GPTQMODEL
 

@@ -12,7 +12,7 @@ from conftest import Run
 
 from small_models import make_llama
 from stage_lab import make_model
-from tightfit.cli.options.clusters import STAGE_METHODS
+from tightfit.api.options.clusters import STAGE_METHODS
 from tightfit.clusters.staging.cost import CopyMethod
 
 

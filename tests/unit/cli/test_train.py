@@ -12,7 +12,7 @@ import pytest
 from conftest import Run
 
 from tightfit.cli import exit_codes
-from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.terminal.run_display import (
     PlainDisplay,
     Progress,

@@ -14,7 +14,7 @@ from kubernetes_server import ApiServer, make_node, make_pod
 
 from small_models import make_llama, make_tokenizer
 from tightfit.cli.app import main
-from tightfit.cli.options.clusters import SubmitFlags
+from tightfit.cli.flags.clusters import SubmitFlags
 from tightfit.cli.submitting.kubernetes import submit_kubernetes
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe

@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from tightfit.api.options.choices import read_word
+from tightfit.api.options.clusters import KUBERNETES_KINDS
+from tightfit.cli.flags.clusters import SubmitFlags
 from tightfit.cli.network import state_network
-from tightfit.cli.options.choices import read_word
-from tightfit.cli.options.clusters import KUBERNETES_KINDS, SubmitFlags
 from tightfit.cli.submitting.follow import report_finished
 from tightfit.cli.submitting.kubernetes_follow import follow_pods
 from tightfit.cli.submitting.prepare import (

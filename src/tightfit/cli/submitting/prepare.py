@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tightfit.cli.options.clusters import SubmitFlags
-from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.flags.clusters import SubmitFlags
+from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.terminal.output import write_err
 from tightfit.cli.training.plan import PlannedJob, plan_job, reuse_plan
 from tightfit.cli.training.request import RunRecipe

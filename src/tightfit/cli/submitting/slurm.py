@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from tightfit.cli.flags.clusters import SubmitFlags
 from tightfit.cli.network import state_network
-from tightfit.cli.options.clusters import SubmitFlags
 from tightfit.cli.submitting.follow import follow_job, is_active, report_finished
 from tightfit.cli.submitting.prepare import (
     PreparedRun,

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from tightfit.core.progress import Progress
 from tightfit.core.text import sanitize
 
 
@@ -92,19 +93,18 @@ def _escape_halves(text: str) -> str:
 
 # A bar with the time left on stderr where someone watches, and nothing elsewhere.
 
-Report = Callable[[str, int, int], None]
-
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Report | None]:
+def progress_bar() -> Iterator[Progress | None]:
     """What to call with a task's name, how far it is, and of how much."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
-    with Progress(console=Console(stderr=True), transient=True) as bars:
+    with Bars(console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
         def report(what: str, done: int, of: int) -> None:

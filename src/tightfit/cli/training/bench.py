@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.cli.options.training import DEFAULT_LEVERS, BenchFlags, TrainFlags
+from tightfit.api.options.training import DEFAULT_LEVERS
+from tightfit.cli.flags.training import BenchFlags, TrainFlags
 from tightfit.cli.training.command_line import NOT_SEARCHED, list_plan_options, show_value
 from tightfit.cli.training.hardware import ELSEWHERE, find_hardware
 from tightfit.cli.training.plan import encoded_len, make_job_request, read_spec, search_plans

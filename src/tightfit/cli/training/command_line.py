@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tightfit.cli.options.training import BenchFlags, PlanFlags, TrainFlags
+from tightfit.cli.flags.training import BenchFlags, PlanFlags, TrainFlags
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.suggest import did_you_mean, nearest

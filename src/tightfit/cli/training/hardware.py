@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.network import state_network
-from tightfit.cli.options.training import TrainFlags
 from tightfit.clusters.rendezvous import Rendezvous, parse_endpoint, probe_is_here
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError
 from tightfit.core.text import shorten

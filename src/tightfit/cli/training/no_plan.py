@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tightfit.cli.options.training import PlanFlags, TrainFlags
+from tightfit.cli.flags.training import PlanFlags, TrainFlags
 from tightfit.cli.training.command_line import list_given, name_setting, repeat_plan
 from tightfit.core.recipe import Recipe
 from tightfit.hardware.types import Cluster

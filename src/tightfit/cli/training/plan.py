@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.training.hardware import find_hardware
 from tightfit.cli.training.no_plan import NoPlanError, suggest_fix
 from tightfit.cli.training.prepare import encode_for

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.cli.options.choices import read_word
-from tightfit.cli.options.training import TRAIN_ON, PrepareFlags, TrainFlags
+from tightfit.api.options.choices import read_word
+from tightfit.api.options.training import TRAIN_ON
+from tightfit.cli.flags.training import PrepareFlags, TrainFlags
 from tightfit.cli.terminal.output import write_err
 from tightfit.cli.training.request import (
     RECIPE_ENDINGS,

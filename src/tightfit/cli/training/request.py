@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from tightfit.cli.options import choices
-from tightfit.cli.options.choices import read_word
-from tightfit.cli.options.training import PlanFlags, TrainFlags
+from tightfit.api.options import choices
+from tightfit.api.options.choices import read_word
+from tightfit.cli.flags.training import PlanFlags, TrainFlags
 from tightfit.cli.terminal.output import write_err
 from tightfit.cli.training.command_line import read_settings, refuse_twice, show_value
 from tightfit.core.data_profile import DataProfile

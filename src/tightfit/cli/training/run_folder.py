@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tightfit.cli.options.training import TrainFlags
+from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.training.plan import PlannedJob
 from tightfit.cli.training.request import RunRecipe, read_run_recipe, read_saved_plans
 from tightfit.core.errors import SetupError, UsageError, UserError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tightfit.cli.options import choices
-from tightfit.cli.options.training import EstimateFlags
+from tightfit.api.options import choices
+from tightfit.cli.flags.training import EstimateFlags
 from tightfit.cli.training.command_line import read_settings, refuse_twice
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.packages import TRACING, require_packages
-from tightfit.cli.terminal.output import Report, progress_bar, write_err
+from tightfit.cli.terminal.output import progress_bar, write_err
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
+from tightfit.core.progress import Progress
 from tightfit.core.text import count_of, sanitize
 from tightfit.estimate.host_and_disk import PROCESS_BYTES, estimate_loading_bytes_by_rank
 from tightfit.estimate.result import Estimate, GpuMemory, StepTime
@@ -128,7 +129,7 @@ def _describe_obstacle(spec: ModelSpec, node: Node) -> str:
     return f"{spec.name} has no config.json that transformers could build"
 
 
-def _report_progress(report: Report, of: int, done: int) -> None:
+def _report_progress(report: Progress, of: int, done: int) -> None:
     report("tracing the step", done, of)
 
 

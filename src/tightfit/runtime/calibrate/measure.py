@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from tightfit import __version__
 from tightfit.core.errors import SetupError
+from tightfit.core.progress import Progress
 from tightfit.core.units import GIB, MIB
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.environment import read_version
@@ -43,11 +44,10 @@ DEFAULT_SECONDS = 100.0
 """Of measuring; starting torch and the processes around it comes on top."""
 WARM_UP_FRACTION = 0.02
 PACKAGES = ("torch", "transformers", "bitsandbytes", "triton")
-Report = Callable[[str, int, int], None]
 
 
 def measure_machine(
-    node: Node, *, budget_seconds: float = DEFAULT_SECONDS, report: Report | None = None
+    node: Node, *, budget_seconds: float = DEFAULT_SECONDS, report: Progress | None = None
 ) -> Calibration:
     """Measure the device that `node` describes, on this machine.
 

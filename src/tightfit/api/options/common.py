@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from tightfit.cli.options import choices
-from tightfit.cli.options.choices import complete_hardware
+from tightfit.api.options import choices
+from tightfit.api.options.choices import complete_hardware
+from tightfit.api.options.declare import Option
 
 MAX_SEQ_LEN = 16_777_216
 MAX_BATCH = 65_536
@@ -24,12 +23,12 @@ a test holds them together."""
 
 def word_option(name: str, words: tuple[str, ...], help: str) -> Any:
     """An option that takes one of a few words; the words stand in the help and in the shell."""
-    return typer.Option(
+    return Option(
         name,
         help=help,
         metavar="|".join(words),
-        autocompletion=choices.offer(words),
-        callback=refuse_empty(name, "|".join(words)),
+        complete=choices.offer(words),
+        read=refuse_empty(name, "|".join(words)),
         show_default=False,
     )
 
@@ -40,7 +39,7 @@ def count_option(name: str, help: str, *, most: int, example: int) -> Any:
     def read(value: str | None) -> int | None:
         return None if value is None else choices.read_whole(value, name, most, example)
 
-    return typer.Option(name, help=help, metavar="N", callback=read, show_default=False)
+    return Option(name, help=help, metavar="N", read=read, show_default=False)
 
 
 def number_option(name: str, help: str, *, most: float, example: float) -> Any:
@@ -49,7 +48,7 @@ def number_option(name: str, help: str, *, most: float, example: float) -> Any:
     def read(value: str | None) -> float | None:
         return None if value is None else choices.read_positive(value, name, most, example)
 
-    return typer.Option(name, help=help, metavar="X", callback=read, show_default=False)
+    return Option(name, help=help, metavar="X", read=read, show_default=False)
 
 
 def path_option(name: str, help: str, *, example: str) -> Any:
@@ -59,13 +58,13 @@ def path_option(name: str, help: str, *, example: str) -> Any:
     def read(value: str | None) -> Path | None:
         return None if value is None else Path(check(value) or "")
 
-    return typer.Option(name, help=help, metavar="FILE", callback=read, show_default=False)
+    return Option(name, help=help, metavar="FILE", read=read, show_default=False)
 
 
 def text_option(name: str, metavar: str, help: str, *, example: str) -> Any:
     """An option that takes any text but none."""
-    return typer.Option(
-        name, help=help, metavar=metavar, callback=refuse_empty(name, example), show_default=False
+    return Option(
+        name, help=help, metavar=metavar, read=refuse_empty(name, example), show_default=False
     )
 
 
@@ -82,10 +81,9 @@ def refuse_empty(name: str, example: str) -> Callable[[str | None], str | None]:
 
 def switch_option(names: str, help: str) -> Any:
     """An option that is on, off, or not stated."""
-    return typer.Option(names, help=help, show_default=False)
+    return Option(names, help=help, show_default=False)
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Trace = Annotated[
     bool | None,
     switch_option(
@@ -96,13 +94,13 @@ Trace = Annotated[
 ]
 On = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--on",
         metavar="HARDWARE",
         help="4xV100-32GB, '2n x 4xA100-40GB', here, cpu, slurm, slurm:PARTITION, k8s or a YAML "
         "file.",
-        autocompletion=complete_hardware,
-        callback=refuse_empty("--on", "4xV100-32GB"),
+        complete=complete_hardware,
+        read=refuse_empty("--on", "4xV100-32GB"),
         show_default=False,
     ),
 ]
@@ -157,7 +155,7 @@ EvalRows = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="KEY=VALUE",
         help="Fix any field of the strategy, e.g. --set packing=true. Repeatable.",

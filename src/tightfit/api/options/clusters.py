@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tightfit.cli.options.choices import complete_job, complete_model
-from tightfit.cli.options.common import (
+from tightfit.api.options.choices import complete_job, complete_model
+from tightfit.api.options.common import (
     MAX_WORLD_SIZE,
     EffectiveBatch,
     Epochs,
     EvalRows,
-    Json,
     Network,
     PlanMethod,
     SeqLen,
@@ -27,7 +24,8 @@ from tightfit.cli.options.common import (
     text_option,
     word_option,
 )
-from tightfit.cli.options.training import (
+from tightfit.api.options.declare import Argument, Option
+from tightfit.api.options.training import (
     Again,
     Data,
     Fresh,
@@ -86,7 +84,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitFlags:
+class SubmitOptions:
     """Plan for a cluster, submit the job, follow it, and report.
 
     The plan is made over what the cluster says it has. Data is encoded here, into the run's
@@ -97,15 +95,15 @@ class SubmitFlags:
 
     job: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RECIPE.YAML|MODEL|PLAN.JSON|RUN",
             help="A recipe; a folder with weights, cached hub id or GGUF file; a saved plan; or "
             "the folder of a run, to follow its job or to go on with it.",
-            autocompletion=complete_job,
-            callback=refuse_empty("MODEL", "./my-model"),
+            complete=complete_job,
+            read=refuse_empty("MODEL", "./my-model"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     on: Annotated[
         str | None,
         text_option("--on", "CLUSTER", "slurm:PARTITION, slurm or k8s.", example="slurm:gpu"),
@@ -185,7 +183,6 @@ class SubmitFlags:
     dry_run: Annotated[
         bool, switch_option("--dry-run", "Show plan and script; submit nothing.")
     ] = False
-    as_json: Json = False
 
 
 # What `tightfit preflight` accepts.
@@ -204,7 +201,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightFlags:
+class PreflightOptions:
     """Check the nodes of a job, and the ways between them, in under a minute.
 
     Names, the rendezvous port, the network device, loss in each direction, bandwidth by TCP and by
@@ -278,7 +275,6 @@ class PreflightFlags:
             "--gpus-per-node", "GPUs to ask Slurm for; with --on.", most=MAX_GPUS, example=4
         ),
     ] = None
-    as_json: Json = False
 
 
 # What `tightfit stage` accepts.
@@ -296,7 +292,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFlags:
+class StageOptions:
     """Copy a model to the RAM disks of many nodes, the fastest way.
 
     Measures how fast one node reads the model, how fast all of them do at once, and how fast they
@@ -310,14 +306,14 @@ class StageFlags:
 
     model: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL",
             help="A model folder, a run, a cached hub id or a GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("MODEL", "./my-model"),
+            complete=complete_model,
+            read=refuse_empty("MODEL", "./my-model"),
             show_default=False,
         ),
-    ] = None
+    ] = field(default=None, kw_only=False)
     to: Annotated[
         str | None,
         text_option(
@@ -376,18 +372,17 @@ class StageFlags:
         ),
     ] = None
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read a copy that is there already back, too.")
+        bool, Option("--verify", help="Read a copy that is there already back, too.")
     ] = False
-    list_: Annotated[bool, typer.Option("--list", help="Show what is staged where.")] = False
+    list_: Annotated[bool, Option("--list", help="Show what is staged where.")] = False
     clean: Annotated[
         bool,
-        typer.Option("--clean", help="Remove MODEL's copies there, or all of yours without MODEL."),
+        Option("--clean", help="Remove MODEL's copies there, or all of yours without MODEL."),
     ] = False
     dry_run: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--dry-run",
             help="Check and measure, and tell the choice; with --clean, tell what would go.",
         ),
     ] = False
-    as_json: Json = False

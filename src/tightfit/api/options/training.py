@@ -5,15 +5,13 @@ None means not given: the recipe, the planner or a default decides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tightfit.cli.options import choices
-from tightfit.cli.options.choices import complete_job, complete_model, empty_value
-from tightfit.cli.options.common import (
+from tightfit.api.options import choices
+from tightfit.api.options.choices import complete_job, complete_model, empty_value
+from tightfit.api.options.common import (
     MAX_BATCH,
     MAX_LORA_RANK,
     MAX_TOP,
@@ -21,7 +19,6 @@ from tightfit.cli.options.common import (
     EffectiveBatch,
     Epochs,
     EvalRows,
-    Json,
     Network,
     On,
     PlanMethod,
@@ -37,6 +34,7 @@ from tightfit.cli.options.common import (
     text_option,
     word_option,
 )
+from tightfit.api.options.declare import Argument, Option
 
 MAX_STEPS = 10**9
 MAX_LEARNING_RATE = 10.0
@@ -99,7 +97,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateFlags:
+class EstimateOptions:
     """Memory, disk and time of one configuration, part by part.
 
     Lists every part of the peak: weights, gradients, optimizer, activations, logits, gathered
@@ -108,14 +106,14 @@ class EstimateFlags:
 
     model: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="MODEL",
             help="Catalogue name, cached hub id, folder with config.json, or GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("MODEL", "Llama-2-7b"),
+            complete=complete_model,
+            read=refuse_empty("MODEL", "Llama-2-7b"),
             show_default=False,
         ),
-    ] = None
+    ] = field(default=None, kw_only=False)
     method: Annotated[
         str | None,
         word_option(
@@ -220,18 +218,18 @@ class EstimateFlags:
     ] = None
     train_embeddings: Annotated[
         bool,
-        typer.Option("--train-embeddings", help="LoRA with fully trained embeddings and head."),
+        Option("--train-embeddings", help="LoRA with fully trained embeddings and head."),
     ] = False
     optimizer_in_backward: Annotated[
         bool,
-        typer.Option("--optimizer-in-backward", help="Step and free each gradient at once."),
+        Option("--optimizer-in-backward", help="Step and free each gradient at once."),
     ] = False
     settings: Settings = None
     on: On = None
     network: Network = None
     zero_table: Annotated[
         bool,
-        typer.Option("--zero-table", help="Print the six-row ZeRO-3 offload table instead."),
+        Option("--zero-table", help="Print the six-row ZeRO-3 offload table instead."),
     ] = False
     gpus_per_node: Annotated[
         int,
@@ -271,9 +269,8 @@ class EstimateFlags:
         ),
     ] = None
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 5 where it does not fit or cannot work.")
+        bool, Option("--check", help="Exit with 5 where it does not fit or cannot work.")
     ] = False
-    as_json: Json = False
 
 
 # What `tightfit plan` accepts. None: not given, so a recipe or the planner says it.
@@ -290,7 +287,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFlags:
+class PlanOptions:
     """The best ways to run a job on given hardware, and why.
 
     Searches method, precision, sharding, offload, micro-batch, checkpointing, kernels, optimizer
@@ -300,15 +297,15 @@ class PlanFlags:
 
     job: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="MODEL|RECIPE.YAML|PLAN.JSON",
             help="Catalogue name, cached hub id, folder with config.json or GGUF file; a recipe; "
             "or a saved plan, to be shown again.",
-            autocompletion=complete_job,
-            callback=refuse_empty("MODEL", "Llama-2-7b"),
+            complete=complete_job,
+            read=refuse_empty("MODEL", "Llama-2-7b"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     on: On = None
     network: Network = None
     seq_len: SeqLen = None
@@ -327,14 +324,12 @@ class PlanFlags:
         int, count_option("--top", "How many plans to show. [default: 5]", most=MAX_TOP, example=5)
     ] = 5
     explain: Annotated[
-        bool, typer.Option("--explain", help="List what was excluded and the reason of each.")
+        bool, Option("--explain", help="List what was excluded and the reason of each.")
     ] = False
     save: Annotated[
         Path | None, path_option("--save", "Write the best plan as JSON.", example="plan.json")
     ] = None
-    buy: Annotated[bool, typer.Option("--buy", help="The cheapest hardware that does the job.")] = (
-        False
-    )
+    buy: Annotated[bool, Option("--buy", help="The cheapest hardware that does the job.")] = False
     chart: Annotated[
         Path | None,
         path_option(
@@ -343,7 +338,6 @@ class PlanFlags:
     ] = None
     settings: Settings = None
     trace: Trace = None
-    as_json: Json = False
 
 
 # What `tightfit prepare` accepts. None: not given, so a recipe or a default says it.
@@ -368,7 +362,7 @@ def _refuse_empty_files(values: list[str] | None) -> list[str] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareFlags:
+class PrepareOptions:
     """Encode data as `train` will, and show what becomes of it.
 
     Rows, tokens, lengths, packing, every fault with its row, and which words are trained. The
@@ -378,21 +372,21 @@ class PrepareFlags:
 
     job: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RECIPE.YAML|MODEL",
             help="A recipe; or a model's folder, cached hub id or GGUF file.",
-            autocompletion=complete_job,
-            callback=refuse_empty("MODEL", "./my-model"),
+            complete=complete_job,
+            read=refuse_empty("MODEL", "./my-model"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--data",
             metavar="FILE",
             help="Rows to train on, in place of the recipe's. Repeatable.",
-            callback=_refuse_empty_files,
+            read=_refuse_empty_files,
             show_default=False,
         ),
     ] = None
@@ -435,9 +429,8 @@ class PrepareFlags:
     ] = None
     skip_faulty: Annotated[
         bool,
-        typer.Option("--skip-faulty", help="Report on the other rows where some cannot be read."),
+        Option("--skip-faulty", help="Report on the other rows where some cannot be read."),
     ] = False
-    as_json: Json = False
 
 
 # What `tightfit train` accepts. None: not given, so a recipe or the planner says it.
@@ -455,7 +448,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainFlags:
+class TrainOptions:
     """Plan, show the plan, tune, and report.
 
     Data is encoded and checked before any process starts. Out of memory, the run goes on with
@@ -464,15 +457,15 @@ class TrainFlags:
 
     job: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RECIPE.YAML|MODEL|PLAN.JSON|RUN",
             help="A recipe; a folder with weights, cached hub id or GGUF file; a saved plan; or "
             "the folder of a run, to go on with it.",
-            autocompletion=complete_job,
-            callback=refuse_empty("MODEL", "./my-model"),
+            complete=complete_job,
+            read=refuse_empty("MODEL", "./my-model"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     data: Data = None
     eval: EvalRows = None
     on: On = None
@@ -495,9 +488,9 @@ class TrainFlags:
     ] = None
     memory_limit: MemoryLimit = None
     log_to: LogTo = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would happen; start nothing.")
-    ] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Show what would happen; start nothing.")] = (
+        False
+    )
     fresh: Fresh = False
     again: Again = False
     nodes: Annotated[
@@ -534,7 +527,6 @@ class TrainFlags:
             "--as-planned", "Run a run folder's plan as it is, without a look at the hardware."
         ),
     ] = False
-    as_json: Json = False
 
 
 # What `tightfit bench` accepts. None: not given, so a recipe or the planner says it.
@@ -555,7 +547,7 @@ MAX_MINUTES = 10_000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchFlags:
+class BenchOptions:
     """Run a plan for a few steps here; predicted beside measured.
 
     Each plan runs in processes of its own, as `train` would run it. Nothing is kept but the
@@ -564,15 +556,15 @@ class BenchFlags:
 
     job: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RECIPE.YAML|MODEL|PLAN.JSON|RUN",
             help="A recipe; a folder with weights, cached hub id or GGUF file; with "
             "--random-weights also a catalogue name; a saved plan or a run, for its plan alone.",
-            autocompletion=complete_job,
-            callback=refuse_empty("MODEL", "./my-model"),
+            complete=complete_job,
+            read=refuse_empty("MODEL", "./my-model"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     data: Annotated[
         Path | None,
         path_option("--data", "Rows to measure with.", example="train.jsonl"),
@@ -649,7 +641,6 @@ class BenchFlags:
             "--chart", "Draw predicted and measured speeds into a .png file.", example="plans.png"
         ),
     ] = None
-    as_json: Json = False
 
 
 # What `tightfit calibrate` accepts.
@@ -667,7 +658,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateFlags:
+class CalibrateOptions:
     """Measure this machine in under 2 minutes; plans made on it then use it.
 
     Measures matrix products, attention, memory, AdamW, launches, the CUDA context, host copies
@@ -695,14 +686,13 @@ class CalibrateFlags:
     ] = None
     show: Annotated[
         bool,
-        typer.Option("--show", help="Measure nothing; print what was stored.", show_default=False),
+        Option("--show", help="Measure nothing; print what was stored.", show_default=False),
     ] = False
     force: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--force",
             help="Keep what was measured on a busy machine too; plans then say so.",
             show_default=False,
         ),
     ] = False
-    as_json: Json = False

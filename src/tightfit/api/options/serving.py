@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tightfit.cli.options import choices
-from tightfit.cli.options.choices import complete_model
-from tightfit.cli.options.common import (
-    Json,
+from tightfit.api.options import choices
+from tightfit.api.options.choices import complete_model
+from tightfit.api.options.common import (
     count_option,
     number_option,
     path_option,
@@ -20,7 +17,8 @@ from tightfit.cli.options.common import (
     text_option,
     word_option,
 )
-from tightfit.cli.options.engines import (
+from tightfit.api.options.declare import Argument, Option
+from tightfit.api.options.engines import (
     ENGINES,
     CheckFit,
     Column,
@@ -63,7 +61,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFlags:
+class ChatOptions:
     """Talk to a model in the terminal.
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Where stdin is no terminal,
@@ -92,7 +90,6 @@ class ChatFlags:
     hosts: Hosts = None
     settings: TemplateSetting = None
     check: CheckFit = True
-    as_json: Json = False
 
 
 # What `tightfit generate` accepts.
@@ -107,7 +104,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateFlags:
+class GenerateOptions:
     """Answer every prompt of a file, once each.
 
     Prompts: text with one in each line, or JSON, JSON Lines, CSV and Parquet rows in the formats
@@ -160,7 +157,6 @@ class GenerateFlags:
         Path | None,
         path_option("--stats", "Write the statistics there too, as JSON.", example="stats.json"),
     ] = None
-    as_json: Json = False
 
 
 # What `tightfit farm` accepts.
@@ -179,7 +175,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FarmFlags:
+class FarmOptions:
     """Answer the prompts of a file on many machines, once each.
 
     Workers on every partition take prompts from a folder beside the output, which every node must
@@ -192,14 +188,14 @@ class FarmFlags:
 
     model: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[MODEL|RUN]",
             help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("MODEL", "runs/sql"),
+            complete=complete_model,
+            read=refuse_empty("MODEL", "runs/sql"),
             show_default=False,
         ),
-    ] = None
+    ] = field(default=None, kw_only=False)
     model_option: Annotated[
         str | None,
         text_option("--model", "MODEL|RUN", "The same as an option.", example="runs/sql"),
@@ -277,7 +273,6 @@ class FarmFlags:
         Path | None,
         path_option("--stats", "Write the statistics there too, as JSON.", example="stats.json"),
     ] = None
-    as_json: Json = False
 
 
 def read_engine(word: str | None) -> str | None:
@@ -307,7 +302,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeFlags:
+class ServeOptions:
     """Answer HTTP requests as OpenAI's API does.
 
     Listens on this machine alone unless --host says otherwise; then every request needs a
@@ -319,16 +314,16 @@ class ServeFlags:
 
     targets: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="MODEL",
             help="Run folders, adapter folders, model folders, cached hub ids or GGUF files.",
-            autocompletion=complete_model,
+            complete=complete_model,
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     names: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--name",
             metavar="NAME",
             help="What requests call the model. Repeatable, in the models' order. [default: the "
@@ -363,7 +358,7 @@ class ServeFlags:
     ] = None
     cors: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--cors",
             metavar="ORIGIN",
             help="Let pages of this origin call the API from a browser. Repeatable. [default: "
@@ -422,13 +417,7 @@ class ServeFlags:
         ),
     ] = None
     access_log: Annotated[
-        bool, typer.Option("--access-log", help="One line on stderr for every request.")
-    ] = False
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print one line of JSON when requests are answered, and nothing else."
-        ),
+        bool, Option("--access-log", help="One line on stderr for every request.")
     ] = False
 
 
@@ -446,7 +435,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompareFlags:
+class CompareOptions:
     """Open a web page with two models side by side.
 
     A run alone is compared with its own base model. The page also has a chat with either
@@ -456,25 +445,25 @@ class CompareFlags:
 
     first: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="A",
             help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("A", "runs/sql"),
+            complete=complete_model,
+            read=refuse_empty("A", "runs/sql"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     second: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="B",
             help="What it is compared with. [default: A is tuned, and its base model is shown "
             "beside it]",
-            autocompletion=complete_model,
-            callback=refuse_empty("B", "model.gguf"),
+            complete=complete_model,
+            read=refuse_empty("B", "model.gguf"),
             show_default=False,
         ),
-    ] = None
+    ] = field(default=None, kw_only=False)
     votes: Annotated[
         Path | None,
         path_option(
@@ -485,7 +474,7 @@ class CompareFlags:
     ] = None
     one_at_a_time: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--one-at-a-time", help="Hold one model in memory at a time; slower, half the memory."
         ),
     ] = False
@@ -532,4 +521,3 @@ class CompareFlags:
     parallel: Parallel = None
     threads: Threads = None
     settings: TemplateSetting = None
-    as_json: Json = False

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from tightfit.cli.options import choices
-from tightfit.cli.options.choices import complete_model
-from tightfit.cli.options.common import (
+from tightfit.api.options import choices
+from tightfit.api.options.choices import complete_model
+from tightfit.api.options.common import (
     count_option,
     path_option,
     refuse_empty,
@@ -21,6 +19,7 @@ from tightfit.cli.options.common import (
     text_option,
     word_option,
 )
+from tightfit.api.options.declare import Argument, Option
 from tightfit.core.errors import UsageError
 from tightfit.core.text import shorten
 
@@ -61,7 +60,7 @@ def ranged_option(name: str, help: str, *, least: float, most: float, example: f
             )
         return number
 
-    return typer.Option(name, help=help, metavar="X", callback=read, show_default=False)
+    return Option(name, help=help, metavar="X", read=read, show_default=False)
 
 
 def natural_option(name: str, help: str, *, most: int, example: int) -> Any:
@@ -74,7 +73,7 @@ def natural_option(name: str, help: str, *, most: int, example: int) -> Any:
             return 0
         return choices.read_whole(value, name, most, example)
 
-    return typer.Option(name, help=help, metavar="N", callback=read, show_default=False)
+    return Option(name, help=help, metavar="N", read=read, show_default=False)
 
 
 def _read_engine(value: str | None) -> str | None:
@@ -101,17 +100,17 @@ def _read_device(value: str | None) -> str | None:
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="MODEL|RUN",
         help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
-        autocompletion=complete_model,
-        callback=refuse_empty("MODEL", "runs/sql"),
+        complete=complete_model,
+        read=refuse_empty("MODEL", "runs/sql"),
         show_default=False,
     ),
 ]
 CheckFit = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--check/--no-check",
         help="Refuse to load what is predicted not to fit.",
         show_default=True,
@@ -119,24 +118,24 @@ CheckFit = Annotated[
 ]
 EngineName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--engine",
         help="What computes. [default: auto: llama.cpp for GGUF, transformers otherwise, vllm "
         "where installed on a GPU]",
         metavar="|".join(ENGINES),
-        autocompletion=choices.offer(ENGINES),
-        callback=_read_engine,
+        complete=choices.offer(ENGINES),
+        read=_read_engine,
         show_default=False,
     ),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--device",
         help="Where it computes; cuda means every GPU. [default: auto]",
         metavar="auto|cpu|cuda|cuda:N",
-        autocompletion=choices.offer(("auto", "cpu", "cuda", "cuda:0")),
-        callback=_read_device,
+        complete=choices.offer(("auto", "cpu", "cuda", "cuda:0")),
+        read=_read_device,
         show_default=False,
     ),
 ]
@@ -250,7 +249,7 @@ Seed = Annotated[
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--stop",
         metavar="TEXT",
         help="Text that ends an answer and is not part of it. Repeatable.",
@@ -263,7 +262,7 @@ System = Annotated[
 ]
 TemplateSetting = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="template=NAME|FILE",
         help="Another chat template than the model's own.",
@@ -321,7 +320,7 @@ Raw = Annotated[
 ]
 
 
-# From the flags that `cli/options/engines.py` declares to what engines take.
+# From the flags that `api/options/engines.py` declares to what engines take.
 
 
 def engine_request(flags: object, artefact: Artefact) -> EngineRequest:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tightfit.cli.options.choices import complete_gpu, complete_model, empty_value
-from tightfit.cli.options.common import Json, On, path_option, refuse_empty
+from tightfit.api.options.choices import complete_gpu, complete_model, empty_value
+from tightfit.api.options.common import On, path_option, refuse_empty
+from tightfit.api.options.declare import Argument, Option
 
 DOCTOR_EXAMPLES = """\b
 Examples:
@@ -19,14 +18,12 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorFlags:
+class DoctorOptions:
     """Check this machine; each fault with its remedy.
 
     Looks at GPUs and driver, memory, disk, packages, Slurm, Kubernetes and hub access. Needs
     neither a GPU nor torch. The exit code tells the worst finding: 0 for remarks, 6 for faults.
     """
-
-    as_json: Json = False
 
 
 # What `tightfit models` accepts.
@@ -41,7 +38,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelsFlags:
+class ModelsOptions:
     """List, search or show models.
 
     Nothing is downloaded: names come from the catalogue inside the package, the local hub
@@ -50,15 +47,14 @@ class ModelsFlags:
 
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[WORD|NAME]",
             help="A word to search for; or a catalogue name, hub id, folder or GGUF file to show.",
-            autocompletion=complete_model,
-            callback=refuse_empty("NAME", "Llama-2-7b"),
+            complete=complete_model,
+            read=refuse_empty("NAME", "Llama-2-7b"),
             show_default=False,
         ),
-    ] = None
-    as_json: Json = False
+    ] = field(default=None, kw_only=False)
 
 
 # What `tightfit hardware` accepts.
@@ -76,7 +72,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HardwareFlags:
+class HardwareOptions:
     """List, search or show GPUs, or a cluster with --on.
 
     With --on, shows a machine or cluster as tightfit understands it; of Slurm and Kubernetes
@@ -85,20 +81,19 @@ class HardwareFlags:
 
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[WORD|NAME]",
             help="A word to search for, or the name of one GPU.",
-            autocompletion=complete_gpu,
-            callback=refuse_empty("NAME", "T4"),
+            complete=complete_gpu,
+            read=refuse_empty("NAME", "T4"),
             show_default=False,
         ),
-    ] = None
+    ] = field(default=None, kw_only=False)
     on: On = None
     each: Annotated[
         bool,
-        typer.Option("--each", help="With --on slurm or k8s: every node, not only the kinds."),
+        Option("--each", help="With --on slurm or k8s: every node, not only the kinds."),
     ] = False
-    as_json: Json = False
 
 
 # What `tightfit runs` accepts.
@@ -121,7 +116,7 @@ def _refuse_empty_names(values: list[str] | None) -> list[str] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunsFlags:
+class RunsOptions:
     """List, show, compare and plot runs.
 
     A run is a folder that `tightfit train` made. One is shown in full; several are compared.
@@ -129,13 +124,13 @@ class RunsFlags:
 
     names: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="RUN|FOLDER",
             help="Runs, by folder or by name in runs/, or folders with runs. [default: runs/]",
-            callback=_refuse_empty_names,
+            read=_refuse_empty_names,
             show_default=False,
         ),
-    ] = None
+    ] = field(default=None, kw_only=False)
     plot: Annotated[
         Path | None,
         path_option(
@@ -146,7 +141,6 @@ class RunsFlags:
         Path | None,
         path_option("--html", "Write the whole report as one HTML file.", example="report.html"),
     ] = None
-    as_json: Json = False
 
 
 # What `tightfit version` accepts.
@@ -159,7 +153,5 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionFlags:
+class VersionOptions:
     """Print the version of tightfit and of Python."""
-
-    as_json: Json = False

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from tightfit.cli.options import choices
-from tightfit.cli.options.choices import complete_model
-from tightfit.cli.options.common import (
-    Json,
+from tightfit.api.options import choices
+from tightfit.api.options.choices import complete_model
+from tightfit.api.options.common import (
     count_option,
     path_option,
     refuse_empty,
     text_option,
     word_option,
 )
-from tightfit.cli.options.engines import Device, Threads, natural_option
+from tightfit.api.options.declare import Argument, Option
+from tightfit.api.options.engines import Device, Threads, natural_option
 
 METRICS = ("auto", "loss", "exact", "rouge", "execution")
 MAX_EVAL_ROWS = 10**9
@@ -36,7 +34,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvalFlags:
+class EvalOptions:
     """Score a run or a model on a data file, before and after tuning.
 
     A run's model, template and sequence length come from its plan. Metrics by what the data
@@ -49,25 +47,25 @@ class EvalFlags:
 
     target: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RUN|MODEL",
             help="A run folder, an adapter folder, a model folder, a cached hub id or a GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("RUN", "runs/sql"),
+            complete=complete_model,
+            read=refuse_empty("RUN", "runs/sql"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     data: Annotated[
         str | None,
         text_option("--data", "FILE", "Rows that were not trained on.", example="test.jsonl"),
     ] = None
     metrics: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--metric",
             metavar="|".join(METRICS),
             help="What to measure. Repeatable. [default: auto]",
-            autocompletion=choices.offer(METRICS),
+            complete=choices.offer(METRICS),
             show_default=False,
         ),
     ] = None
@@ -105,16 +103,16 @@ class EvalFlags:
     ] = None
     base: Annotated[
         bool,
-        typer.Option("--base/--no-base", help="Score the base model too.", show_default=True),
+        Option("--base/--no-base", help="Score the base model too.", show_default=True),
     ] = True
     beside: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--beside",
             metavar="MODEL|FILE",
             help="Score another artefact of the same model too: merged, quantized, a GGUF file. "
             "Repeatable.",
-            autocompletion=complete_model,
+            complete=complete_model,
             show_default=False,
         ),
     ] = None
@@ -129,14 +127,13 @@ class EvalFlags:
     ] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             metavar="template=NAME",
             help="Read the rows with another template than the run's or the tokenizer's.",
             show_default=False,
         ),
     ] = None
-    as_json: Json = False
 
 
 # What `tightfit merge` accepts.
@@ -152,7 +149,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergeFlags:
+class MergeOptions:
     """Add a run's adapter to its base model.
 
     The result is one folder that any program can load. Each matrix is added to in fp32 and
@@ -165,14 +162,14 @@ class MergeFlags:
 
     target: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RUN|ADAPTER",
             help="A run folder or an adapter folder.",
-            autocompletion=complete_model,
-            callback=refuse_empty("RUN", "runs/sql"),
+            complete=complete_model,
+            read=refuse_empty("RUN", "runs/sql"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     out: Annotated[
         str | None,
         text_option(
@@ -196,16 +193,13 @@ class MergeFlags:
     ] = None
     verify: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verify/--no-verify",
             help="Check the result against the adapter on a small sample.",
             show_default=True,
         ),
     ] = True
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a model that is there already.")
-    ] = False
-    as_json: Json = False
+    force: Annotated[bool, Option("--force", help="Replace a model that is there already.")] = False
 
 
 # What `tightfit convert` accepts.
@@ -222,7 +216,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertFlags:
+class ConvertOptions:
     """Turn a model into another format, tensor by tensor.
 
     Meta's original Llama files (params.json, consolidated.*.pth, tokenizer.model) and GGUF files
@@ -234,14 +228,14 @@ class ConvertFlags:
 
     source: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="SOURCE",
             help="A model folder, a finished full-tuning run, Meta's folder or a GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("SOURCE", "./my-model"),
+            complete=complete_model,
+            read=refuse_empty("SOURCE", "./my-model"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     to: Annotated[
         str | None,
         word_option("--to", CONVERT_FORMATS, "The new format. [default: the other one]"),
@@ -263,10 +257,9 @@ class ConvertFlags:
             example="my-model.gguf",
         ),
     ] = None
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a result that is there already.")
-    ] = False
-    as_json: Json = False
+    force: Annotated[bool, Option("--force", help="Replace a result that is there already.")] = (
+        False
+    )
 
 
 # What `tightfit quantize` accepts.
@@ -293,7 +286,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeFlags:
+class QuantizeOptions:
     """Shrink a model to fewer bits, and measure what was lost.
 
     q*: a GGUF file for llama.cpp, with its own mixture of types. gptq-*: a folder that
@@ -305,22 +298,22 @@ class QuantizeFlags:
 
     model: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="MODEL|RUN",
             help="A model folder, a run (its merged model), a cached hub id, or for q* an F16, "
             "BF16 or F32 GGUF file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("MODEL", "./my-model"),
+            complete=complete_model,
+            read=refuse_empty("MODEL", "./my-model"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     to: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--to",
             metavar="|".join(QUANTIZE_FORMATS),
             help="The format. Repeatable; all: every one, with a table to compare them.",
-            autocompletion=choices.offer(QUANTIZE_FORMATS),
+            complete=choices.offer(QUANTIZE_FORMATS),
             show_default=False,
         ),
     ] = None
@@ -353,7 +346,7 @@ class QuantizeFlags:
     ] = None
     importance: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--importance/--no-importance",
             help="Weigh rounding errors of GGUF files by what each input carries. Needs the model "
             "in memory.",
@@ -385,7 +378,7 @@ class QuantizeFlags:
     ] = None
     verify: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--verify/--no-verify", help="Hold results against the original.", show_default=True
         ),
     ] = True
@@ -406,8 +399,7 @@ class QuantizeFlags:
     ] = None
     device: Device = None
     threads: Threads = None
-    force: Annotated[bool, typer.Option("--force", help="Replace results that are there.")] = False
-    as_json: Json = False
+    force: Annotated[bool, Option("--force", help="Replace results that are there.")] = False
 
 
 # What `tightfit verify` accepts.
@@ -423,7 +415,7 @@ Examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyFlags:
+class VerifyOptions:
     """Hold models against the one they were made from.
 
     Compares scores (most likely token, KL divergence, perplexity), greedy answers, the rendered
@@ -434,24 +426,24 @@ class VerifyFlags:
 
     reference: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="REFERENCE",
             help="What the others were made from: a run, an adapter, a model folder or a GGUF "
             "file.",
-            autocompletion=complete_model,
-            callback=refuse_empty("REFERENCE", "runs/sql"),
+            complete=complete_model,
+            read=refuse_empty("REFERENCE", "runs/sql"),
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     others: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="OTHER...",
             help="Models to check.",
-            autocompletion=complete_model,
+            complete=complete_model,
             show_default=False,
         ),
-    ]
+    ] = field(kw_only=False)
     text: Annotated[
         str | None,
         text_option(
@@ -495,4 +487,3 @@ class VerifyFlags:
         str | None,
         path_option("--html", "Write the report as a page, with plots.", example="report.html"),
     ] = None
-    as_json: Json = False

@@ -1,0 +1,1 @@
+"""The options of every verb, declared once. Light: loaded before `--help` is printed."""

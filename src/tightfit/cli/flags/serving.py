@@ -1,0 +1,56 @@
+"""What the command line adds to the options of chat, compare, farm, generate, serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tightfit.api.options.declare import Option
+from tightfit.api.options.serving import (
+    ChatOptions,
+    CompareOptions,
+    FarmOptions,
+    GenerateOptions,
+    ServeOptions,
+)
+from tightfit.cli.flags.common import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFlags(ChatOptions):
+    __doc__ = ChatOptions.__doc__
+
+    as_json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateFlags(GenerateOptions):
+    __doc__ = GenerateOptions.__doc__
+
+    as_json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarmFlags(FarmOptions):
+    __doc__ = FarmOptions.__doc__
+
+    as_json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFlags(ServeOptions):
+    __doc__ = ServeOptions.__doc__
+
+    as_json: Annotated[
+        bool,
+        Option(
+            "--json", help="Print one line of JSON when requests are answered, and nothing else."
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareFlags(CompareOptions):
+    __doc__ = CompareOptions.__doc__
+
+    as_json: Json = False
