@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "stage_links.json"
 COMMAND = "benchmarks/stage_links.py"
 WAYS = ("all-read", "chain", "tree")
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from stage_lab import MODEL_BYTES, NODES, SCENARIOS, Scenario, StageLab, open_lab  # noqa: E402
 

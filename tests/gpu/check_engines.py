@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "unit" / "engines")]
+sys.path[:0] = [str(ROOT / "support"), str(ROOT / "unit" / "engines")]
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt2", "gemma2", "bloom")
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent.parent
+SUPPORT = HERE.parent.parent / "support"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 SECONDS = 60
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
@@ -87,7 +87,7 @@ def served(command: Sequence[str], folder: Path) -> Iterator[Served]:
     folder.mkdir(parents=True, exist_ok=True)
     lookups = folder / "lookups.txt"
     (folder / "sitecustomize.py").write_text(GUARD.format(log=str(lookups)))
-    paths = [str(folder), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folder), str(SUPPORT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with (folder / "stderr.txt").open("w") as errors:

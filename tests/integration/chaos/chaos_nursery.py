@@ -17,7 +17,7 @@ class Nursery:
     def __init__(self, job: Job) -> None:
         environment = job.surroundings()
         here = Path(__file__).parent
-        paths = [environment.get("PYTHONPATH", ""), str(here), str(here.parents[1])]
+        paths = [environment.get("PYTHONPATH", ""), str(here), str(here.parents[1] / "support")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(
             [sys.executable, __file__],

@@ -29,8 +29,8 @@ with take_turn(Path(sys.argv[1]), lambda: None, seconds=60):
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another session, which has the folder."""
     words = [sys.executable, "-c", HOLD, str(tmp_path)]
-    tests = Path(__file__).parents[2]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=tests) as process:
+    support = Path(__file__).parents[2] / "support"
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=support) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         yield process

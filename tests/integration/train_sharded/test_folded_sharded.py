@@ -23,7 +23,10 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("folded")
     make_store(folder / "store")
     make_model(folder / "model")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(WORKER.parents[2] / "support"),
+    }
     many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for launcher in ([], many):
         command = [sys.executable, *launcher, str(WORKER), str(folder)]

@@ -25,7 +25,10 @@ def _start(part: str, folder: Path, num_ranks: int) -> subprocess.Popen[bytes]:
     launcher = []
     if num_ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(WORKER.parents[2])}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(WORKER.parents[2] / "support"),
+    }
     command = [sys.executable, *launcher, str(WORKER), part, str(folder)]
     with (folder / f"{part}.log").open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

@@ -39,7 +39,7 @@ from tightfit.train.tracing.sharded import (
 )
 
 WORKER = Path(__file__).with_name("zero_trace_worker.py")
-TESTS = Path(__file__).parents[2]
+SUPPORT = Path(__file__).parents[2] / "support"
 TOLERANCE = 0.005
 """CPU kernels take scratch of their own, DeepSpeed some numbers that are not traced."""
 LIVE_BYTES = 2_000
@@ -60,7 +60,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     """Peak and live bytes of each case under DeepSpeed."""
     out = tmp_path_factory.mktemp("zero-trace") / "told.json"
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(WORKER.parent), *sys.path]),
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(WORKER.parent), *sys.path]),
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(

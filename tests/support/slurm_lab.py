@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "integration" / "cluster" / "slurm_lab.sh"
+SCRIPT = Path(__file__).parents[1] / "integration" / "cluster" / "slurm_lab.sh"
 CONFIGURATION = Path("/etc/slurm")
 """Whoever holds its lock may use the lab: a machine has one, wherever its state is."""
 TURN_SECONDS = 3600.0
