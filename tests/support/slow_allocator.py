@@ -55,11 +55,8 @@ class SlowAllocator:
         place = self.best_fit(size) or self.grow(size)
         segment, index = place
         rest = int(segment.blocks[index][0]) - size
-        limit = self.settings.max_split_bytes or 1 << 62
-        if segment.is_small or self.settings.expandable_segments:
-            is_split = rest >= 512
-        else:
-            is_split = size < limit and rest > MIB
+        splits_always = segment.is_small or self.settings.expandable_segments
+        is_split = rest >= 512 if splits_always else rest > MIB
         if is_split:
             segment.blocks[index : index + 1] = [[size, key], [rest, "free"]]
         else:
@@ -86,16 +83,11 @@ class SlowAllocator:
         position = 0
         while position + 1 < len(fits) and fits[position + 1][3] < fits[position][3]:
             position += 1
-        has, _, index, _, segment = fits[position]
-        limit = self.settings.max_split_bytes or 1 << 62
-        if (size < limit <= has) or (size >= limit and has >= size + 20 * MIB):
-            return None
+        _, _, index, _, segment = fits[position]
         return segment, index
 
     def grow(self, size: int) -> tuple[Segment, int]:
         place = self.reserve(size)
-        if place is None and self.release_oversize(size):
-            place = self.reserve(size)
         if place is None:
             self.release()
             self.retries += 1
@@ -111,10 +103,9 @@ class SlowAllocator:
             segment_size = 20 * MIB
         else:
             segment_size = (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-        expandable, limit = self.settings.expandable_segments, self.settings.limit
-        if (limit == "fraction" or not expandable) and self.exceeds(segment_size):
+        if self.exceeds(segment_size):
             return None
-        if expandable:
+        if self.settings.expandable_segments:
             return self.expand(size)
         return self.new_segment(size, [[segment_size, "free"]]), 0
 
@@ -139,11 +130,9 @@ class SlowAllocator:
                     room += int(has)
                 if room >= size:
                     return segment, first
-        page = 2 * MIB if size <= MIB else 20 * MIB
-        span = max(self.settings.address_space_bytes, size)
-        return self.new_segment(size, [[(span + page - 1) // page * page, "unmapped"]]), 0
+        return self.new_segment(size, [[20 * MIB << 23, "unmapped"]]), 0
 
-    def expand(self, size: int) -> tuple[Segment, int] | None:
+    def expand(self, size: int) -> tuple[Segment, int]:
         segment, index = self.room(size)
         while True:
             has, state = segment.blocks[index]
@@ -153,33 +142,8 @@ class SlowAllocator:
             missing = size if state == "unmapped" else size - int(has)
             behind = int(segment.blocks[at][0])
             pages = (min(missing, behind) + segment.page - 1) // segment.page * segment.page
-            if self.settings.limit == "card" and self.exceeds(pages):
-                return None
             segment.blocks[at : at + 1] = [[pages, "free"], [behind - pages, "unmapped"]]
             segment.merge()
-
-    def release_oversize(self, size: int) -> bool:
-        limit = self.settings.max_split_bytes
-        if limit is None or self.settings.expandable_segments:
-            return False
-        wanted = max(size, limit)
-        oversize = sorted(
-            (int(segment.blocks[0][0]), segment.number)
-            for segment in self.segments
-            if len(segment.blocks) == 1
-            and segment.blocks[0][1] == "free"
-            and int(segment.blocks[0][0]) >= limit
-            and segment.is_small == (size <= MIB)
-        )
-        enough = [number for has, number in oversize if has >= wanted]
-        going = enough[:1]
-        freed = wanted if enough else 0
-        while not enough and oversize and freed < wanted:
-            has, number = oversize.pop()
-            freed += has
-            going.append(number)
-        self.segments = [segment for segment in self.segments if segment.number not in going]
-        return freed >= wanted
 
     def release(self) -> None:
         if not self.settings.expandable_segments:
