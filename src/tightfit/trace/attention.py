@@ -25,27 +25,27 @@ Capability = tuple[int, int]
 
 _HALF = ("float16", "bfloat16")
 _NEWEST = (12, 1)
-"""Of the architectures that the kernels were built for; the oldest differs."""
+"""Newest architecture the kernels are built for; the oldest differs by kernel."""
 _FLASH_MAX_WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareVersions:
-    """What decides beside the card."""
+    """Versions that the selection depends on."""
 
     torch: tuple[int, int]
     cudnn: int
-    """As cuDNN counts: 91900 is 9.19.0."""
+    """In cuDNN's own numbering: 91900 is 9.19.0."""
 
 
 CUDNN_OF_TORCH = {9: 91002, 10: 91002, 11: 91900, 12: 92000, 13: 92000, 14: 92400}
-"""cuDNN that the PyPI wheel of torch 2.x asks for (its requirements: 9.10.2.21, 9.10.2.21,
+"""cuDNN that the PyPI wheel of torch 2.x requires (9.10.2.21, 9.10.2.21,
 9.19.0.56, 9.20.0.48, 9.20.0.48, 9.24.0.43)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """One call of `scaled_dot_product_attention`, as far as the choice goes."""
+    """The arguments of `scaled_dot_product_attention` that decide the backend."""
 
     dtype: str
     """`float16`, `bfloat16`, `float32`; empty if query, key and value differ."""
@@ -62,37 +62,37 @@ class AttentionCall:
     """Two- or four-dimensional, of the scores' shape or 1, and without gradient."""
     is_causal: bool
     is_grouped: bool
-    """The caller said `enable_gqa`."""
+    """`enable_gqa` was passed."""
     dropout: float = 0.0
     needs_gradient: bool
     is_dense: bool = True
-    """Four-dimensional, of one batch size, and neighbours in the last dimension of each tensor."""
+    """All tensors are 4-D, have one batch size and a contiguous last dimension."""
 
 
 def find_default_cudnn(torch: tuple[int, int]) -> int:
-    """The cuDNN of torch's own wheel."""
+    """The cuDNN version of torch's own wheel."""
     known = CUDNN_OF_TORCH
     return known[min(max(torch[1], min(known)), max(known))]
 
 
 def select_attention_backend(
-    call: AttentionCall, card: Capability, software: SoftwareVersions
+    call: AttentionCall, capability: Capability, software: SoftwareVersions
 ) -> str:
-    """The kernel that runs `call` on `card`."""
+    """The backend that torch selects for `call` on a GPU of this compute capability."""
     checks = {CUDNN: _fits_cudnn, FLASH: _fits_flash, EFFICIENT: _fits_efficient}
-    order = (CUDNN, FLASH, EFFICIENT) if prefers_cudnn(card, software) else (FLASH, EFFICIENT)
+    order = (CUDNN, FLASH, EFFICIENT) if prefers_cudnn(capability, software) else (FLASH, EFFICIENT)
     if not call.is_dense or not call.num_queries or not call.num_keys:
         return MATH
-    return next((name for name in order if checks[name](call, card, software)), MATH)
+    return next((name for name in order if checks[name](call, capability, software)), MATH)
 
 
-def prefers_cudnn(card: Capability, software: SoftwareVersions) -> bool:
-    """`check_prefer_cudnn_attention`. Elsewhere cuDNN comes after math, which takes everything.
+def prefers_cudnn(capability: Capability, software: SoftwareVersions) -> bool:
+    """`check_prefer_cudnn_attention`. Elsewhere cuDNN comes after math, which accepts everything.
 
     2.9 (PR 162073): sm90 and sm100 from cuDNN 9.9. From 2.10 (PR 171627) from cuDNN 9.15.1,
     which the wheels have from 2.11 on; and sm103.
     """
-    major, minor = card
+    major, minor = capability
     if software.torch < (2, 9) or major not in (9, 10):
         return False
     if software.torch < (2, 10):
@@ -100,11 +100,11 @@ def prefers_cudnn(card: Capability, software: SoftwareVersions) -> bool:
     return software.cudnn > 91500 and minor in (0, 3)
 
 
-def _fits_cudnn(call: AttentionCall, card: Capability, software: SoftwareVersions) -> bool:
+def _fits_cudnn(call: AttentionCall, capability: Capability, software: SoftwareVersions) -> bool:
     """`can_use_cudnn_attention`."""
-    limit = _cudnn_max_width(call, card, software)
+    limit = _cudnn_max_width(call, capability, software)
     return (
-        (8, 0) <= card <= _NEWEST
+        (8, 0) <= capability <= _NEWEST
         and call.dtype in _HALF
         and (not call.has_mask or call.is_mask_broadcastable)
         and _has_heads(call, can_group=True, same_values=False)
@@ -115,17 +115,19 @@ def _fits_cudnn(call: AttentionCall, card: Capability, software: SoftwareVersion
     )
 
 
-def _cudnn_max_width(call: AttentionCall, card: Capability, software: SoftwareVersions) -> int:
+def _cudnn_max_width(
+    call: AttentionCall, capability: Capability, software: SoftwareVersions
+) -> int:
     """`check_cudnn_tensor_shapes`; from 2.14 also `check_cudnn_d256_bprop_head_dim`."""
     widths = (call.width, call.value_width)
     if software.torch >= (2, 14):
-        is_new = software.cudnn > 92200 and (card == (9, 0) or card[0] == 10)
+        is_new = software.cudnn > 92200 and (capability == (9, 0) or capability[0] == 10)
         if is_new and (not call.needs_gradient or widths in ((192, 128), (256, 256))):
             return 256
-        return 192 if card[0] in (9, 10) and widths == (192, 128) else 128
-    if card == (9, 0) and software.cudnn >= 91000:
+        return 192 if capability[0] in (9, 10) and widths == (192, 128) else 128
+    if capability == (9, 0) and software.cudnn >= 91000:
         return 256
-    if card[0] == 10 and software.cudnn >= 91100 and widths == (192, 128):
+    if capability[0] == 10 and software.cudnn >= 91100 and widths == (192, 128):
         return 192
     return 128
 
@@ -138,43 +140,45 @@ def _cudnn_drops_out(call: AttentionCall, software: SoftwareVersions) -> bool:
     return software.torch < (2, 12) or (call.dropout * 16).is_integer()
 
 
-def _fits_flash(call: AttentionCall, card: Capability, _software: SoftwareVersions) -> bool:
+def _fits_flash(call: AttentionCall, capability: Capability, _software: SoftwareVersions) -> bool:
     """`can_use_flash_attention`."""
     return (
-        (8, 0) <= card <= _NEWEST
+        (8, 0) <= capability <= _NEWEST
         and call.dtype in _HALF
         and not call.has_mask
         and call.width == call.value_width <= _FLASH_MAX_WIDTH
-        and not _is_too_wide_for_small_cores(call, card)
+        and not _is_too_wide_for_small_cores(call, capability)
         and (not call.is_causal or call.num_queries == call.num_keys)
         and _has_heads(call, can_group=True)
     )
 
 
-def _is_too_wide_for_small_cores(call: AttentionCall, card: Capability) -> bool:
+def _is_too_wide_for_small_cores(call: AttentionCall, capability: Capability) -> bool:
     """`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`."""
-    is_small = (8, 6) <= card <= (8, 9) or (12, 0) <= card <= (12, 1)
+    is_small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     if not is_small or not call.needs_gradient or call.width <= 192:
         return False
     return call.width <= 224 or call.dropout > 0
 
 
-def _fits_efficient(call: AttentionCall, card: Capability, software: SoftwareVersions) -> bool:
+def _fits_efficient(
+    call: AttentionCall, capability: Capability, software: SoftwareVersions
+) -> bool:
     """`can_use_mem_efficient_attention`. Grouped keys from 2.14 on (PR 191085)."""
-    dtypes = ("float16", "float32", "bfloat16") if card >= (8, 0) else ("float16", "float32")
-    alignment = _gemm_alignment(call, card)
+    dtypes = ("float16", "float32", "bfloat16") if capability >= (8, 0) else ("float16", "float32")
+    alignment = _gemm_alignment(call, capability)
     return (
-        (5, 0) <= card <= _NEWEST
+        (5, 0) <= capability <= _NEWEST
         and call.dtype in dtypes
         and call.width % alignment == call.value_width % alignment == 0
         and _has_heads(call, can_group=software.torch >= (2, 14))
     )
 
 
-def _gemm_alignment(call: AttentionCall, card: Capability) -> int:
+def _gemm_alignment(call: AttentionCall, capability: Capability) -> int:
     """`minimum_gemm_alignment`: elements of a 16-byte load where tensor cores are used."""
     is_half = call.dtype in _HALF
-    if card >= (8, 0) or (card >= (7, 0) and is_half):
+    if capability >= (8, 0) or (capability >= (7, 0) and is_half):
         return 8 if is_half else 4
     return 1
 
@@ -190,8 +194,6 @@ def _has_heads(call: AttentionCall, *, can_group: bool, same_values: bool = True
     return call.num_heads % call.num_key_heads == call.num_heads % call.num_value_heads == 0
 
 
-# Attention as a card runs it: torch's own fused operations, called on fake tensors.
-
 _aten: Any = torch.ops.aten
 _BIAS_ALIGNMENT = 8
 """`mem_eff_alignment`: the efficient kernel's bias has strides of so many elements."""
@@ -201,7 +203,7 @@ _CUDNN_MASKED = -65504.0
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What `scaled_dot_product_attention` takes after its three tensors, in its order."""
+    """Arguments of `scaled_dot_product_attention` after its three tensors, in its order."""
 
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
@@ -211,10 +213,10 @@ class AttentionOptions:
 
 
 class GpuAttention:
-    """`torch.nn.functional.scaled_dot_product_attention` of one card and torch."""
+    """`torch.nn.functional.scaled_dot_product_attention` as one GPU and torch version run it."""
 
-    def __init__(self, card: Capability, software: SoftwareVersions) -> None:
-        self._card = card
+    def __init__(self, capability: Capability, software: SoftwareVersions) -> None:
+        self._capability = capability
         self._software = software
 
     def __call__(
@@ -224,7 +226,7 @@ class GpuAttention:
         device = query.device.type
         if not torch.is_autocast_enabled(device):
             return self._run(query, key, value, options)
-        # On the lists of both devices: inputs are cast, what is inside runs without.
+        # Autocast casts the inputs on both devices; the operations inside run without it.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (_cast(x, dtype) for x in (query, key, value))
         if options.attn_mask is not None:
@@ -234,7 +236,7 @@ class GpuAttention:
 
     def _run(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         call = describe_attention_call(query, key, value, options)
-        backend = select_attention_backend(call, self._card, self._software)
+        backend = select_attention_backend(call, self._capability, self._software)
         if backend == FLASH:
             return _flash(query, key, value, options)
         masked = _CUDNN_MASKED if backend == CUDNN else -math.inf
@@ -290,7 +292,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _to_bias(mask: Tensor | None, dtype: torch.dtype, masked: float) -> Tensor | None:
-    """`convert_boolean_attn_mask`: in each call anew, so that every layer saves its own."""
+    """`convert_boolean_attn_mask`: made anew in each call, so every layer saves its own."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.full((), masked, dtype=dtype))
@@ -314,7 +316,7 @@ def _cudnn(
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Head widths are padded to a multiple of 8 outside of the kernel."""
+    """Head widths are padded to a multiple of 8 outside the kernel."""
     width = query.shape[-1]
     padded = [_pad(x, -width % 8) for x in (query, key, value)]
     scale = width**-0.5 if options.scale is None else options.scale
@@ -348,7 +350,7 @@ def _efficient(
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """`_scaled_dot_product_attention_math`, whose C++ treats fake tensors differently."""
+    """`_scaled_dot_product_attention_math`; the C++ version treats fake tensors differently."""
     dtype, bias = query.dtype, options.attn_mask
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()

@@ -9,18 +9,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
-_ATTRIBUTE = "_tightfit_shadow"
+_ATTRIBUTE = "_tightfit_value"
 _MAX_BYTES = 64 * 2**20
-"""Larger masks are not computed; nothing asks for their values."""
+"""Larger masks are not computed; no code reads their values."""
 _DATA_DEPENDENT = (_aten.nonzero.default, _aten.masked_select.default, _aten.unique_dim.default)
 
 _WIDENING_PRODUCT = getattr(_aten.addmm, "dtype_out", None)
-"""A 16-bit product that is added to fp32, as Liger's loss does: torch 2.11 takes the dtype for the
-factor where it has no kernel. Older ones do not know it."""
+"""A 16-bit product accumulated in fp32, as Liger's loss does: without a CUDA kernel torch 2.11
+mistakes the dtype for the factor. Older versions do not have it."""
 
 
 class ConcreteValues:
-    """Runs operations on fake tensors, and on their real shadows where they have any.
+    """Runs operations on fake tensors, and on their real values where they have any.
 
     A batch's token numbers, labels, masks and positions are small and known. Which tokens
     carry loss, where documents end and whether a mask masks anything decide shapes and
@@ -33,7 +33,7 @@ class ConcreteValues:
         if func is _aten.index.Tensor and _has_mask(args[1]):
             return self._index(args[0], args[1])
         if func in _DATA_DEPENDENT:
-            return self._imagine(func, args, kwargs)
+            return self._run_data_dependent(func, args, kwargs)
         if func is _WIDENING_PRODUCT:
             return kwargs["out"]
         result = func(*args, **kwargs)
@@ -41,7 +41,7 @@ class ConcreteValues:
             set_concrete_value(result, _highest_random(result.dtype))
         elif func is _aten.lift_fresh.default:
             _keep_constant(result, args[0])
-        elif isinstance(result, torch.Tensor) and _is_whole(result):
+        elif isinstance(result, torch.Tensor) and _is_integer(result):
             self._follow(result, func, args, kwargs)
         return result
 
@@ -55,7 +55,7 @@ class ConcreteValues:
             setattr(result, _ATTRIBUTE, real)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operation on the shadows; None where one is missing."""
+        """The operation on the values; None where one is missing."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(get_concrete_value(leaf) is None for leaf in leaves):
             return None
@@ -67,8 +67,8 @@ class ConcreteValues:
         with _disable_current_modes():
             return func(*real_args, **real_kwargs)
 
-    def _imagine(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A result whose shape only the values tell."""
+    def _run_data_dependent(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A result whose shape depends on values."""
         real = self._compute(func, args, kwargs)
         if not isinstance(real, torch.Tensor):
             return func(*args, **kwargs)
@@ -77,21 +77,23 @@ class ConcreteValues:
         return fake
 
     def _index(self, source: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor:
-        """Rows that a mask picks. CUDA turns the mask into positions first, as is done here."""
-        places: list[torch.Tensor | None] = []
+        """Rows that a mask selects; CUDA converts the mask to positions first."""
+        positions: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
-                places.append(index)
+                positions.append(index)
                 continue
-            picked = self._imagine(_aten.nonzero.default, (index,), {})
-            places.extend(picked.unbind(1))
-        picked_rows: torch.Tensor = _aten.index.Tensor(source, places)
-        if all(place is None or get_concrete_value(place) is not None for place in places):
-            self._follow(picked_rows, _aten.index.Tensor, (source, places), {})
+            picked = self._run_data_dependent(_aten.nonzero.default, (index,), {})
+            positions.extend(picked.unbind(1))
+        picked_rows: torch.Tensor = _aten.index.Tensor(source, positions)
+        if all(
+            position is None or get_concrete_value(position) is not None for position in positions
+        ):
+            self._follow(picked_rows, _aten.index.Tensor, (source, positions), {})
         return picked_rows
 
     def _read(self, tensor: torch.Tensor) -> Any:
-        """A number for Python. What depends on weights is taken for sound: finite, true, one."""
+        """A Python number. Unknown values count as true or one: finite losses, found tokens."""
         real = get_concrete_value(tensor)
         if real is not None:
             with _disable_current_modes():
@@ -102,33 +104,33 @@ class ConcreteValues:
 
 
 def _keep_constant(fake: torch.Tensor, given: torch.Tensor) -> None:
-    """Numbers that Python wrote down, as `torch.tensor([3])` does, are known."""
+    """Constants such as `torch.tensor([3])` are known."""
     real = getattr(fake, "constant", None)
     if real is None and type(given) is torch.Tensor:
         real = given
-    if real is not None and _is_whole(real):
+    if real is not None and _is_integer(real):
         setattr(fake, _ATTRIBUTE, real)
 
 
 def _highest_random(dtype: torch.dtype) -> torch.Tensor:
-    """What a single drawn number is taken for: models that leave layers out by chance, as OPT and
-    BART may, then leave out none, which takes the most memory."""
+    """The value of a single random number. Models with layer drop (OPT, BART) then drop no layer,
+    which takes the most memory."""
     with _disable_current_modes():
         return torch.tensor(1.0 - torch.finfo(dtype).eps, dtype=dtype)
 
 
 def set_concrete_value(fake: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Let a fake tensor know its values."""
+    """Attach real values to a fake tensor."""
     setattr(fake, _ATTRIBUTE, real)
     return fake
 
 
 def get_concrete_value(tensor: torch.Tensor) -> torch.Tensor | None:
-    shadow: torch.Tensor | None = getattr(tensor, _ATTRIBUTE, None)
-    return shadow
+    value: torch.Tensor | None = getattr(tensor, _ATTRIBUTE, None)
+    return value
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
+def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 

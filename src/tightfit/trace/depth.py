@@ -14,11 +14,11 @@ from tightfit.trace.recording import Allocation, Recording
 
 NO_LAYER = -1
 MAX_GUESSES = 500
-"""Run lengths that are tried before two recordings count as unlike."""
+"""Run lengths to try before two recordings are considered different."""
 
 
-class CannotExtend(Exception):  # noqa: N818  an answer, not a fault: the caller traces every layer
-    """The recordings do not say what a deeper model does."""
+class CannotExtend(Exception):  # noqa: N818  an outcome, not an error: the caller then traces all layers
+    """A deeper model cannot be derived from these recordings."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -27,16 +27,16 @@ class CannotExtend(Exception):  # noqa: N818  an answer, not a fault: the caller
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventStream:
-    """A recording as columns of whole numbers, one entry per event.
+    """A recording as columns of integers, one entry per event.
 
-    What is alike in every layer makes an event's token; what changes from layer to
-    layer is a number beside it, and grows by equal steps.
+    An event's token is what it has in common with the same event of other layers; the other
+    columns change from layer to layer by equal steps.
     """
 
     tokens: list[int]
-    """Equal for alike allocations, whatever their layer; negative for their ends."""
+    """Equal for similar allocations, whatever their layer; negative for their ends."""
     links: list[int]
-    """For an end, the position of its beginning."""
+    """For an end, the position of the allocation."""
     layers: list[int]
     """The layer of the allocation that begins or ends; `NO_LAYER` outside of layers."""
     numbers: list[int]
@@ -48,7 +48,7 @@ class EventStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedLayers:
-    """Which layers the deeper recording has more of."""
+    """The layers that the deeper recording has in addition."""
 
     num_added: int
     kind: range
@@ -65,9 +65,9 @@ class AddedLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedRun:
-    """A place at which the deeper recording repeats a stretch of events once more per layer.
+    """A position at which the deeper recording repeats a run of events once per added layer.
 
-    `[grown_at - period, grown_at)` is the stretch that both have; its repetitions follow.
+    `[grown_at - period, grown_at)` is the run that both have; its repetitions follow.
     """
 
     base_at: int
@@ -78,7 +78,7 @@ class RepeatedRun:
 
 @lru_cache(maxsize=65_536)
 def split_module(name: str) -> tuple[str, int | None, str]:
-    """What stands before the first number of a module's name, that number, and the rest."""
+    """Split a module's name into the part before its first number, the number, and the rest."""
     parts = name.split(".")
     for place, part in enumerate(parts):
         if part.isdecimal():
@@ -91,8 +91,8 @@ def split_module(name: str) -> tuple[str, int | None, str]:
 class _Naming:
     """The token of each allocation, over several recordings.
 
-    A size that only one depth knows counts the layers (the stacked norms of all gradients, say):
-    its token does not heed the size.
+    A size that occurs at one depth only depends on the number of layers (the stacked norms of all
+    gradients, for example): its token ignores the size.
     """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
@@ -124,7 +124,7 @@ def _key(allocation: Allocation) -> tuple[object, ...]:
 
 
 def make_streams(recordings: Sequence[Recording]) -> list[EventStream]:
-    """Streams whose tokens can be compared with each other."""
+    """Streams with comparable tokens."""
     naming = _Naming(recordings)
     return [_make_stream(recording, naming) for recording in recordings]
 
@@ -153,10 +153,10 @@ def _make_stream(recording: Recording, naming: _Naming) -> EventStream:
 
 
 def sort_ends(recording: Recording) -> Recording:
-    """The same with ends that follow each other in the order of their beginnings.
+    """The same, with consecutive ends sorted by their beginnings.
 
-    Sets and hash tables free what they hold in any order (autocast its casts, ZeRO what it
-    gathered). The allocator merges free neighbours, so the order leaves no trace in it.
+    Sets and hash tables free their entries in any order (autocast its casts, ZeRO its gathered
+    weights). The allocator merges free neighbours, so the order makes no difference to it.
     """
     events: list[int] = []
     for is_end, group in groupby(recording.events, key=lambda event: event < 0):
@@ -166,10 +166,10 @@ def sort_ends(recording: Recording) -> Recording:
 
 
 def find_runs(base: EventStream, grown: EventStream, addition: AddedLayers) -> list[RepeatedRun]:
-    """Where `grown` repeats what `base` has.
+    """Where `grown` repeats events of `base`.
 
-    Each stretch is found where the two recordings part, which is after the last layer that
-    they share, and then moved back to where its repetitions differ by equal steps.
+    Each run is found where the two recordings diverge, which is after the last layer that they
+    share, and then moved back to where its repetitions differ by equal steps.
     """
     runs = _Matcher(base.tokens, grown.tokens, addition.num_added).match()
     settled: list[RepeatedRun] = []
@@ -181,7 +181,7 @@ def find_runs(base: EventStream, grown: EventStream, addition: AddedLayers) -> l
 
 
 class _Matcher:
-    """Explains the deeper stream as the shallow one with stretches repeated."""
+    """Matches the deeper stream as the shallow one with runs repeated."""
 
     def __init__(self, base: Sequence[int], grown: Sequence[int], num_added: int) -> None:
         self._base, self._grown, self._num_added = base, grown, num_added
@@ -191,8 +191,8 @@ class _Matcher:
     def match(self) -> list[RepeatedRun]:
         if len(self._grown) < len(self._base):
             raise CannotExtend("the deeper model has fewer allocations")
-        start = _count_alike(self._base, 0, self._grown, 0)
-        # A stretch is guessed at each parting; a stack instead of recursion, for there are many.
+        start = _count_equal(self._base, 0, self._grown, 0)
+        # A run is guessed at each divergence; a stack, since there are too many for recursion.
         open_guesses: list[tuple[list[RepeatedRun], int, int]] = [([], start, start)]
         while open_guesses:
             runs, at, other = open_guesses.pop()
@@ -204,19 +204,19 @@ class _Matcher:
             if self._guesses_left < 0:
                 break
         raise CannotExtend(
-            f"layers are not alike: event {self._furthest} of {len(self._base)} has no counterpart"
+            f"layers are not equal: event {self._furthest} of {len(self._base)} has no counterpart"
         )
 
     def _list_guesses(
         self, runs: list[RepeatedRun], at: int, other: int
     ) -> Iterable[tuple[list[RepeatedRun], int, int]]:
-        """What may be repeated here, the likeliest last: that which explains most of the rest."""
+        """Possible repetitions here; the last explains most of the rest."""
         found = []
         for period in self._list_periods(at, other):
             resumed = other + period * self._num_added
-            alike = _count_alike(self._base, at, self._grown, resumed)
+            equal = _count_equal(self._base, at, self._grown, resumed)
             run = RepeatedRun(base_at=at, grown_at=other, period=period)
-            found.append((alike, period, ([*runs, run], at + alike, resumed + alike)))
+            found.append((equal, period, ([*runs, run], at + equal, resumed + equal)))
         return [guess for *_, guess in sorted(found, key=lambda one: one[:2])]
 
     def _list_periods(self, at: int, other: int) -> Iterable[int]:
@@ -234,27 +234,27 @@ class _Matcher:
                 yield period
 
 
-def _count_alike(base: Sequence[int], at: int, grown: Sequence[int], other: int) -> int:
-    """How many tokens agree from here on: steps that double until one fails, then halve."""
+def _count_equal(base: Sequence[int], at: int, grown: Sequence[int], other: int) -> int:
+    """Length of the common prefix, by steps that double until one fails, then halve."""
     total = min(len(base) - at, len(grown) - other)
-    alike, width, has_failed = 0, 64, False
-    while alike < total and width:
-        width = min(width, total - alike)
-        here, there = at + alike, other + alike
+    equal, width, has_failed = 0, 64, False
+    while equal < total and width:
+        width = min(width, total - equal)
+        here, there = at + equal, other + equal
         if base[here : here + width] == grown[there : there + width]:
-            alike += width
+            equal += width
             width = width if has_failed else 2 * width
         else:
             has_failed = True
             width //= 2
-    return alike
+    return equal
 
 
 class _Settler:
     """Moves a run back to where its repetitions differ by equal steps.
 
-    Alike tokens may belong to unlike layers: the ends of gradients, for one, look alike
-    for layers of two kinds, but what they end lies elsewhere.
+    Equal tokens may belong to different layers: the ends of gradients, for example, have equal
+    tokens for layers of two kinds, but their allocations are elsewhere.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class _Settler:
         while start > not_before and tokens[start - 1] == tokens[start - 1 + run.period]:
             start -= 1
         shared = range(start, run.grown_at)
-        # Events before the run's place keep theirs; those behind it move by all repetitions.
+        # Events before the run keep their position; those after it move by all repetitions.
         num_misplaced = sum(not self._may_move(position, by=0) for position in shared)
         num_even = 0
         for position in reversed(shared):
@@ -280,14 +280,14 @@ class _Settler:
             if num_even >= run.period and not num_misplaced:
                 back = run.grown_at - place
                 return RepeatedRun(base_at=run.base_at - back, grown_at=place, period=run.period)
-        raise CannotExtend("layers that look alike do not follow each other by equal steps")
+        raise CannotExtend("layers that look equal do not follow each other by equal steps")
 
     @property
     def _length(self) -> int:
         return self._run.period * self._addition.num_added
 
     def _may_move(self, position: int, *, by: int) -> bool:
-        """Whether an event before the run may be the deeper model's event so much later."""
+        """Whether an event may correspond to the deeper model's event `by` positions later."""
         layer = self._base.layers[position - self._run.grown_at + self._run.base_at]
         return self._addition.may_become(layer, self._grown.layers[position + by])
 
@@ -306,16 +306,8 @@ class _Settler:
         return True
 
 
-# Growth: the recording of a deep model from recordings of shallow ones, event by event.
+# The recording of a deep model from recordings of shallow ones
 
-__all__ = [
-    "BASE_LAYERS",
-    "NUM_ADDED",
-    "CannotExtend",
-    "DepthExtrapolation",
-    "DepthPlan",
-    "plan_depths",
-]
 
 BASE_LAYERS = 3
 """Layers of one kind in the shallow model: a first, one like all in between, a last."""
@@ -323,7 +315,7 @@ NUM_ADDED = 2
 """Layers more in the deeper model: the second must follow from the first, which is the check."""
 
 Columns = tuple[list[int], list[int], list[int]]
-"""An event's numbers, all events below each other: link, layer, number in the module's name."""
+"""Columns of all events: link, layer, number in the module's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +342,7 @@ class DepthPlan:
 
 
 def plan_depths(num_layers: Sequence[int]) -> DepthPlan:
-    """For so many layers of each kind; a kind with fewer than `BASE_LAYERS` is traced with all.
+    """The plan for `num_layers` of each kind; kinds with fewer than `BASE_LAYERS` are traced whole.
 
     Where `grown` is empty, `base` is the model itself. Models that differ only in how many
     layers beyond `BASE_LAYERS` are of which kind need the same traces.
@@ -371,45 +363,45 @@ def plan_depths(num_layers: Sequence[int]) -> DepthPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerGrowth:
-    """What one more layer of a kind does to the shallow model's events."""
+    """Change of the shallow model's events per added layer of a kind."""
 
     runs: list[RepeatedRun]
     rates: Columns
-    """Added to each event's numbers."""
+    """Added to each event's columns."""
     sizes: dict[int, tuple[int, ...]]
-    """Bytes and dimensions added, by position, where an allocation counts the layers."""
+    """Bytes and dimensions added, by position, where a size depends on the number of layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RepeatedStretch:
-    """Events that a deeper model repeats: the last `period` before `at` in the shallow one."""
+    """Events that a deeper model repeats: the last `period` before `at` in the shallow model."""
 
     at: int
     period: int
     steps: Columns
-    """What each repetition adds to the numbers of the one before it."""
+    """Added to the columns of each repetition."""
     kinds: list[int]
-    """The kinds whose layers each add a repetition."""
+    """Kinds of layers that add a repetition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """A deep model's events: which of the shallow model's each is like, and its own numbers."""
+    """A deep model's events: the corresponding event of the shallow model, and the columns."""
 
     likes: list[int]
     columns: Columns
 
 
 class DepthExtrapolation:
-    """What more layers of each kind add to a recording, learnt from recordings that have them.
+    """Extends a recording to more layers, learnt from recordings at several depths.
 
-    A job does the same in every layer but the first and the last: its events are stretches
-    that come once per layer, between others that come once. From one repetition of a stretch
-    to the next, layer numbers and the places of what is freed change by equal steps.
+    A job does the same in every layer but the first and the last: its events are runs that occur
+    once per layer, between others that occur once. From one repetition of a run to the next,
+    layer numbers and the positions of freed allocations change by equal steps.
     """
 
     def __init__(self, plan: DepthPlan, base: Recording, grown: Sequence[Recording]) -> None:
-        """The recordings are of the depths that `plan` names."""
+        """`base` and `grown` have the depths of `plan`."""
         recordings = [base, *grown]
         try:
             self._learn(plan, recordings)
@@ -433,7 +425,7 @@ class DepthExtrapolation:
     def extend(self, num_more: Sequence[int]) -> Recording:
         """The recording with `num_more` layers of each kind beyond those of the shallow model.
 
-        Linear in its events. `CannotExtend` where an event would free what is not there.
+        Raises `CannotExtend` where an event would free an allocation that does not exist.
         """
         if len(num_more) != len(self._kinds) or min(num_more, default=0) < 0:
             raise ValueError(f"{num_more} is not a depth beyond the traced one")
@@ -483,7 +475,7 @@ class DepthExtrapolation:
         return layout
 
     def _grow_sizes(self, num_more: Sequence[int]) -> dict[int, list[int]]:
-        """Bytes and dimensions by position, of the allocations that count the layers."""
+        """Bytes and dimensions of allocations whose size depends on the number of layers."""
         grown: dict[int, list[int]] = {}
         for kind, times in zip(self._kinds, num_more, strict=True):
             for position, rates in kind.sizes.items():
@@ -524,7 +516,7 @@ def _compare(
     deeper: tuple[Recording, EventStream],
     addition: AddedLayers,
 ) -> _LayerGrowth:
-    """What one more layer adds to the events that both depths have."""
+    """Change per added layer of the events that both depths have."""
     (base, stream), (grown, other) = shallow, deeper
     runs = find_runs(stream, other, addition)
     twins: list[int] = []
@@ -573,7 +565,7 @@ def _per_layer(difference: int) -> int:
 
 
 def _merge(kinds: Sequence[_LayerGrowth], grown: Sequence[EventStream]) -> list[_RepeatedStretch]:
-    """All kinds' runs in order. Where kinds look alike, they repeat one stretch together."""
+    """Runs of all kinds in order. Kinds with identical events share one run."""
     stretches: dict[int, _RepeatedStretch] = {}
     for place, (kind, stream) in enumerate(zip(kinds, grown, strict=True)):
         for run in kind.runs:
@@ -598,7 +590,7 @@ def _find_steps(run: RepeatedRun, stream: EventStream) -> Columns:
     return links, layers, numbers
 
 
-# The operations of a deep model from those of shallow ones. Knows no torch.
+# The operations of a deep model from those of shallow ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -606,15 +598,15 @@ class LayerKind:
     """Layers of one kind in two traced depths, and how many the job has."""
 
     interior: int
-    """A layer of the shallow model that is like all in between."""
+    """A layer of the shallow model between the first and the last of its kind."""
     num_added: int
-    """Layers that the deeper model has more."""
+    """Additional layers of the deeper model."""
     num_more: int
-    """Layers that the job has more."""
+    """Additional layers of the job."""
 
 
 def list_layer_kinds(plan: DepthPlan) -> list[LayerKind]:
-    """Of a plan's deeper models, one each."""
+    """One for each deeper model of the plan."""
     found = []
     for deeper, num_more in zip(plan.grown, plan.num_more, strict=True):
         place = next(k for k, count in enumerate(deeper) if count != plan.base[k])
@@ -626,7 +618,7 @@ def list_layer_kinds(plan: DepthPlan) -> list[LayerKind]:
 def extend_operation_log(
     base: OperationLog, grown: Sequence[OperationLog], kinds: Sequence[LayerKind]
 ) -> OperationLog:
-    """The log at full depth: each kind's interior layer as often as the job has more layers.
+    """The log at full depth: each kind's interior layer is repeated for the job's other layers.
 
     The deeper logs must follow from the shallow one, else `CannotExtend`.
     """
@@ -644,9 +636,9 @@ _UNLIKE = "the deeper of two traced models computes something else"
 
 
 def _extend_deeper(base: OperationLog, deeper: OperationLog, kind: LayerKind) -> OperationLog:
-    """Where the last layers of a pass are not like the others: FSDP gathers a layer ahead.
+    """For jobs whose last layers differ from the others: FSDP prefetches the next layer.
 
-    Then the layer before them is repeated, which must be what the deeper model has more of.
+    Then the layer before them is repeated; it must account for the deeper model's additions.
     """
     inside = kind.interior + 1
     rows = [one.operations for one in deeper.stretches if one.layer == inside]
@@ -687,7 +679,7 @@ def _grow_update(
     grown: Sequence[OperationLog],
     shares: Sequence[float],
 ) -> OperationLog:
-    """An update takes all parameters together: its sums are linear in the number of layers."""
+    """The sums of an update are linear in the number of layers."""
     before = _list_update(base)
     deeper = [_list_update(log) for log in grown]
     if any(log.keys() != before.keys() for log in deeper):
@@ -711,10 +703,10 @@ def _list_update(log: OperationLog) -> dict[tuple[str, str, str], Operation]:
     return {(one.name, one.kind, one.dtype): one for one in log.operations if one.stage == UPDATE}
 
 
-# Selective checkpointing: the smallest number of recomputed layers with which a job fits.
+# Selective activation checkpointing
 
 _NUM_SECANTS = 2
-"""Guesses along a straight line before halving: memory is nearly linear in recomputed layers."""
+"""Linear guesses before bisecting: memory is nearly linear in the number of recomputed layers."""
 
 
 def find_fewest_recomputed(
@@ -722,14 +714,14 @@ def find_fewest_recomputed(
 ) -> int | None:
     """The fewest layers, counted from the first, whose recomputation makes a job fit.
 
-    `needed_bytes` tells what the job needs with so many recomputed layers. It may rise where
-    the peak lies elsewhere, so the answer is a number that fits while one fewer does not, and
-    not always the fewest of all. None where the job does not fit with all of them.
+    `needed_bytes(n)` is the job's memory with `n` recomputed layers. It may rise where the peak
+    is elsewhere, so the result is a number that fits while one fewer does not, and not always the
+    smallest. None where the job does not fit even with all layers recomputed.
     """
     too_few, needed_at_most = 0, needed_bytes(0)
     if needed_at_most <= room_bytes:
         return 0
-    # Nearly all comes from the traces that the numbers in between need too; all has its own.
+    # `num_layers - BASE_LAYERS` shares its traces with the numbers below; all layers need others.
     for enough in (num_layers - BASE_LAYERS, num_layers):
         if enough <= too_few:
             continue

@@ -8,7 +8,7 @@ from typing import Any
 from tightfit.trace.depth import BASE_LAYERS, NUM_ADDED
 
 DEPTH_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What families call their depth; a config may have several of them."""
+"""Names of the depth field by family; a config may have several of them."""
 _INNER_PARTS = ("text_config", "language_config", "llm_config")
 """Where multimodal configs keep the language model's settings."""
 _ENCODER_FIELDS = ("encoder_layers", "decoder_layers", "num_decoder_layers")
@@ -20,7 +20,7 @@ _FIRST_LAYERS = (
     "num_first_full_attention_layers",
     "num_last_full_attention_layers",
 )
-"""So many layers at one end are unlike the others."""
+"""The first or last layers differ from the others."""
 _EVERY_NTH = (
     "decoder_sparse_step",
     "moe_layer_freq",
@@ -36,11 +36,11 @@ _EVERY_NTH = (
     "cross_attention_frequency",
     "layer_group_size",
 )
-"""Every so manieth layer is unlike the others; 1 and 0 mean none or all."""
+"""Every n-th layer differs from the others; 1 and 0 mean none or all."""
 _WHERE_SET = ("attention_chunk_size", "attention_types", "layerdrop", "decoder_layerdrop")
-"""Layers differ, or are left out at random, wherever such a field is set."""
+"""Layers differ, or are dropped at random, where such a field is set."""
 _LISTED = ("layer", "block", "pattern", "idxs", "indices", "indexes")
-"""Words in the names of lists that tell of layers."""
+"""Words in the names of lists about layers."""
 _UNRELATED_LISTS = ("architectures", "token_id", "token_ids")
 _MIXED_FAMILIES = frozenset(
     {
@@ -103,7 +103,7 @@ _MIXED_FAMILIES = frozenset(
         "zamba2",
     }
 )
-"""Model types whose class mixes kinds of layers even where config.json does not say so.
+"""Model types whose class mixes kinds of layers, even where config.json does not state it.
 Source: the default configs of transformers 5.22's causal language models."""
 
 
@@ -115,7 +115,7 @@ def read_depth(config: dict[str, Any]) -> int | None:
 
 
 def with_depth(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The config of the same model with so many layers; lists with an entry per layer are cut."""
+    """The config with `num_layers` layers; lists with an entry per layer are cut."""
     depth = read_depth(config)
     text = dict(_text_part(config))
     for name, value in _text_part(config).items():
@@ -128,11 +128,11 @@ def with_depth(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
 
 
 def find_extrapolation_obstacle(config: dict[str, Any]) -> str:
-    """Why a few layers do not tell what all of them do; empty where they may."""
-    return next(_list_refusals(config), "")
+    """Why depth cannot be extrapolated; empty where it can."""
+    return next(_list_obstacles(config), "")
 
 
-def _list_refusals(config: dict[str, Any]) -> Iterator[str]:
+def _list_obstacles(config: dict[str, Any]) -> Iterator[str]:
     text = _text_part(config)
     depth = read_depth(config)
     if config.get("is_encoder_decoder") or any(text.get(name) for name in _ENCODER_FIELDS):
@@ -145,10 +145,10 @@ def _list_refusals(config: dict[str, Any]) -> Iterator[str]:
     for part in (config, text):
         if part.get("model_type") in _MIXED_FAMILIES:
             yield f"{part['model_type']} mixes different kinds of layers"
-    yield from _list_telling_fields(text, depth)
+    yield from _list_differing_layers(text, depth)
 
 
-def _list_telling_fields(text: dict[str, Any], depth: int) -> Iterator[str]:
+def _list_differing_layers(text: dict[str, Any], depth: int) -> Iterator[str]:
     """Fields that make layers differ."""
     for name, value in text.items():
         is_telling_list = isinstance(value, list) and _tells_layers_apart(name, value, depth)
@@ -177,7 +177,7 @@ def _is_unrelated(name: str) -> bool:
 
 
 def _inner_name(config: dict[str, Any]) -> str | None:
-    """The part in which the language model's settings stand, if not in the config itself."""
+    """The nested config of the language model, if there is one."""
     if any(name in config for name in DEPTH_FIELDS):
         return None
     return next((name for name in _INNER_PARTS if isinstance(config.get(name), dict)), None)

@@ -15,10 +15,8 @@ from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from tightfit.trace import kernel_workspace as attention
-from tightfit.trace import kernel_workspace as other
+from tightfit.trace import kernel_workspace as kernels
 from tightfit.trace.attention import Capability, GpuAttention, SoftwareVersions, find_default_cudnn
-from tightfit.trace.kernel_workspace import find_multiprocessors, reduction_workspace
 
 _WIDENED = (
     "exp",
@@ -36,7 +34,7 @@ _WIDENED = (
     "logsumexp",
     "cosine_similarity",
 )
-"""Inputs are copied to fp32. Those that a language model may call."""
+"""Operations that language models call and whose inputs CUDA's autocast casts to fp32."""
 _GIVEN_DTYPE = (
     "softmax.int",
     "log_softmax.int",
@@ -45,14 +43,14 @@ _GIVEN_DTYPE = (
     "sum.dim_IntList",
     "linalg_vector_norm",
 )
-"""Asked for results in fp32, where the caller has not said otherwise."""
+"""Operations whose results are in fp32 unless the caller passes a dtype."""
 _RMS_NORM_SINCE = (2, 9)
-"""torch whose CUDA autocast widens `rms_norm` as well."""
+"""The first torch whose CUDA autocast runs `rms_norm` in fp32 as well."""
 
 
 @contextmanager
 def autocast_as_cuda() -> Iterator[None]:
-    """While inside, `torch.autocast("cpu")` treats operations as `torch.autocast("cuda")` would."""
+    """`torch.autocast("cpu")` treats operations as `torch.autocast("cuda")` does."""
     make: Any = torch.library.Library  # not annotated
     library = make("aten", "IMPL")
     try:
@@ -106,7 +104,7 @@ def _is_narrow(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
 
 
-# Functions that torch runs differently on a card than on fake CPU tensors, as on the card.
+# Functions that torch runs differently on a GPU
 
 _aten: Any = torch.ops.aten
 _softmax = functional.softmax
@@ -116,7 +114,7 @@ _dropout = functional.dropout
 
 @contextmanager
 def use_gpu_functions(attention: GpuAttention) -> Iterator[None]:
-    """While inside, torch takes a card's ways on CPU tensors. Not for several threads."""
+    """torch use_functions take the GPU's code path on CPU tensors. Not thread-safe."""
     with ExitStack() as stack:
         for name, function in (
             ("scaled_dot_product_attention", attention),
@@ -132,14 +130,14 @@ def use_gpu_functions(attention: GpuAttention) -> Iterator[None]:
 
 
 def _make_masks_readable(stack: ExitStack) -> None:
-    """transformers leaves a mask out that masks nothing, but takes fake ones for unreadable."""
+    """transformers drops a mask that masks nothing, but never reads fake ones."""
     loaded = sys.modules.get("transformers.utils.import_utils")
     if hasattr(loaded, "is_fake_tensor"):
         stack.enter_context(patch.object(loaded, "is_fake_tensor", lambda _tensor: False))
 
 
 def _enable_foreach(stack: ExitStack) -> None:
-    """Optimizers take all parameters at once where the device can (optim/optimizer.py)."""
+    """Optimizers use their foreach version where the device supports it (optim/optimizer.py)."""
     name = "_get_foreach_kernels_supported_devices"
     stack.enter_context(patch.object(optimizer, name, lambda: ["cpu", "cuda"]))
     for module in (optimizer, _foreach_utils):
@@ -150,7 +148,7 @@ def _enable_foreach(stack: ExitStack) -> None:
 def _native_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Dropout.cpp, `is_fused_kernel_acceptable`: a card keeps a mask of bytes, not of values."""
+    """Dropout.cpp, `is_fused_kernel_acceptable`: a GPU keeps a mask of bytes, not of values."""
     if not training or inplace or not 0.0 < p < 1.0 or not input.numel():
         return _dropout(input, p, training, inplace)
     output: Tensor = _aten.native_dropout(input, p, True)[0]
@@ -158,7 +156,7 @@ def _native_dropout(
 
 
 def _widening(whole: Callable[..., Tensor], kernel: Any) -> Callable[..., Tensor]:
-    """SoftMax.cpp: a card reads fp16 and writes fp32; other types are copied first."""
+    """SoftMax.cpp: a GPU reads fp16 and writes fp32; other types are cast first."""
 
     def run(
         input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
@@ -171,11 +169,11 @@ def _widening(whole: Callable[..., Tensor], kernel: Any) -> Callable[..., Tensor
     return run
 
 
-# What a card's kernels allocate beyond their results, which fake CPU tensors do not show.
+# What kernels allocate beside their results
 
 _MIB = 2**20
 _DEFAULT_CAPABILITY = (8, 0)
-"""Cards of other makers have flash and efficient kernels of the same shapes (AOTriton)."""
+"""GPUs of other vendors have flash and efficient kernels of the same shapes (AOTriton)."""
 _LARGE_WORKSPACE_BYTES = 32 * _MIB
 _SMALL_WORKSPACE_BYTES = 2 * 4 * _MIB + 8 * 16 * 2**10
 """`:4096:2:16:8` of CUBLAS_WORKSPACE_CONFIG."""
@@ -205,7 +203,7 @@ _REDUCTIONS = {
     "aten::mean.dim": 1,
     "aten::linalg_vector_norm": 2,
 }
-"""With the place of the dimensions among the arguments."""
+"""With the position of the dimensions among the arguments."""
 
 _BEFORE_RESULTS = frozenset(
     {
@@ -227,11 +225,11 @@ _SECOND_FIRST = frozenset(
 """Kernels that allocate the scales before the codes, which they return first
 (backends/cuda/ops.py)."""
 
-_Scratch = Callable[[tuple[Any, ...], dict[str, Any]], list[int]]
+_Workspace = Callable[[tuple[Any, ...], dict[str, Any]], list[int]]
 
 
 class GpuEmulation:
-    """Memory of one card's kernels, by operation. One for each recording."""
+    """Memory of one GPU's kernels, by operation. Make a new one for each recording."""
 
     def __init__(
         self,
@@ -240,28 +238,30 @@ class GpuEmulation:
         cudnn_version: int | None = None,
         num_multiprocessors: int | None = None,
     ) -> None:
-        """Versions are this machine's where they are not given, multiprocessors the usual."""
-        self._card = compute_capability or _DEFAULT_CAPABILITY
+        """Versions default to this machine's, multiprocessors to the capability's usual number."""
+        self._capability = compute_capability or _DEFAULT_CAPABILITY
         numbers = (torch_version or torch.__version__).split(".")
         self._torch = (int(numbers[0]), int(numbers[1]))
         if cudnn_version is None:
             cudnn_version = _find_cudnn() or find_default_cudnn(self._torch)
         self._software = SoftwareVersions(torch=self._torch, cudnn=cudnn_version)
-        self._multiprocessors = find_multiprocessors(self._card, num_multiprocessors)
-        self._scratch = self._collect()
-        self._standing: set[tuple[str, str]] = set()
+        self._multiprocessors = kernels.find_multiprocessors(self._capability, num_multiprocessors)
+        self._workspaces = self._collect_workspaces()
+        self._allocated: set[tuple[str, str]] = set()
 
-    def scratch_bytes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Blocks that the kernel takes while it runs."""
-        measure = self._scratch.get(func.name())
+    def workspace_blocks(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[int]:
+        """Sizes of the blocks that the kernel allocates while it runs."""
+        measure = self._workspaces.get(func.name())
         return [] if measure is None else measure(args, kwargs)
 
-    def takes_scratch_first(self, func: Any) -> bool:
-        """Whether scratch is allocated before the results, not after."""
+    def allocates_workspace_first(self, func: Any) -> bool:
+        """Whether workspace is allocated before the results, not after."""
         return func.name() in _BEFORE_RESULTS
 
-    def as_made(self, func: Any, result: Any) -> Any:
-        """Results of an operation as the card makes them, where a CPU's are of another type.
+    def cast_results(self, func: Any, result: Any) -> Any:
+        """Results in the dtype that a GPU returns, where a CPU's differ.
 
         layer_norm_kernel.cu keeps the statistics of half precision in fp32 (`acc_type`).
         """
@@ -275,8 +275,8 @@ class GpuEmulation:
             return [*results[1::-1], *results[2:]]
         return results
 
-    def standing_bytes(self, func: Any, args: tuple[Any, ...], thread: str) -> list[int]:
-        """Blocks that this call makes and that stay for good: cuBLAS workspaces.
+    def persistent_blocks(self, func: Any, args: tuple[Any, ...], thread: str) -> list[int]:
+        """Blocks that this call allocates and never frees: cuBLAS workspaces.
 
         CublasHandlePool.cpp keeps one for every handle and stream, and a handle for every
         thread: the one that runs the forward pass and autograd's. From 2.14 on every product
@@ -288,47 +288,47 @@ class GpuEmulation:
         if self._torch < (2, 12) and _is_biased(func, args):
             # Until PR 175879 cuBLASLt, which adds biases, had a workspace of its own.
             wanted.append(("cublaslt", _LT_WORKSPACE_BYTES))
-        new = [(name, size) for name, size in wanted if (name, thread) not in self._standing]
-        self._standing.update((name, thread) for name, _ in new)
+        new = [(name, size) for name, size in wanted if (name, thread) not in self._allocated]
+        self._allocated.update((name, thread) for name, _ in new)
         return [size for _, size in new]
 
-    def functions(self) -> AbstractContextManager[None]:
-        """While inside, torch runs on fake CPU tensors what it would run on the card."""
-        return use_gpu_functions(GpuAttention(self._card, self._software))
+    def use_functions(self) -> AbstractContextManager[None]:
+        """torch runs on fake CPU tensors what it would run on this GPU."""
+        return use_gpu_functions(GpuAttention(self._capability, self._software))
 
     @property
     def workspace_bytes(self) -> int:
         """`parseChosenWorkspaceSize`: 32 MiB on Hopper, from 2.12 on Blackwell too (PR 175344)."""
         large = (9,) if self._torch < (2, 12) else (9, 10, 11, 12)
-        return _LARGE_WORKSPACE_BYTES if self._card[0] in large else _SMALL_WORKSPACE_BYTES
+        return _LARGE_WORKSPACE_BYTES if self._capability[0] in large else _SMALL_WORKSPACE_BYTES
 
-    def _collect(self) -> dict[str, _Scratch]:
-        """By the operation's name, since not all are registered from the start."""
-        card = self._card
-        found: dict[str, _Scratch] = {
+    def _collect_workspaces(self) -> dict[str, _Workspace]:
+        """By the operation's name, since not all are registered at import."""
+        capability = self._capability
+        found: dict[str, _Workspace] = {
             "aten::_scaled_dot_product_flash_attention_backward": _without_kwargs(
-                attention.flash_backward
+                kernels.flash_backward
             ),
             "aten::_scaled_dot_product_cudnn_attention_backward": _without_kwargs(
-                attention.cudnn_backward
+                kernels.cudnn_backward
             ),
             "aten::_scaled_dot_product_efficient_attention": _without_kwargs(
-                attention.efficient_forward
+                kernels.efficient_forward
             ),
             "aten::_scaled_dot_product_efficient_attention_backward": _without_kwargs(
-                lambda args: attention.efficient_backward(args, card)
+                lambda args: kernels.efficient_backward(args, capability)
             ),
-            "torch_attn::_varlen_attn_backward": _without_kwargs(attention.varlen_backward),
-            "aten::_safe_softmax": _without_kwargs(attention.safe_softmax),
-            "aten::_softmax_backward_data": _without_kwargs(other.softmax_backward),
-            "aten::embedding_dense_backward": _without_kwargs(other.embedding_backward),
-            "aten::index.Tensor": _without_kwargs(other.index_workspace),
-            "aten::_index_put_impl_": _without_kwargs(other.index_put_workspace),
-            "aten::_foreach_norm.Scalar": _without_kwargs(other.foreach_norm),
-            "bitsandbytes::gemm_4bit": other.multiply_4bit,
-            "bitsandbytes::int8_scaled_mm": other.multiply_int8,
-            "bitsandbytes::int8_mixed_scaled_mm": other.multiply_mixed_int8,
-            "bitsandbytes::int8_vectorwise_quant": other.quantize_int8,
+            "torch_attn::_varlen_attn_backward": _without_kwargs(kernels.varlen_backward),
+            "aten::_safe_softmax": _without_kwargs(kernels.safe_softmax),
+            "aten::_softmax_backward_data": _without_kwargs(kernels.softmax_backward),
+            "aten::embedding_dense_backward": _without_kwargs(kernels.embedding_backward),
+            "aten::index.Tensor": _without_kwargs(kernels.index_workspace),
+            "aten::_index_put_impl_": _without_kwargs(kernels.index_put_workspace),
+            "aten::_foreach_norm.Scalar": _without_kwargs(kernels.foreach_norm),
+            "bitsandbytes::gemm_4bit": kernels.multiply_4bit,
+            "bitsandbytes::int8_scaled_mm": kernels.multiply_int8,
+            "bitsandbytes::int8_mixed_scaled_mm": kernels.multiply_mixed_int8,
+            "bitsandbytes::int8_vectorwise_quant": kernels.quantize_int8,
         }
         found |= {name: self._reducing(dims_at) for name, dims_at in _REDUCTIONS.items()}
         if self._torch >= (2, 14):
@@ -336,22 +336,22 @@ class GpuEmulation:
             found |= {name: lambda _args, _kwargs: workspace for name in _MATMULS - set(found)}
         return found
 
-    def _reducing(self, dims_at: int) -> _Scratch:
-        card = self._multiprocessors
-        return lambda args, kwargs: reduction_workspace(args, kwargs, card, dims_at=dims_at)
+    def _reducing(self, dims_at: int) -> _Workspace:
+        gpu = self._multiprocessors
+        return lambda args, kwargs: kernels.reduction_workspace(args, kwargs, gpu, dims_at=dims_at)
 
 
-def _without_kwargs(measure: Callable[[tuple[Any, ...]], list[int]]) -> _Scratch:
+def _without_kwargs(measure: Callable[[tuple[Any, ...]], list[int]]) -> _Workspace:
     return lambda args, _kwargs: measure(args)
 
 
 def _is_biased(func: Any, args: tuple[Any, ...]) -> bool:
-    """Blas.cpp: cuBLASLt takes products to which a vector is added."""
+    """Blas.cpp: cuBLASLt runs products with a bias vector."""
     return func.name() in _LT_MATMULS and args[0].dim() == 1
 
 
 def _find_cudnn() -> int | None:
-    """This machine's, if its torch is built for cards."""
+    """This machine's cuDNN, if its torch is a CUDA build."""
     if torch.version.cuda is None:
         return None
     found: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]

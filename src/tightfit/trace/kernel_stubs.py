@@ -21,28 +21,28 @@ from tightfit.trace.kernel_workspace import find_multiprocessors
 _CUDA_DEVICE = torch.device("cuda", 0)
 _FUNCTIONS = (BuiltinFunctionType, FunctionType)
 _COMMON_CAPABILITY = (8, 0)
-"""For cards that are not NVIDIA's, on which libraries take the same way."""
+"""For GPUs of other vendors, on which libraries take the same code path."""
 
 
 @contextmanager
 def pretend_cuda(package: str, capability: tuple[int, int] | None) -> Iterator[None]:
-    """In the modules of `package`, a fake tensor's device is a card; they hold fakes of the host.
+    """Modules of `package` see the device of fake CPU tensors as `cuda:0`.
 
-    A fake tensor that really were a card's would need a torch that is built for it. Modules
-    that are imported later are not seen to: import first what is to run.
+    A fake tensor on a real CUDA device would need a CUDA build of torch. Modules imported later
+    are not covered: import first what is to run.
     """
-    lens = _TorchWithCuda(capability or _COMMON_CAPABILITY)
+    patched_torch = _TorchWithCuda(capability or _COMMON_CAPABILITY)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(FakeTensor, "device", _pretend_device(lens)))
+        stack.enter_context(patch.object(FakeTensor, "device", _pretend_device(patched_torch)))
         for name, module in list(sys.modules.items()):
             if name.startswith(f"{package}.") and getattr(module, "torch", None) is torch:
-                stack.enter_context(patch.object(module, "torch", lens))
+                stack.enter_context(patch.object(module, "torch", patched_torch))
         yield
 
 
 @contextmanager
 def redirect_autocast(device_type: str) -> Iterator[None]:
-    """Who asks whether autocast is on, and means a card's, is told of `device_type`'s."""
+    """Queries about CUDA's autocast return the state of `device_type`'s."""
     is_enabled: Any = torch.is_autocast_enabled
     dtype: Any = torch.get_autocast_dtype
     with (
@@ -52,12 +52,12 @@ def redirect_autocast(device_type: str) -> Iterator[None]:
         yield
 
 
-def _pretend_device(lens: _TorchWithCuda) -> property:
-    """For those who look through the lens: what they make with the answer comes by it too."""
+def _pretend_device(patched_torch: _TorchWithCuda) -> property:
+    """`cuda:0` for modules that use `patched_torch`, the real device for all others."""
     own: Any = vars(FakeTensor)["device"]
 
     def device(self: Any) -> torch.device:
-        if sys._getframe(1).f_globals.get("torch") is lens:
+        if sys._getframe(1).f_globals.get("torch") is patched_torch:
             return _CUDA_DEVICE
         known: torch.device = own.fget(self)
         return known
@@ -66,7 +66,7 @@ def _pretend_device(lens: _TorchWithCuda) -> property:
 
 
 class _TorchWithCuda:
-    """torch as the library sees it: with a card, and what is made there made on the host."""
+    """torch as the library sees it: CUDA is available, and its tensors are created on the CPU."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         # Gradients of trained norms are summed in as many rows.
@@ -80,7 +80,7 @@ class _TorchWithCuda:
         )
 
     def equal(self, _first: Any, _second: Any) -> bool:
-        """Asked whether a loss's gradient is one: it is the token's share of a step."""
+        """Liger asks whether the loss's gradient is 1; in training it is 1 / number of tokens."""
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -97,20 +97,18 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# triton and Liger without kernels: a launch does nothing, installed or not. Uses torch.
-
 _TRITON = "triton"
 _LIGER = "liger_kernel"
 _VERSION = "3.4.0"
-"""What the stand-in says it is: libraries choose between triton's old and new names by it."""
+"""Version of the stub: libraries choose between triton's old and new names by it."""
 LAUNCH_LISTENERS: list[Callable[[tuple[Any, ...], dict[str, Any]], None]] = []
-"""Told of every launch that does nothing, with its arguments."""
+"""Called with the arguments of every skipped launch."""
 
 
 @contextmanager
 def liger_without_kernels(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Liger's own Python runs as it would on a card of this compute capability."""
-    logging.getLogger(_LIGER).setLevel(logging.ERROR)  # it deplores the compilers it lacks
+    """Liger's own Python runs as on a GPU of this compute capability."""
+    logging.getLogger(_LIGER).setLevel(logging.ERROR)  # it warns about missing compilers
     with triton_without_kernels():
         _import_liger()
         with pretend_cuda(_LIGER, capability), _undo_liger_patches():
@@ -126,25 +124,25 @@ def _import_liger() -> None:
         )
     try:
         from liger_kernel.transformers import monkey_patch  # noqa: F401
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
-            f"Tracing this plan needs liger-kernel, which cannot be imported: {fault}.",
+            f"Tracing this plan needs liger-kernel, which cannot be imported: {error}.",
             remedy=remedy,
-        ) from fault
+        ) from error
 
 
 @contextmanager
 def triton_without_kernels() -> Iterator[None]:
     """Kernels are declared, and launching them does nothing.
 
-    What a library allocates around its kernels is allocated all the same. Where triton is
-    not installed, a stand-in is imported in its place, and forgotten at the end together
-    with every module that was made on top of it.
+    Tensors that a library allocates around its kernels are still allocated. Where triton is not
+    installed, a stub is imported instead and removed at the end, together with every module
+    that imported it.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        yield  # inside of another that left them out
+        yield  # nested: the outer context skips them already
     elif importlib.util.find_spec(_TRITON) is None:
-        with _stand_in():
+        with _stub_triton():
             yield
     else:
         with _skip_launches():
@@ -163,7 +161,7 @@ def _skip_launches() -> Iterator[None]:
 
 
 @contextmanager
-def _stand_in() -> Iterator[None]:
+def _stub_triton() -> Iterator[None]:
     _cache_triton_check()
     finder = _Finder()
     before = set(sys.modules)
@@ -178,14 +176,14 @@ def _stand_in() -> Iterator[None]:
 
 
 def _has_our_kernels(name: str) -> bool:
-    """Whether this is a module of ours whose kernels are the stand-in's."""
+    """Whether this is a tightfit module that imported the stub."""
     module = sys.modules[name]
     return _is_part_of(name, "tightfit") and isinstance(vars(module).get(_TRITON), _Module)
 
 
 @contextmanager
 def _undo_liger_patches() -> Iterator[None]:
-    """Liger replaces functions in the modules of transformers' families, for good."""
+    """Undo Liger's patches of transformers' modelling modules, which it never undoes itself."""
     from liger_kernel import utils
     from liger_kernel.transformers import monkey_patch
 
@@ -206,11 +204,11 @@ def _undo_liger_patches() -> Iterator[None]:
                 vars(sys.modules[name]).update(before)
             forget = getattr(getattr(utils, "infer_device_arch", None), "cache_clear", None)
             if forget is not None:
-                forget()  # the traced card is not this machine's
+                forget()  # the traced GPU is not this machine's
 
 
 def _cache_triton_check() -> None:
-    """torch asks once whether triton can be imported, and must not be told of the stand-in."""
+    """torch checks once whether triton can be imported; let it do so before the stub is there."""
     from torch.utils import _triton
 
     ask: Any = _triton.has_triton_package
@@ -222,7 +220,7 @@ def _is_part_of(name: str, package: str) -> bool:
 
 
 class _Finder:
-    """Finds every module of a triton that is not there."""
+    """Import hook that provides every module of a missing triton."""
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
         if not _is_part_of(name, _TRITON):
@@ -240,7 +238,7 @@ class _Finder:
 
 
 class _Module(ModuleType):
-    """A module that has every name: none is used before a kernel runs."""
+    """A module with every name: none is used unless a kernel runs."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -249,7 +247,7 @@ class _Module(ModuleType):
 
 
 class _Anything:
-    """A name of triton's language, a dtype, a hint: good for being handed to a kernel."""
+    """Any name of triton's language; only ever passed to a kernel."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -281,8 +279,8 @@ class _Kernel:
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    for hear in LAUNCH_LISTENERS:
-        hear(args, kwargs)
+    for listener in LAUNCH_LISTENERS:
+        listener(args, kwargs)
 
 
 def _declare(function: Callable[..., Any] | None = None, **_options: Any) -> Any:

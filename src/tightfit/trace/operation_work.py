@@ -43,7 +43,7 @@ TENSORS_PER_KERNEL = 36
 
 
 class Work(NamedTuple):
-    """An operation without its place in the step."""
+    """The work of one operation."""
 
     kind: str
     dtype: str = ""
@@ -69,24 +69,24 @@ def list_tensors(values: Any) -> Iterable[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What there is to read: an expanded dimension is the same values again."""
+    """Bytes to read: an expanded dimension repeats the same values."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, step in steps if step) * tensor.element_size()
 
 
 def count_indexed(inputs: Iterable[Tensor], output: Tensor) -> float:
-    """Values that a kernel finds one by one: operands of other shapes, layouts or widths.
+    """Values that a kernel addresses one by one: operands of other shapes, layouts or widths.
 
-    Torch's kernels read and write several values at once only where all operands lie alike; a
+    Torch's kernels vectorize loads and stores only where all operands have one layout; a
     cast from fp32 to 16 bit is the one that has a kernel of its own (CUDALoops.cuh, Copy.cu).
     """
     given = [tensor for tensor in inputs if tensor.dim()]
-    lies_alike = all(
+    has_one_layout = all(
         tensor.shape == output.shape and tensor.stride() == output.stride() for tensor in given
     )
     widths = {x.element_size() for x in (*given, output) if x.is_floating_point()}
     narrows = len(given) == 1 and given[0].element_size() > output.element_size()
-    if lies_alike and (len(widths) < 2 or narrows):
+    if has_one_layout and (len(widths) < 2 or narrows):
         return 0.0
     return float(output.numel())
 
@@ -100,7 +100,7 @@ def name_dtype(dtype: torch.dtype) -> str:
     return short.get(dtype) or str(dtype).removeprefix("torch.")
 
 
-# Products, attention, unpacking, optimizers: the work of what computes. Uses torch.
+# Matrix products, attention, dequantization and optimizers
 
 
 def _multiply(args: Arguments, result: Any) -> Work:
@@ -110,7 +110,7 @@ def _multiply(args: Arguments, result: Any) -> Work:
 
 
 def _add_product(args: Arguments, result: Any) -> Work:
-    """What the product is added to is read as well as written."""
+    """The tensor that the product is added to is read as well as written."""
     work = _multiply(args, result)
     return work._replace(num_bytes=work.num_bytes + sum_bytes(list_tensors(result)))
 
@@ -137,30 +137,30 @@ def _product(left: Any, right: Any, result: Any) -> Work:
 
 
 ROW_BYTES = 16
-"""Rows must begin at multiples of it for tensor cores to be fed at full speed. Source: cuBLAS
+"""Rows must begin at multiples of it for tensor cores to run at full speed. Source: cuBLAS
 documentation, "Tensor Core Usage"."""
 
 
 def _is_unaligned(matrix: Any) -> bool:
-    """Whether rows begin where they cannot be read several values at once."""
+    """Whether rows begin at addresses that rule out vectorized loads."""
     widest = max(matrix.stride()[-2:])
     return bool(matrix.element_size() < 4 and widest * matrix.element_size() % ROW_BYTES)
 
 
 def _multiply_fp8(args: Arguments, result: Any) -> Work:
-    """As any product; scales are one a row, and count as nothing."""
+    """As any product; the scales, one per row, are not counted."""
     dtype = FP8 if args.get("use_fast_accum") else FP8_EXACT
     return _multiply(args, result)._replace(dtype=dtype, num_indexed=0)
 
 
 _INT8_PRODUCT_CALLS = 8
 _INT8_SPLIT_CALLS = 10
-"""Operations inside of bitsandbytes' own, where no column is apart. Source: its
+"""torch operations inside bitsandbytes' own, without outlier columns. Source: its
 backends/cuda/ops.py and backends/default/ops.py, 0.50."""
 
 
 def _multiply_int8(args: Arguments, result: Any) -> Work:
-    """Rounded activations by rounded weights into int32, then scaled; outliers come apart."""
+    """int8 activations times int8 weights into int32, then scaled; outliers are separate."""
     left = args["CA"] if "CA" in args else args["A"]
     right = args["CB"] if "CB" in args else args["B"]
     m, (n, k) = prod(left.shape[:-1]), right.shape
@@ -177,8 +177,8 @@ def _multiply_int8(args: Arguments, result: Any) -> Work:
 
 
 def _round_int8(args: Arguments, result: Any) -> Work:
-    """bitsandbytes/backends/cuda/ops.py: columns beyond the threshold are looked for, and the host
-    waits to hear how many there are."""
+    """bitsandbytes/backends/cuda/ops.py: looks for columns beyond the threshold, and the host waits
+    for their number."""
     read = sum_bytes(list_tensors(args["A"]))
     is_split = bool(args.get("threshold"))
     return Work(
@@ -190,14 +190,14 @@ def _round_int8(args: Arguments, result: Any) -> Work:
     )
 
 
-def _unpack(args: Arguments, result: Any) -> Work:
+def _dequantize(args: Arguments, result: Any) -> Work:
     written = list(list_tensors(result)) or list(list_tensors(args.get("out")))
     num_bytes = sum_bytes(list_tensors(args["A"])) + sum_bytes(written)
     return Work(DEQUANTIZE, shape=(sum(x.numel() for x in written),), num_bytes=num_bytes)
 
 
 def _multiply_4bit(args: Arguments, result: Any) -> Work:
-    """Unpacked, then multiplied: its scratch is the unpacked matrix."""
+    """Dequantized, then multiplied: the workspace is the dequantized matrix."""
     left, (n, k) = args["A"], args["shapeB"]
     m = prod(left.shape[:-1])
     return Work(
@@ -212,7 +212,7 @@ def _multiply_4bit(args: Arguments, result: Any) -> Work:
 
 
 _GEMM_4BIT_CALLS = 12
-"""bitsandbytes' Python around one packed product likewise: 0.3 to 0.5 ms on one H200's host."""
+"""The same for bitsandbytes' Python around one 4-bit product: 0.3 to 0.5 ms on one H200's host."""
 
 
 # Attention
@@ -237,7 +237,7 @@ def _attend(args: Arguments, result: Any) -> Work:
 
 
 def _attend_documents(args: Arguments, result: Any) -> Work:
-    """Documents of unequal length in one row; only their ends tell how many pairs there are.
+    """Documents of unequal length in one row; the number of pairs follows from their ends.
 
     The kernel is as fast as with documents of their mean length: the longest keep few of its
     blocks busy.
@@ -245,7 +245,7 @@ def _attend_documents(args: Arguments, result: Any) -> Work:
     query = args["query"]
     num_tokens, heads, width = query.shape
     ends = get_concrete_value(args["cu_seq_q"])
-    if ends is None:  # as if they were equally long
+    if ends is None:  # assume equal lengths
         num_documents = max(1, args["cu_seq_q"].shape[0] - 1)
         lengths = [num_tokens / num_documents] * num_documents
     else:
@@ -265,7 +265,7 @@ def _attend_documents(args: Arguments, result: Any) -> Work:
 
 
 def _is_causal(args: Arguments) -> int:
-    """torch 2.11 takes a window whose right side is 0 for it."""
+    """torch 2.11 expresses causal attention as a window whose right side is 0."""
     window = args.get("window_size") or (-1, -1)
     return int(bool(args.get("is_causal")) or window[-1] == 0)
 
@@ -301,8 +301,8 @@ def _update_8bit(args: Arguments, _result: Any) -> Work:
 
 
 _8BIT_UPDATE_CALLS = 7
-"""What bitsandbytes' Python does for each tensor beside the kernel, in operations' worth: 0.2 ms a
-tensor on one H200's host. It waits for every tensor's kernel (optim/optimizer.py, `sync_gpu`)."""
+"""bitsandbytes' Python per tensor, in units of one operation: 0.2 ms a tensor on one H200's host.
+It waits for every tensor's kernel (optim/optimizer.py, `sync_gpu`)."""
 
 
 COMPUTE_WORK: dict[str, Callable[[Arguments, Any], Work]] = {
@@ -320,8 +320,8 @@ COMPUTE_WORK: dict[str, Callable[[Arguments, Any], Work]] = {
     "bitsandbytes::int8_linear_matmul": _multiply_int8,
     "bitsandbytes::int8_vectorwise_quant": _round_int8,
     "bitsandbytes::int8_double_quant": _round_int8,
-    "bitsandbytes::dequantize_4bit": _unpack,
-    "bitsandbytes::dequantize_4bit.out": _unpack,
+    "bitsandbytes::dequantize_4bit": _dequantize,
+    "bitsandbytes::dequantize_4bit.out": _dequantize,
     "bitsandbytes::gemm_4bit": _multiply_4bit,
     "bitsandbytes::optimizer_update_8bit_blockwise": _update_8bit,
     "aten::_scaled_dot_product_cudnn_attention": _attend,
@@ -337,7 +337,7 @@ COMPUTE_WORK: dict[str, Callable[[Arguments, Any], Work]] = {
 }
 
 
-# From a call of an operation to its work. Uses torch.
+# All other operations
 
 
 def describe_operation(
@@ -356,7 +356,7 @@ def describe_operation(
         return special(_bind(func, args, kwargs), result)
     if name.startswith("aten::_foreach_") or name in _LISTS:
         return _describe_lists(func, args, kwargs, result)
-    return _describe_moving(func, args, kwargs, result)
+    return _describe_memory_bound(func, args, kwargs, result)
 
 
 NO_WORK = Work(HOST, num_kernels=0.0)
@@ -366,11 +366,11 @@ _LISTS = ("fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "aten::split_with_si
 
 @lru_cache(maxsize=4096)
 def is_host_only(func: Any) -> bool:
-    """Views, and memory that nothing is written to."""
+    """Whether this is a view, or an allocation that nothing is written to."""
     if func.name().removeprefix("aten::").split(".")[0] in _EMPTY:
         return True
-    aliases = [told.alias_info for told in func._schema.returns]
-    return any(told is not None and not told.is_write for told in aliases)
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -378,11 +378,13 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-# Kernels that move data
+# Memory-bound kernels
 
 
-def _describe_moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
-    """Arguments are read, results written; what is changed in place is both."""
+def _describe_memory_bound(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Work:
+    """Arguments are read and results written; tensors changed in index are both."""
     outputs = list(list_tensors(result))
     inputs = list(list_tensors((args, kwargs)))
     changed = outputs or list(_list_written(func, args, kwargs))
@@ -396,8 +398,8 @@ def _describe_moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     return Work(MEMORY_BOUND, shape=widest, num_bytes=read + written, num_indexed=indexed)
 
 
-def _soften(args: Arguments, result: Any) -> Work:
-    """SDPA's softmax for rows that may be hidden whole, which are looked for and filled with zeros.
+def _safe_softmax(args: Arguments, result: Any) -> Work:
+    """SDPA's softmax, which finds fully masked rows and fills them with zeros.
 
     softmax, isneginf, all, where. Source: torch's transformers/attention.cpp, `_safe_softmax`.
     """
@@ -412,7 +414,7 @@ def _soften(args: Arguments, result: Any) -> Work:
     )
 
 
-def _soften_backward(args: Arguments, result: Any) -> Work:
+def _softmax_backward(args: Arguments, result: Any) -> Work:
     """The product of gradient and result is written out first (SoftMax.cu)."""
     read = sum_bytes(list_tensors((args["grad_output"], args["output"])))
     written = sum_bytes(list_tensors(result))
@@ -431,11 +433,11 @@ _BY_ROWS = tuple(
         *("native_dropout", "native_group_norm"),
     )
 )
-"""Kernels with loops of their own, whose operands need not be alike."""
+"""Kernels with loops of their own, whose operands may have different layouts."""
 
 
 def _count_indexed(outputs: list[Tensor], inputs: list[Tensor]) -> float:
-    """Of one kernel with one output; a sum reads more than it writes, in a loop of its own."""
+    """Of an elementwise kernel with one output; reductions read more than they write."""
     if len(outputs) != 1:
         return 0.0
     (output,) = outputs
@@ -447,13 +449,13 @@ def _count_indexed(outputs: list[Tensor], inputs: list[Tensor]) -> float:
 def _list_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
     bound = _bind(func, args, kwargs)
     for argument in func._schema.arguments:
-        told = argument.alias_info
-        if told is not None and told.is_write:
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
             yield from list_tensors(bound.get(argument.name))
 
 
 def _describe_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
-    """`_foreach_*`: a kernel for every few dozens of tensors."""
+    """`_foreach_*`: one kernel per few dozen tensors."""
     bound = _bind(func, args, kwargs)
     count = max((len(x) for x in bound.values() if isinstance(x, list | tuple)), default=1)
     has_out = "out" in bound
@@ -466,13 +468,13 @@ def _describe_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], re
 
 
 def describe_launch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
-    """A triton kernel: each tensor that it is given goes through memory once."""
+    """A triton kernel: each tensor argument goes through memory once."""
     given = {id(x): x for x in list_tensors((args, kwargs))}
     return Work(MEMORY_BOUND, num_bytes=sum_bytes(given.values()))
 
 
 def _write(tensors: Callable[[Arguments, Any], Any], num_kernels: int = 1) -> Any:
-    """Only these are touched, once."""
+    """Work of a kernel that reads or writes only these tensors, once."""
 
     def work(args: Arguments, result: Any) -> Work:
         found = list(list_tensors(tensors(args, result)))
@@ -492,8 +494,8 @@ def _copy(args: Arguments, _result: Any) -> Work:
     )
 
 
-def _join(_args: Arguments, result: Any) -> Work:
-    """Every value is looked for in the list."""
+def _cat(_args: Arguments, result: Any) -> Work:
+    """Every value looks up its source in the list."""
     moved = 2 * sum_bytes((result,))
     return Work(
         MEMORY_BOUND, shape=tuple(result.shape), num_bytes=moved, num_indexed=float(result.numel())
@@ -501,25 +503,25 @@ def _join(_args: Arguments, result: Any) -> Work:
 
 
 def _copy_shards(args: Arguments, _result: Any) -> Work:
-    """Into this rank's part of the buffer that is gathered."""
+    """Copies into this rank's part of the all-gather buffer."""
     given = args["all_gather_inputs"]
     moved = 2 * sum_bytes(list_tensors(given))
     return Work(MEMORY_BOUND, num_bytes=moved, num_tensors=len(given))
 
 
 def _take_rows(_args: Arguments, result: Any) -> Work:
-    """As many values are read as written."""
+    """Reads as many values as it writes."""
     return Work(MEMORY_BOUND, num_bytes=2 * sum_bytes(list_tensors(result)))
 
 
 def _put_rows(args: Arguments, _result: Any) -> Work:
-    """Values are read, and added to what stands there; positions are sorted first."""
+    """Reads values and adds them to the destination; positions are sorted first."""
     values = sum_bytes(list_tensors(args["values"]))
     return Work(MEMORY_BOUND, num_bytes=3 * values, num_kernels=_SORT_KERNELS)
 
 
 _SORT_KERNELS = 6
-"""Of a sort by keys and what follows it in Embedding.cu and Indexing.cu."""
+"""Of a sort by keys and the sums after it in Embedding.cu and Indexing.cu."""
 
 
 def _add_embeddings(args: Arguments, result: Any) -> Work:
@@ -527,8 +529,8 @@ def _add_embeddings(args: Arguments, result: Any) -> Work:
     return Work(MEMORY_BOUND, num_bytes=moved, num_kernels=_SORT_KERNELS + 1)
 
 
-def _widen(args: Arguments, result: Any) -> Work:
-    """A part's gradient among zeros: all are written, then the part is copied."""
+def _slice_backward(args: Arguments, result: Any) -> Work:
+    """The gradient of a slice: zeros are written, then the slice is copied into them."""
     part = args["grad_output"]
     moved = sum_bytes((result,)) + 2 * sum_bytes((part,))
     indexed = float(part.numel())
@@ -541,10 +543,10 @@ def _read_value(args: Arguments, _result: Any) -> Work:
 
 _SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTE_WORK | {
     "fsdp::all_gather_copy_in": _copy_shards,
-    "aten::_safe_softmax": _soften,
-    "aten::_softmax_backward_data": _soften_backward,
+    "aten::_safe_softmax": _safe_softmax,
+    "aten::_softmax_backward_data": _softmax_backward,
     "aten::copy_": _copy,
-    "aten::cat": _join,
+    "aten::cat": _cat,
     "aten::zero_": _write(lambda args, _: args["self"]),
     "aten::fill_.Scalar": _write(lambda args, _: args["self"]),
     "aten::embedding": _take_rows,
@@ -554,8 +556,8 @@ _SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTE_WORK | {
     "aten::nll_loss_forward": _write(lambda args, _: args["target"]),
     "aten::nll_loss_backward": _write(lambda _, result: result, num_kernels=2),
     "aten::embedding_dense_backward": _add_embeddings,
-    "aten::slice_backward": _widen,
-    "aten::select_backward": _widen,
+    "aten::slice_backward": _slice_backward,
+    "aten::select_backward": _slice_backward,
     "aten::index_put_": _put_rows,
     "aten::_index_put_impl_": _put_rows,
     "aten::_local_scalar_dense": _read_value,
@@ -563,16 +565,16 @@ _SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTE_WORK | {
 }
 
 
-# OperationNotes: collects the operations of a traced step. Uses torch's operations.
+# The log of one step
 
 _OF_TRACING = ("prim", "profiler")
-"""Questions that only fake tensors are asked, and marks for a profiler."""
+"""Namespaces of operations that exist only in a trace: fake tensor queries, profiler marks."""
 _FIRST_OF_ADAPTER = ".lora_A."
-"""In the name of the module that a LoRA module calls first."""
+"""Part of the name of the module that a LoRA layer calls first."""
 
 
 class OperationContext(NamedTuple):
-    """When an operation runs."""
+    """When and where an operation runs."""
 
     step: int
     stage: str
@@ -581,99 +583,103 @@ class OperationContext(NamedTuple):
 
 
 class OperationCollector:
-    """Collects the operations of a step; the last step's stay."""
+    """Collects the operations of each step and keeps those of the last."""
 
     def __init__(self, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self.problem = ""
-        """The operation that was not understood; then there is no log."""
+        """The operation that was not understood; there is no log then."""
         self._start()
 
     def _start(self, step: int = 0) -> None:
-        self._step, self._again = step, -1
-        self._places: dict[Any, int] = {}
+        self._step, self._recomputed_layer = step, -1
+        self._indices: dict[Any, int] = {}
         self._table: list[Operation] = []
-        self._stretches: list[tuple[int | None, list[int]]] = [(None, [])]
+        self._runs: list[tuple[int | None, list[int]]] = [(None, [])]
         self._update: list[Operation] = []
 
-    def note(self, moment: OperationContext, call: tuple[Any, Any, Any, Any]) -> None:
-        """One call: the operation, its arguments by place and by name, and what it returned."""
+    def note(self, context: OperationContext, call: tuple[Any, Any, Any, Any]) -> None:
+        """Record one call: the operation, its positional and keyword arguments, and its result."""
         func, args, kwargs, result = call
-        if not moment.step or func.namespace in _OF_TRACING or self.problem:
+        if not context.step or func.namespace in _OF_TRACING or self.problem:
             return
         try:
             work = describe_operation(func, args, kwargs, result)
-        except Exception as fault:  # memory is traced all the same
-            self.problem = f"{func.name()}: {type(fault).__name__}"
+        except Exception as error:  # the memory trace goes on without a time
+            self.problem = f"{func.name()}: {type(error).__name__}"
             return
-        self.add(moment, func.name(), work)
+        self.add(context, func.name(), work)
 
-    def add(self, moment: OperationContext, name: str, work: Work) -> None:
-        step, stage, layer, _ = moment
+    def add(self, context: OperationContext, name: str, work: Work) -> None:
+        step, stage, layer, _ = context
         if not step:
             return
         if step != self._step:
             self._start(step)
-        work = work._replace(around=self._find_python(moment, name, work) or work.around)
+        work = work._replace(around=self._find_python(context, name, work) or work.around)
         if work.shape and work.kind == MEMORY_BOUND:
-            # Over the vocabulary: measured apart, since its kernels do not fit their rows.
+            # Kernels over the vocabulary have a rate of their own: a row exceeds a thread block.
             kind = LOSS if work.shape[-1] == self._vocab_size and stage != UPDATE else work.kind
             work = work._replace(kind=kind, shape=())
         if stage == UPDATE:
             is_reading = work.waits and work.kind != OPTIMIZER
             if is_reading and any(one.waits for one in self._update):
-                work = NO_WORK  # steps, which foreach optimizers count in host memory
+                work = NO_WORK  # step counters, which foreach optimizers keep in host memory
             self._update.append(_make_operation(name, stage, work))
             return
         key = (name, stage, work)
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = len(self._table)
+        index = self._indices.get(key)
+        if index is None:
+            index = self._indices[key] = len(self._table)
             self._table.append(_make_operation(name, stage, work))
-        if layer is not None and layer != self._stretches[-1][0]:
-            self._stretches.append((layer, []))
-        self._stretches[-1][1].append(place)
+        if layer is not None and layer != self._runs[-1][0]:
+            self._runs.append((layer, []))
+        self._runs[-1][1].append(index)
 
-    def find_place(self) -> tuple[int, int]:
-        """Where the next operation will stand: the number of its stretch, and its place in it."""
-        return len(self._stretches) - 1, len(self._stretches[-1][1])
+    def position(self) -> tuple[int, int]:
+        """Position of the next operation: the number of its run, and its index in the run."""
+        return len(self._runs) - 1, len(self._runs[-1][1])
 
     def repeat(self, since: tuple[int, int], times: int) -> bool:
-        """The operations since that place as often again; False where another layer's turn came
-        before them than comes before what follows, and nothing was done."""
-        number, place = since
-        layer, places = self._stretches[number]
-        if layer != self._stretches[-1][0]:
+        """Repeat the operations since that position `times` more. Returns False and does nothing
+        where they began in another layer than the one that is running now."""
+        number, index = since
+        layer, indices = self._runs[number]
+        if layer != self._runs[-1][0]:
             return False
-        first = places[place:]
-        others = [(turn, list(called)) for turn, called in self._stretches[number + 1 :]]
+        first = indices[index:]
+        others = [(in_layer, list(called)) for in_layer, called in self._runs[number + 1 :]]
         for _ in range(times):
-            self._stretches[-1][1].extend(first)
-            self._stretches.extend((turn, list(called)) for turn, called in others)
+            self._runs[-1][1].extend(first)
+            self._runs.extend((in_layer, list(called)) for in_layer, called in others)
         return True
 
-    def _find_python(self, moment: OperationContext, name: str, work: Work) -> str:
-        if moment.stage == RECOMPUTE and moment.layer is not None and moment.layer != self._again:
-            self._again = moment.layer
+    def _find_python(self, context: OperationContext, name: str, work: Work) -> str:
+        if (
+            context.stage == RECOMPUTE
+            and context.layer is not None
+            and context.layer != self._recomputed_layer
+        ):
+            self._recomputed_layer = context.layer
             return AGAIN
-        is_first = work.kind == MATMUL and _FIRST_OF_ADAPTER in moment.module
+        is_first = work.kind == MATMUL and _FIRST_OF_ADAPTER in context.module
         return ADAPTER if is_first or name == ADDED_PRODUCT else ""
 
     def finish(self) -> OperationLog | None:
-        """None where an operation was not understood, or no step was taken."""
+        """The log; None where an operation was not understood, or no step was run."""
         if self.problem or not self._step:
             return None
         update = sum_up(self._update)
         first = len(self._table)
-        stretches = [
-            RepeatedOperations(layer=layer, operations=tuple(places))
-            for layer, places in self._stretches
-            if places
+        runs = [
+            RepeatedOperations(layer=layer, operations=tuple(indices))
+            for layer, indices in self._runs
+            if indices
         ]
         if update:
-            places = tuple(range(first, first + len(update)))
-            stretches.append(RepeatedOperations(operations=places))
-        return OperationLog(operations=(*self._table, *update), stretches=tuple(stretches))
+            indices = tuple(range(first, first + len(update)))
+            runs.append(RepeatedOperations(operations=indices))
+        return OperationLog(operations=(*self._table, *update), stretches=tuple(runs))
 
 
 def _make_operation(name: str, stage: str, work: Work) -> Operation:

@@ -16,78 +16,77 @@ DEQUANTIZE = "dequantize"
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
 HOST = "host"
-"""Views and empty tensors: nothing for the device to do."""
+"""Views and empty tensors: no work for the device."""
 TRITON = "triton::kernel"
-"""The name of whatever triton launches."""
+"""The name of every triton kernel."""
 
 ADAPTER, AGAIN, SHARD = "adapter", "again", "shard"
-"""Python around an operation: peft's in a LoRA module, the beginning of a recomputed layer, FSDP's
-hooks around a collective."""
+"""Python that runs around an operation: peft's in a LoRA layer, the start of a recomputed layer,
+FSDP's hooks around a collective."""
 ADDED_PRODUCT = "aten::addmm_"
-"""Into what is there already: the last product of a folded adapter, forward and backward."""
+"""In-index product: the last one of a fused LoRA layer, forward and backward."""
 
 FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
 STAGES = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)
 
 
 class Operation(FiniteFrozen):
-    """One call of an operation, or the mean of `count` like calls."""
+    """One call of an operation, or the mean of `count` similar calls."""
 
     name: str
     """`aten::mm`, `bitsandbytes::dequantize_4bit`, `triton::kernel`."""
     kind: str
     stage: str
     dtype: str = ""
-    """Of the arithmetic, as `core.dtypes` names it; torch's name where that has none."""
+    """Of the arithmetic, by its name in `core.dtypes`, else by torch's."""
     shape: tuple[int, ...] = ()
-    """Products: m, n, k, times how many. Attention: head width, mean length of what attends,
-    1 if causal, 1 if backward. Optimizers and unpacking: the number of values."""
+    """Products: m, n, k, number of products. Attention: head width, mean sequence length, 1 if
+    causal, 1 if backward. Optimizers and dequantization: the number of values."""
     flops: NonNegativeFloat = 0.0
-    """Of all pairs, masked or not, as `torch.utils.flop_counter` counts them."""
+    """Masked pairs included, as `torch.utils.flop_counter` counts them."""
     num_bytes: NonNegativeFloat = 0.0
     """Read and written."""
     num_indexed: NonNegativeFloat = 0.0
-    """Values whose addresses are computed one by one. Products: those of operands whose rows begin
-    at odd places."""
+    """Values whose addresses are computed one by one. Products: those of unaligned operands."""
     num_kernels: NonNegativeFloat = 0.0
     num_tensors: NonNegativeFloat = 1.0
-    """Of a list that is worked on at once."""
+    """Tensors in the list of a `_foreach` operation."""
     num_calls: NonNegativeFloat = 1.0
-    """Operations that the host issues: more than one where a library's own is made of several."""
+    """Operations that the host issues; more than one where a library's operation is composed."""
     around: str = ""
-    """Python that comes with it, if any."""
+    """Python that runs around it, if any."""
     waits: bool = False
-    """The host reads a value, and so waits for the device."""
+    """Whether the host reads a value and so waits for the device."""
     count: PositiveInt = 1
 
 
 class RepeatedOperations(FiniteFrozen):
-    """Operations in a row, and how often the row is repeated."""
+    """A run of operations, and how often it is repeated."""
 
     layer: NonNegativeInt | None = None
-    """The decoder layer whose turn it was; what follows before another one's is in it too."""
+    """The decoder layer that began the run, which lasts until the next layer begins."""
     operations: tuple[NonNegativeInt, ...]
-    """Places in the log's table."""
+    """Indices into the log's table."""
     count: PositiveInt = 1
 
 
 class OperationLog(FiniteFrozen):
-    """One steady step: forward, backward and update, in the order in which they were called."""
+    """One steady step: forward, backward and update, in call order."""
 
     operations: tuple[Operation, ...]
     """Each once."""
     stretches: tuple[RepeatedOperations, ...]
 
     def walk(self) -> Iterator[Operation]:
-        """Every call; those of an update are summed up, and so stand once with their count."""
+        """Every call; those of an update are summed, and appear once with their count."""
         table = self.operations
-        for stretch in self.stretches:
-            for _ in range(stretch.count):
-                for place in stretch.operations:
-                    yield table[place]
+        for run in self.stretches:
+            for _ in range(run.count):
+                for index in run.operations:
+                    yield table[index]
 
     def shortened(self) -> OperationLog:
-        """The same calls; layers that are alike stand once, with their number."""
+        """The same calls; identical layers appear once, with their number."""
         found: list[RepeatedOperations] = []
         for one in self.stretches:
             if found and found[-1].operations == one.operations:
@@ -98,11 +97,11 @@ class OperationLog(FiniteFrozen):
         return OperationLog(operations=self.operations, stretches=tuple(found))
 
     def count_calls(self) -> list[int]:
-        """How often each row of the table stands in the step."""
+        """How often each operation of the table occurs in the step."""
         counts = [0] * len(self.operations)
-        for stretch in self.stretches:
-            for place in stretch.operations:
-                counts[place] += stretch.count
+        for run in self.stretches:
+            for index in run.operations:
+                counts[index] += run.count
         return counts
 
     def sum_flops(self) -> float:
@@ -116,14 +115,14 @@ _SUMMED = ("flops", "num_bytes", "num_indexed", "num_kernels", "num_tensors", "n
 
 
 def list_totals(one: Operation) -> list[float]:
-    """Of all its calls; first their number."""
+    """Sums over its calls; the first is their number."""
     values = one.shape[0] if one.shape else 0
     each = [*(getattr(one, name) for name in _SUMMED), values]
     return [float(one.count), *(one.count * value for value in each)]
 
 
 def from_totals(like: Operation, totals: Sequence[float]) -> Operation:
-    """The mean of calls that add up to this."""
+    """The mean of calls with these sums."""
     count = max(1, round(totals[0]))
     means = [total / count for total in totals[1:]]
     changes = dict(zip(_SUMMED, means, strict=False))
@@ -132,7 +131,7 @@ def from_totals(like: Operation, totals: Sequence[float]) -> Operation:
 
 
 def sum_up(calls: Sequence[Operation]) -> list[Operation]:
-    """Calls of an update, added up by what they are: their order decides nothing."""
+    """Calls of an update, summed by operation: their order does not matter."""
     found: dict[tuple[str, str, str, bool], list[Operation]] = {}
     for one in calls:
         found.setdefault((one.name, one.kind, one.dtype, one.waits), []).append(one)

@@ -33,22 +33,22 @@ from tightfit.trace.recording import (
 )
 
 _WRAPPERS = ("torch._compile", "torch._dynamo")
-"""Modules of torch's that stand between an operation and a dispatch mode."""
+"""torch modules on the call stack between an operation and a dispatch mode."""
 
 
 def is_autograd_engine_call() -> bool:
-    """Whether autograd's engine runs this operation itself, not a backward function in Python."""
-    # Layers that are recomputed in the backward pass record gradients; the engine does not.
+    """Whether autograd's engine issued this operation, not a backward function in Python."""
+    # Recomputed layers run with gradients enabled; the engine does not.
     if torch.is_grad_enabled():
         return False
-    frame: Any = sys._getframe(3)  # beyond the dispatch method and its question
+    frame: Any = sys._getframe(3)  # skips this function, its caller and the dispatch method
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_WRAPPERS):
         frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") == "torch.autograd.graph"
 
 
 class ReferenceCounts(NamedTuple):
-    """References that C++ holds to a tensor and to its storage; a view shares its base's."""
+    """References that C++ holds to a tensor and to its storage, which a view shares."""
 
     tensor: int
     storage: int
@@ -59,7 +59,7 @@ class ReferenceCounts(NamedTuple):
 
 
 def count_references(tensor: torch.Tensor) -> ReferenceCounts:
-    """0 for the tensor where this torch does not tell."""
+    """The tensor's count is 0 where this torch version does not expose it."""
     counter: Any = getattr(tensor, "_use_count", None)
     of_storage: Any = torch._C._storage_Use_Count
     return ReferenceCounts(
@@ -69,7 +69,7 @@ def count_references(tensor: torch.Tensor) -> ReferenceCounts:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes how often the engine's own gradient is referred to when another meets it."""
+    """Counts references to the engine's own gradient when a second one is added to it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,17 +97,15 @@ def count_engine_references() -> ReferenceCounts:
     return seen
 
 
-# Recorder: sees every tensor operation of a fake run, and notes what it allocates and frees.
-
 _aten = torch.ops.aten
 _device_of = torch.ops.prim.device.default
 MOST_REPEATED = 3
-"""Like micro-batches in a row whose allocations are noted."""
+"""Identical micro-batches in a row whose allocations are recorded."""
 
 
 @dataclass(slots=True)
 class _OpenAllocation:
-    """An allocation while it is recorded; what it served is known only at its end."""
+    """An allocation while it is recorded; its category is known only at its end."""
 
     num_bytes: int
     op: str
@@ -120,46 +118,46 @@ class _OpenAllocation:
     category: str | None = None
     stream: int = 0
     end_stage: str | None = None
-    """The stage it was freed in, if in the same step."""
+    """The stage in which it was freed, if in the same step."""
 
 
 class RecorderPosition(NamedTuple):
-    """A moment of a recording."""
+    """A position in a recording."""
 
     event: int
     operation: tuple[int, int]
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the beginning and end of every storage that operations make under it.
+    """Records when every storage is allocated and freed.
 
-    Run it inside a `FakeTensorMode` of CPU tensors: sizes are those of the card, and what
-    the card's kernels allocate beyond their results is added by `habits`. Whole numbers
-    and masks are computed for real (`ConcreteValues`), because shapes depend on them.
+    Run it inside a `FakeTensorMode` with CPU tensors. Sizes are those of the GPU; workspace that
+    the GPU's kernels allocate beside their results comes from `emulation`. Integers and masks are
+    computed for real (`ConcreteValues`), because shapes depend on them.
     """
 
-    def __init__(self, habits: GpuEmulation, *, vocab_size: int) -> None:
+    def __init__(self, emulation: GpuEmulation, *, vocab_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stage = "load"
         self.step = 0
         self.layer: int | None = None
         self.module_names: list[str] = [""]
         self.purpose: str | None = None
-        """The category of whatever is made now, where the caller knows it."""
+        """The category of new allocations, where the caller knows it."""
         self.is_paused = False
-        """Whether operations that run now are none of the job's."""
-        self._habits = habits
-        self._of_card = ExitStack()
+        """Set while operations run that are not part of the job."""
+        self._emulation = emulation
+        self._patches = ExitStack()
         self._vocab_size = vocab_size
         self._shadows = ConcreteValues()
         self.notes = OperationCollector(vocab_size=vocab_size)
-        """What the operations of the last step do."""
+        """The operations of the last step."""
         self._drafts: list[_OpenAllocation] = []
         self._events: list[int] = []
         self._live: dict[int, int] = {}
         self._emptied: dict[int, int] = {}
         self._followers: dict[int, list[int]] = {}
-        """Allocations that end when another does, which they repeat."""
+        """Allocations of repeated micro-batches, which end with the original."""
         self._streams: list[Any] = [torch.cpu.current_stream()]
         self._is_open = True
         self._sole_owner = count_engine_references()
@@ -167,33 +165,33 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would wrap each call to keep its compiler away; nothing here is compiled."""
+        """Avoids a wrapper around each call that keeps torch.compile away; nothing is compiled."""
         return False
 
     def __enter__(self) -> Any:
-        self._of_card.enter_context(self._habits.functions())
-        LAUNCH_LISTENERS.append(self._hear)
-        self._of_card.callback(LAUNCH_LISTENERS.remove, self._hear)
+        self._patches.enter_context(self._emulation.use_functions())
+        LAUNCH_LISTENERS.append(self._record_launch)
+        self._patches.callback(LAUNCH_LISTENERS.remove, self._record_launch)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *fault: Any) -> None:
-        super().__exit__(*fault)  # type: ignore[no-untyped-call]
-        self._of_card.close()
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._patches.close()
 
-    # What the caller tells
+    # Called by the job
 
     def hold(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Tensors that stand in memory from now on, whoever made them."""
+        """Record tensors that exist already."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._begin(storage, "", tensor)
-            if storage._cdata in self._live:  # an empty shard takes nothing
+            if storage._cdata in self._live:  # an empty shard has no memory
                 draft = self._drafts[self._live[storage._cdata]]
                 draft.category, draft.op = category, ""
 
     def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """What tensors that were recorded before turned out to be."""
+        """Set the category of tensors that were recorded without one."""
         for tensor in tensors:
             index = self._live.get(tensor.untyped_storage()._cdata)
             if index is not None and self._drafts[index].category in (None, COMMUNICATION):
@@ -207,13 +205,13 @@ class Recorder(TorchDispatchMode):
         finally:
             self.stage = before
 
-    def find_place(self) -> RecorderPosition:
-        return RecorderPosition(len(self._events), self.notes.find_place())
+    def position(self) -> RecorderPosition:
+        return RecorderPosition(len(self._events), self.notes.position())
 
     def repeat_step(self, since: RecorderPosition) -> bool:
-        """Note the step that began there once more, as the one that follows it.
+        """Record the step that began at `since` once more, as the next step.
 
-        False, and nothing noted, where it may not be the same: see `repeat_events`.
+        Returns False and records nothing where the next step may differ: see `repeat_events`.
         """
         events = self._events[since.event :]
         again = repeat_events(events, first=len(self._drafts) + 1)
@@ -224,20 +222,20 @@ class Recorder(TorchDispatchMode):
         return True
 
     def repeat_micro_batch(self, since: RecorderPosition, times: int) -> bool:
-        """Note the micro-batch that began there as often again. Its loss stays, one number until
-        the step ends, and so do theirs. False as for steps, and nothing more can be noted then.
+        """Record the micro-batch that began at `since` `times` more. Each loss, a scalar, lives
+        until the step ends. Returns False as for steps; nothing more can be recorded then.
 
-        Its operations are all noted, its allocations `MOST_REPEATED` times: one more like those
-        before it finds the memory that they found.
+        All its operations are recorded, its allocations at most `MOST_REPEATED` times: further
+        identical micro-batches reuse the same memory.
         """
         events = self._events[since.event :]
         losses = {event for event in events if event > 0 and not self._drafts[event - 1].shape}
-        standing = [event for event in losses if event - 1 in self._live.values()]
+        kept = [event for event in losses if event - 1 in self._live.values()]
         for _ in range(min(times, MOST_REPEATED)):
             again = repeat_events(events, first=len(self._drafts) + 1, may_stay=losses)
             if again is None:
                 return False
-            for event in standing:
+            for event in kept:
                 follower = again[events.index(event)] - 1
                 self._followers.setdefault(event - 1, []).append(follower)
             self._repeat(events, again)
@@ -248,14 +246,14 @@ class Recorder(TorchDispatchMode):
         self._drafts.extend(replace(draft, step=self.step) for draft in made)
         self._events.extend(again)
 
-    def stand_still(self) -> None:
-        """Note the moment: what stands now is its stage's, even where the stage makes nothing."""
+    def mark_stage(self) -> None:
+        """Record an empty allocation, so that the stage has a peak even if it allocates nothing."""
         index = self._add(0, "", (), "uint8")
         self._drafts[index].category = TEMPORARY
-        self._give_back([index])
+        self._free([index])
 
     def finish(self) -> Recording:
-        """The recording; nothing is noted any more."""
+        """Return the recording and stop."""
         self._is_open = False
         return Recording(
             allocations=[self._settle(draft) for draft in self._drafts],
@@ -263,7 +261,7 @@ class Recorder(TorchDispatchMode):
             operations=self.notes.finish(),
         )
 
-    # What torch tells
+    # Called by torch
 
     def __torch_dispatch__(
         self,
@@ -274,39 +272,39 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._sharded in types:
-            return NotImplemented  # its shard comes by itself
+            return NotImplemented  # its local shard is dispatched separately
         if func is _device_of and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # asked twice for every operation: not worth the long way
+            return args[0].fake_device  # a fast path: asked twice for every operation
         if self.is_paused:
             return func(*args, **kwargs)
         if func is _aten.add.Tensor and self._is_accumulation(args, kwargs):
-            # torch adds gradients that meet in place, but not those of tensor subclasses.
+            # torch accumulates gradients in place, except those of subclasses such as fake tensors.
             func = _aten.add_.Tensor
         elif func is _aten.index_put.default and self._is_gradient_of_index(args):
             func = _aten._index_put_impl_.default
-        scratch = self._habits.scratch_bytes(func, args, kwargs)
-        is_first = bool(scratch) and self._habits.takes_scratch_first(func)
-        taken = self._take(scratch, func) if is_first else []
-        result = self._habits.as_made(func, self._shadows.run(func, args, kwargs))
+        scratch = self._emulation.workspace_blocks(func, args, kwargs)
+        is_before = bool(scratch) and self._emulation.allocates_workspace_first(func)
+        workspace = self._allocate_workspace(scratch, func) if is_before else []
+        result = self._emulation.cast_results(func, self._shadows.run(func, args, kwargs))
         self.notes.note(self._moment(), (func, args, kwargs, result))
         if self.stage == "save" and func is _aten._to_copy.default:
-            return result  # into host memory, on its way to the disk
-        for leaf in self._habits.order_results(func, tree_leaves(result)):
+            return result  # copied to host memory to be written to disk
+        for leaf in self._emulation.order_results(func, tree_leaves(result)):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf, func)
-        self._stand(func, args)
-        self._give_back(taken or self._take(scratch, func))
+        self._record_persistent_workspace(func, args)
+        self._free(workspace or self._allocate_workspace(scratch, func))
         return result
 
-    def _hear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A kernel of triton's, which torch does not see."""
+    def _record_launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A triton kernel, which is not dispatched by torch."""
         if not self.is_paused:
             self.notes.add(self._moment(), TRITON, describe_launch(args, kwargs))
 
     def _moment(self) -> OperationContext:
-        # No module is called in a backward pass, unless it is computed again.
-        is_again = self.stage == "backward" and len(self.module_names) > 1
-        stage = RECOMPUTE if is_again else self.stage
+        # In a backward pass modules are called only where a layer is recomputed.
+        is_recomputed = self.stage == "backward" and len(self.module_names) > 1
+        stage = RECOMPUTE if is_recomputed else self.stage
         return OperationContext(self.step, stage, self.layer, self.module_names[-1])
 
     def _note(self, tensor: torch.Tensor, func: Any) -> None:
@@ -314,24 +312,26 @@ class Recorder(TorchDispatchMode):
         if storage._cdata not in self._live:
             self._begin(storage, func, tensor)
 
-    def _stand(self, func: Any, args: tuple[Any, ...]) -> None:
-        """What the card's libraries take at a first call and keep, when the results are there."""
+    def _record_persistent_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Workspaces that CUDA libraries allocate at a first call and keep."""
         thread = "autograd" if self.stage == "backward" else "main"
-        for index in self._take(self._habits.standing_bytes(func, args, thread), func):
-            self._drafts[index].layer = None  # whichever layer came first
+        for index in self._allocate_workspace(
+            self._emulation.persistent_blocks(func, args, thread), func
+        ):
+            self._drafts[index].layer = None  # it belongs to no layer
 
-    def _take(self, sizes: list[int], func: Any) -> list[int]:
-        """Blocks that the card's kernel needs beside its results."""
-        taken = [self._add(size, str(func), (size,), "uint8") for size in sizes]
-        for index in taken:
+    def _allocate_workspace(self, sizes: list[int], func: Any) -> list[int]:
+        """Blocks that the kernel needs beside its results."""
+        workspace = [self._add(size, str(func), (size,), "uint8") for size in sizes]
+        for index in workspace:
             self._drafts[index].category = TEMPORARY
-        return taken
+        return workspace
 
-    def _give_back(self, taken: list[int]) -> None:
-        self._events.extend(-(index + 1) for index in taken)
+    def _free(self, workspace: list[int]) -> None:
+        self._events.extend(-(index + 1) for index in workspace)
 
     def _is_accumulation(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this is the engine adding a second gradient to one that nobody else holds."""
+        """Whether the engine adds a gradient to one that only it references."""
         if self.stage != "backward" or kwargs or not is_autograd_engine_call():
             return False
         first, second = args[0], args[1]
@@ -378,7 +378,7 @@ class Recorder(TorchDispatchMode):
         return index
 
     def _number_stream(self) -> int:
-        """FSDP2 names streams on a CPU too, where they do nothing."""
+        """FSDP2 uses streams on a CPU too, where they have no effect."""
         stream = torch.cpu.current_stream()
         if stream not in self._streams:
             self._streams.append(stream)
@@ -386,7 +386,7 @@ class Recorder(TorchDispatchMode):
 
     def _end(self, key: int, index: int) -> None:
         if self._live.get(key) != index:
-            return  # resized away before
+            return  # freed by a resize before
         del self._live[key]
         if not self._is_open:
             return
@@ -425,7 +425,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _judge(self, draft: _OpenAllocation) -> str:
-        """What an allocation served, by where it began and ended."""
+        """The category of an allocation, by where it began and ended."""
         if draft.stage == "load":
             return TEMPORARY if draft.end_stage == "load" else WEIGHTS
         if draft.shape and draft.shape[-1] == self._vocab_size and draft.stage != "update":
@@ -441,13 +441,10 @@ def _sharded_tensor() -> type:
     return DTensor
 
 
-# Who is running: names of modules and numbers of layers for the recorder, forward and backward.
-
-
 def track_modules(root: nn.Module, layers: Sequence[nn.Module], recorder: Recorder) -> None:
-    """Tell `recorder` which module runs, and in which decoder layer.
+    """Install hooks that set the recorder's current module and decoder layer.
 
-    In the backward pass a layer begins when the gradient of its output is there.
+    In the backward pass a layer begins when the gradient of its output arrives.
     """
     number_of = {id(layer): number for number, layer in enumerate(layers)}
     for name, module in root.named_modules():

@@ -25,7 +25,7 @@ COMMUNICATION = "communication"
 KV_CACHE = "kv cache"
 INPUTS = "inputs"
 LOAD_RESERVE = "load reserve"
-"""Of transformers: as much as all weights, taken at once and given back, to have the blocks."""
+"""transformers allocates the size of all weights once and frees it, to reserve the blocks."""
 TEMPORARY = "temporary"
 CATEGORIES = (
     WEIGHTS,
@@ -44,12 +44,12 @@ CATEGORIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """One block of device memory, from the moment it was asked for."""
+    """One allocation of device memory."""
 
     num_bytes: int
-    """As asked for; the allocator rounds."""
+    """As requested; the allocator rounds up."""
     op: str
-    """`aten.mm`, `bitsandbytes.dequantize_4bit`; empty for what stood there before."""
+    """`aten.mm`, `bitsandbytes.dequantize_4bit`; empty for tensors that existed before."""
     module: str
     """`model.layers.3.mlp.down_proj`; empty where no module was running."""
     stage: str
@@ -62,7 +62,7 @@ class Allocation:
     dtype: str
     category: str
     stream: int = 0
-    """Of the device; a stream's free blocks serve no other. 0 is the one that computes."""
+    """CUDA stream; free blocks of one stream are not used by others. 0 is the compute stream."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Recording:
     allocations: list[Allocation] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     operations: OperationLog | None = field(default=None, compare=False)
-    """What the last step computes. None where an operation was not understood."""
+    """Operations of the last step. None where an operation was not understood."""
 
     @property
     def sizes(self) -> list[int]:
@@ -97,23 +97,23 @@ class Recording:
 def repeat_events(
     events: Sequence[int], *, first: int, may_stay: Collection[int] = ()
 ) -> list[int] | None:
-    """The same beginnings and ends once more, of allocations numbered from `first`.
+    """The same events once more, for allocations numbered from `first`.
 
-    None where something but `may_stay` was left standing, or something older ended: what comes
-    next then finds other things there than these events did.
+    None where an allocation other than `may_stay` was not freed, or an older one was: a
+    repetition would then start from another state.
     """
     numbers: dict[int, int] = {}
-    standing: set[int] = set()
+    live: set[int] = set()
     again = []
     for event in events:
         if event > 0:
             numbers[event] = first + len(numbers)
-            standing.add(event)
+            live.add(event)
         elif -event not in numbers:
             return None
-        standing.discard(-event)
+        live.discard(-event)
         again.append(numbers[event] if event > 0 else -numbers[-event])
-    return again if standing.issubset(may_stay) else None
+    return again if live.issubset(may_stay) else None
 
 
 def find_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
@@ -126,20 +126,20 @@ def find_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
     return peak, at
 
 
-# What a recording says: memory over the job, its peak and what stands there. Knows no torch.
+# Summaries
 
 MOST_TENSORS = 12
-"""Groups of like tensors that a peak names."""
+"""Groups of similar tensors that a peak lists."""
 MOST_POINTS = 1200
 MOST_MOMENTS = 40
-"""Marks in a timeline; with more (many micro-batches), a step is one mark."""
+"""Stage marks in a timeline; with more (many micro-batches), a step is one mark."""
 LAST_STEP = 2
-"""Later steps repeat it."""
+"""Later steps are identical."""
 LOAD_SHARE = 8
-"""Loading only ever grows: it gets a column for this many of the rest at most."""
+"""Memory only grows while loading, so it gets at most one column per this many others."""
 
 OTHER_PROCESSES = ("generate", "resume")
-"""Stages of processes that come after training: nothing is cached for them."""
+"""Stages that run in processes of their own after training, with an empty cache."""
 
 _STEP_STAGES = ("forward", "backward", "update")
 _STAGE_ORDER = ("load", "first step", "steady step", "eval", "save", "generate", "resume")
@@ -147,7 +147,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class AllocatorModel(Protocol):
-    """What `list_stage_peaks` asks of the allocator's model."""
+    """The interface that `list_stage_peaks` needs."""
 
     def allocate(self, key: int, num_bytes: int, /, *, stream: int) -> None: ...
 
@@ -181,12 +181,12 @@ def name_moment(allocation: Allocation) -> str:
 
 
 def name_op(op: str) -> str:
-    """`aten.mm` for `aten.mm.default`: which overload ran tells a reader nothing."""
+    """`aten.mm` for `aten.mm.default`: the name without the overload."""
     return ".".join(op.split(".")[:2])
 
 
 def describe_peak(recording: Recording) -> Peak:
-    """The instant of most live bytes, in blocks of 512: what stands there, and what led to it."""
+    """The moment of most live bytes, in blocks of 512, with the tensors alive then."""
     sizes = [round_block(size) for size in recording.sizes]
     if not recording.events:
         return Peak(stage="", op="", module="", components={}, tensors=())
@@ -208,8 +208,8 @@ def describe_peak(recording: Recording) -> Peak:
 def list_stage_peaks(recording: Recording, allocator: AllocatorModel) -> tuple[TracedStage, ...]:
     """The most that was allocated and reserved in each stage, in the order of a job.
 
-    `allocator` is a fresh model of torch's, without a limit. What earlier stages left standing
-    or reserved counts, as it does on the card, until another process begins.
+    `allocator` is a fresh model of torch's, without a limit. What earlier stages left live
+    or reserved counts, as on the GPU, until another process begins.
     """
     allocated: dict[str, int] = {}
     reserved: dict[str, int] = {}
@@ -240,7 +240,7 @@ def list_stage_peaks(recording: Recording, allocator: AllocatorModel) -> tuple[T
 def build_timeline(recording: Recording, *, max_points: int = MOST_POINTS) -> Timeline:
     """Allocated bytes by category, in blocks of 512, as at most `max_points` columns.
 
-    Columns follow the order of events, not time. A column stands for several events and shows
+    Columns follow the order of events, not time. A column covers several events and shows
     the fullest of them, so no peak is lost. Steps after the second are left out.
     """
     sizes = [round_block(size) for size in recording.sizes]
@@ -251,7 +251,7 @@ def build_timeline(recording: Recording, *, max_points: int = MOST_POINTS) -> Ti
     totals = _list_totals(sizes, recording.events)
     kept: list[int] = []
     stages: list[tuple[int, str]] = []
-    for moment, column in _thin(places, moments, totals, max_points=max_points):
+    for moment, column in _downsample(places, moments, totals, max_points=max_points):
         if not stages or stages[-1][1] != moment:
             stages.append((len(kept), moment))
         kept.append(column)
@@ -266,8 +266,8 @@ def build_timeline(recording: Recording, *, max_points: int = MOST_POINTS) -> Ti
 
 
 def judge_traced(traced: TracedMemory, *, context_bytes: int, capacity_bytes: int) -> Verdict:
-    """`fits` if all that torch would ever reserve does; `tight` if the job survives only because
-    the allocator releases what it keeps; `does_not_fit` below the smallest capacity."""
+    """`fits` if torch's whole reserve does; `tight` if the job runs only because the allocator
+    releases cached blocks; `does_not_fit` below the smallest capacity."""
     room = capacity_bytes - context_bytes
     if traced.smallest_capacity_bytes > room:
         return Verdict.DOES_NOT_FIT
@@ -285,7 +285,7 @@ def _list_live(events: Sequence[int]) -> list[int]:
 
 
 def _group(live: Sequence[tuple[Allocation, int]]) -> tuple[PeakTensor, ...]:
-    """The largest groups; a tensor is like another of any layer."""
+    """The largest groups of similar tensors, whatever their layer."""
     sums: Counter[tuple[str, str, tuple[int, ...], str, str]] = Counter()
     counts = sums.copy()
     for allocation, size in live:
@@ -315,12 +315,12 @@ def _group(live: Sequence[tuple[Allocation, int]]) -> tuple[PeakTensor, ...]:
 
 
 def _order(found: Counter[str]) -> list[str]:
-    """Known categories as pictures stack them, then the others."""
+    """Known categories as charts stack them, then the others."""
     return [*(c for c in CATEGORIES if c in found), *(c for c in found if c not in CATEGORIES)]
 
 
 def _list_moments(recording: Recording) -> Iterator[str]:
-    """Each event's moment; an end belongs to what was last begun. Empty: not to be shown."""
+    """Each event's moment; a free belongs to the last allocation. Empty: not shown."""
     moment = ""
     for allocation, begins in recording.walk():
         if begins:
@@ -337,7 +337,7 @@ def _list_totals(sizes: Sequence[int], events: Sequence[int]) -> list[int]:
     return totals
 
 
-def _thin(
+def _downsample(
     places: Sequence[int], moments: Sequence[str], totals: Sequence[int], *, max_points: int
 ) -> Iterator[tuple[str, int]]:
     """The fullest event of each column, with its moment; no column spans two moments."""

@@ -9,23 +9,20 @@ from tightfit.estimate.result import Peak
 
 
 class TracedTime(FiniteFrozen):
-    """One steady step of one rank, without what travels between ranks."""
+    """One steady step of one rank, without communication between ranks."""
 
     seconds_per_step: NonNegativeFloat
     stages: dict[str, float]
-    """`forward`, `recompute`, `backward`, `update`: until the device has done what was asked for,
-    summing to `seconds_per_step`."""
+    """`forward`, `recompute`, `backward`, `update`: until the device is done, summing to
+    `seconds_per_step`."""
     components: dict[str, float]
-    """By cause, as in `StepTime.components`, likewise."""
+    """By cause, as in `StepTime.components`, summing to `seconds_per_step`."""
     host_seconds: NonNegativeFloat
-    """What the host needs by itself."""
+    """Time of the host alone."""
     device_seconds: NonNegativeFloat
-    """What the device needs by itself, gaps between kernels included."""
+    """Time of the device alone, gaps between kernels included."""
     flops: NonNegativeFloat
-    """Of products and attention; masked pairs and recomputed layers are in it."""
-
-
-# TracedMemory: what a trace says of a job. The shape on disk and under `--json`.
+    """Of products and attention, masked pairs and recomputed layers included."""
 
 
 class TracedStage(FiniteFrozen):
@@ -38,7 +35,7 @@ class TracedStage(FiniteFrozen):
 
 
 class Timeline(FiniteFrozen):
-    """Allocated bytes by category over the job, thinned out so that peaks stay."""
+    """Allocated bytes by category over the job, downsampled without losing peaks."""
 
     categories: tuple[str, ...]
     bytes: tuple[tuple[int, ...], ...]
@@ -48,21 +45,21 @@ class Timeline(FiniteFrozen):
 
 
 class TracedMemory(FiniteFrozen):
-    """Memory of one GPU, from a fake run of the very step. The CUDA context is in none of it."""
+    """Memory of one GPU, from the training step on fake tensors. Excludes the CUDA context."""
 
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
-    """On a card without a limit."""
+    """On a GPU without a limit."""
     smallest_capacity_bytes: NonNegativeInt
-    """What torch's allocator must be able to reserve for the job to survive."""
+    """Least reserve of torch's allocator with which the job does not run out of memory."""
     stages: tuple[TracedStage, ...]
     peak: Peak
     timeline: Timeline
     num_layers: NonNegativeInt
     num_traced_layers: NonNegativeInt
     refusal: str = ""
-    """Why every layer was traced instead of a few; empty where a few were enough."""
+    """Why all layers were traced; empty where a few were enough."""
     seconds: NonNegativeFloat
-    """That the trace took."""
+    """Duration of the trace."""
     versions: dict[str, str]
-    """Of the libraries that ran."""
+    """Versions of the libraries that ran."""

@@ -39,11 +39,11 @@ from tightfit.trace.operations import (
 from tightfit.trace.result import TracedTime
 
 VIEW_WEIGHT = 0.25
-"""A view beside an operation that starts a kernel: most are made inside of another call."""
+"""A view, relative to an operation that launches a kernel: most are made inside another call."""
 TRITON_WEIGHT = 3.0
-"""A launch by triton likewise: its arguments are looked at in Python."""
+"""A triton launch, likewise: its arguments are inspected in Python."""
 TENSOR_WEIGHT = 0.1
-"""Each tensor of a list beside an operation of one."""
+"""Each further tensor of a `_foreach` list, likewise."""
 LIBRARY_WEIGHT = 3.0
 """Added to an operation whose kernel is registered in Python: checks, a device guard, ctypes."""
 SHARD_WEIGHT = 70.0
@@ -51,31 +51,31 @@ SHARD_WEIGHT = 70.0
 jobs on one H200 whose collectives did nothing."""
 LAYER_FORWARD_WEIGHT = 47.5
 LAYER_BACKWARD_WEIGHT = 88.5
-"""Operations of the decoder layer that calibration times, in these weights."""
+"""Sum of these weights over the decoder layer that `tightfit calibrate` times."""
 ADAPTER_FORWARD_WEIGHT = 5.5
-"""Operations of a LoRA module in the model's own dtype, likewise."""
+"""The same for a LoRA layer in the model's own dtype."""
 ADAPTER_BACKWARD_WEIGHT = 6.5
-"""The same backward, less the gradient that a frozen weight has not."""
+"""The same backward, without the gradient of a frozen weight."""
 LAYER_KERNELS = 35.0
-"""What `launches.count_forward_kernels` counts in that layer."""
+"""Kernels that `estimate.step_time.count_forward_kernels` counts in that layer."""
 
 _IN_PYTHON = ("bitsandbytes::", TRITON)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Seconds of the host."""
+    """Host seconds per operation."""
 
     forward: float
-    """Per operation that Python calls."""
+    """Per operation called from Python."""
     backward: float
-    """Per operation that autograd's engine calls."""
+    """Per operation called by autograd's engine."""
     gap: float
-    """From kernel to kernel on the device, with a full queue."""
+    """Between two kernels on the device, with a full queue."""
     around: Mapping[str, float] = field(default_factory=dict)
-    """Python that comes with some operations."""
+    """Python that runs around some operations."""
     adapter_backward: float = 0.0
-    """Of autograd's engine for one LoRA module, beyond its operations."""
+    """Time of autograd's engine for one LoRA layer beyond its operations."""
 
     def seconds(self, one: Operation) -> float:
         """Of one call."""
@@ -91,9 +91,9 @@ class HostCosts:
         return weight * each + self.around.get(one.around, 0.0)
 
     def with_adapters(self, log: OperationLog) -> HostCosts:
-        """The engine's time for LoRA modules is spread over all that it calls.
+        """Spread the engine's extra time for LoRA layers over all its operations.
 
-        Folded ones go back in one call of their own, which bears it already.
+        The backward pass of fused LoRA is one call of its own, which includes that time.
         """
         times = log.count_calls()
         calls = [(one, one.count * count) for one, count in zip(log.operations, times, strict=True)]
@@ -113,12 +113,12 @@ def find_host_costs(rates: eff.DeviceRates) -> HostCosts:
     forward = rates.host_forward_seconds * LAYER_KERNELS / LAYER_FORWARD_WEIGHT
     backward = 2 * rates.host_backward_seconds * LAYER_KERNELS / LAYER_BACKWARD_WEIGHT
     adapter, adapter_backward = eff.HOST_ADAPTER_KERNELS * rates.host_forward_seconds, 0.0
-    told = rates.measured
-    if told is not None and told.host_adapter_forward_seconds is not None:
-        beyond = told.host_adapter_forward_seconds - ADAPTER_FORWARD_WEIGHT * forward
+    measured = rates.measured
+    if measured is not None and measured.host_adapter_forward_seconds is not None:
+        beyond = measured.host_adapter_forward_seconds - ADAPTER_FORWARD_WEIGHT * forward
         adapter = max(0.0, beyond)
-    if told is not None and told.host_adapter_backward_seconds is not None:
-        beyond = told.host_adapter_backward_seconds - ADAPTER_BACKWARD_WEIGHT * backward
+    if measured is not None and measured.host_adapter_backward_seconds is not None:
+        beyond = measured.host_adapter_backward_seconds - ADAPTER_BACKWARD_WEIGHT * backward
         adapter_backward = max(0.0, beyond)
     return HostCosts(
         forward=forward,
@@ -133,22 +133,22 @@ def find_host_costs(rates: eff.DeviceRates) -> HostCosts:
     )
 
 
-# Seconds of a traced step: a device that works off a queue, and a host that fills it.
+# The step: the host fills a queue, the device works through it
 
 LAUNCH = "launch"
 """Gaps between kernels, and time in which the device waits for its host."""
 UNALIGNED_SLOWDOWN = 6.0
-"""Of 16-bit products with rows that begin at odd places: 97 to 137 beside 730e12 FLOP/s for the
-50,257 words of gpt2-xl on an H200."""
+"""Of 16-bit products with unaligned rows: 97 to 137e12 instead of 730e12 FLOP/s for the vocabulary
+of 50,257 of gpt2-xl on an H200."""
 
 
 class Reduction(NamedTuple):
-    """A kernel that brings values of many threads together."""
+    """A kernel that reduces values of many threads."""
 
     passes: float
-    """Beside one that only moves as much."""
+    """Time relative to a kernel that only moves the same bytes."""
     seconds: float
-    """However little there is to do."""
+    """Least time, however small the tensor."""
 
 
 REDUCTIONS = {
@@ -162,42 +162,42 @@ REDUCTIONS = {
 """On an H200: h200_kernels.json for the first three, profiles of gpt2-xl, bloom and falcon for the
 others."""
 SAME_SECONDS = 1e-10
-"""Far below anything measured, and above what adding seconds up rounds off."""
+"""Far below anything measured, and above the rounding of sums."""
 CAUSAL_FRACTION = 0.5
-"""Of all pairs, those that a causal mask leaves."""
+"""Pairs that a causal mask leaves, of all."""
 
 
 def estimate_traced_time(
-    log: OperationLog, gpu: Gpu, strategy: Strategy, *, pace: HostCosts | None = None
+    log: OperationLog, gpu: Gpu, strategy: Strategy, *, host: HostCosts | None = None
 ) -> TracedTime:
-    """Walk through the step: the host issues each operation, the device does them in turn.
+    """Simulate the step: the host issues each operation, the device runs them in order.
 
-    The host runs ahead of the device unless it must read a value; a GPU idles while nothing
-    is queued. A CPU does both by itself. `pace` is the device's own unless given.
+    The host runs ahead of the device unless it must read a value; a GPU idles while its queue is
+    empty. A CPU does both itself. `host` is the device's own host unless given.
     Leaves out: collectives, which run beside all this; copies that other streams hide.
     """
     seconds = DeviceSeconds(gpu, strategy)
-    pace = (pace or find_host_costs(seconds.rates)).with_adapters(log)
+    host = (host or find_host_costs(seconds.rates)).with_adapters(log)
     costs = [
         _Cost(
             work=one.count * seconds.of(one),
-            gaps=0.0 if gpu.is_cpu else one.count * pace.gap * one.num_kernels,
-            host=one.count * pace.seconds(one),
+            gaps=0.0 if gpu.is_cpu else one.count * host.gap * one.num_kernels,
+            host=one.count * host.seconds(one),
         )
         for one in log.operations
     ]
     times = log.count_calls()
     costs = _slow_down(log, costs, times, gpu)
-    walk = _QueueSimulation(operations=log.operations, costs=costs, is_cpu=gpu.is_cpu)
-    for stretch in log.stretches:
-        walk.repeat(stretch)
+    simulation = _QueueSimulation(operations=log.operations, costs=costs, is_cpu=gpu.is_cpu)
+    for run in log.stretches:
+        simulation.repeat(run)
     causes: dict[str, float] = {}
     for one, cost, count in zip(log.operations, costs, times, strict=True):
         causes[_cause(one)] = causes.get(_cause(one), 0.0) + count * cost.work
     return TracedTime(
-        seconds_per_step=walk.end,
-        stages=walk.stages,
-        components={**causes, LAUNCH: max(0.0, walk.end - sum(causes.values()))},
+        seconds_per_step=simulation.end,
+        stages=simulation.stages,
+        components={**causes, LAUNCH: max(0.0, simulation.end - sum(causes.values()))},
         host_seconds=_weigh(times, (cost.host for cost in costs)),
         device_seconds=_weigh(times, (cost.work + cost.gaps for cost in costs)),
         flops=log.sum_flops(),
@@ -211,7 +211,7 @@ def _weigh(times: Sequence[int], seconds: Iterable[float]) -> float:
 def _slow_down(
     log: OperationLog, costs: list[_Cost], times: Sequence[int], gpu: Gpu
 ) -> list[_Cost]:
-    """Products at the clock that the card's power limit leaves."""
+    """Slow products down to the clock that the GPU's power limit allows."""
     is_product = [one.kind in (MATMUL, ATTENTION) for one in log.operations]
     works = [count * cost.work for count, cost in zip(times, costs, strict=True)]
     share = sum(compress(works, is_product)) / max(sum(works), 1e-12)
@@ -223,7 +223,7 @@ def _slow_down(
 
 
 class _Cost(NamedTuple):
-    """Seconds of an operation, all its calls together."""
+    """Seconds of an operation, summed over its calls."""
 
     work: float
     gaps: float
@@ -242,20 +242,20 @@ class _QueueSimulation:
     end: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
-    def repeat(self, stretch: RepeatedOperations) -> None:
-        """Layers that are alike, one after the other, until they take alike; then the rest at once.
+    def repeat(self, run: RepeatedOperations) -> None:
+        """Simulate identical layers until two in a row take the same time, then add the rest.
 
-        The further the host is ahead, the less the device waits for it: what two layers in a row
-        take does not change any more, unless the host falls behind.
+        The further the host is ahead, the less the device waits for it, so the time per layer
+        stays the same unless the host falls behind.
         """
         before: list[float] = []
-        for done in range(1, stretch.count + 1):
+        for done in range(1, run.count + 1):
             start, lead = self._read(), self.device - self.host
-            for place in stretch.operations:
+            for place in run.operations:
                 self._run(self.operations[place], self.costs[place])
             taken = [after - at for after, at in zip(self._read(), start, strict=True)]
             if self.device - self.host >= lead - SAME_SECONDS and _are_alike(taken, before):
-                self._add(taken, times=stretch.count - done)
+                self._add(taken, times=run.count - done)
                 return
             before = taken
 
@@ -272,7 +272,7 @@ class _QueueSimulation:
         start = self.host
         self.host += cost.host + (cost.work if self.is_cpu else 0.0)
         if one.num_kernels and not self.is_cpu:
-            # Of several calls the device begins with the first, and ends after the last.
+            # Of several calls, the device starts with the first and ends after the last.
             first = start + cost.host / one.count
             alone = cost.host - cost.host / one.count if one.waits else 0.0
             self.device = max(max(self.device, first) + cost.work + cost.gaps + alone, self.host)
@@ -296,7 +296,7 @@ def _cause(one: Operation) -> str:
 
 
 class DeviceSeconds:
-    """What operations take on one device, gaps between kernels left out."""
+    """Seconds of operations on one device, without the gaps between kernels."""
 
     def __init__(self, gpu: Gpu, strategy: Strategy) -> None:
         self._gpu = gpu
@@ -307,7 +307,7 @@ class DeviceSeconds:
             ATTENTION: self._attend,
             MEMORY_BOUND: self._move,
             LOSS: lambda one: one.num_bytes / self.rates.loss_bytes_per_second,
-            DEQUANTIZE: lambda one: self._unpack(one.shape[0]),
+            DEQUANTIZE: lambda one: self._dequantize(one.shape[0]),
             OPTIMIZER: self._update,
         }
 
@@ -318,7 +318,7 @@ class DeviceSeconds:
 
     def _multiply(self, one: Operation) -> float:
         m, n, k, times, *packed = one.shape
-        unpacking = self._unpack(n * k) if packed else 0.0
+        dequantizing = self._dequantize(n * k) if packed else 0.0
         is_fp8, is_exact = one.dtype in FP8_KINDS, one.dtype == FP8_EXACT
         dtype = Dtype(one.dtype) if one.dtype in _PLAIN else self._strategy.compute
         table = (
@@ -328,15 +328,15 @@ class DeviceSeconds:
         )
         stream = one.num_bytes / self.rates.stream_bytes_per_second
         if table is not None:
-            # Many small products fill the device as one of as many rows does; a product that is
-            # added to something reads that too.
+            # Many small products fill the device like one product with all their rows; an
+            # in-place product also reads its destination.
             is_moving = times > 1 or one.name == ADDED_PRODUCT
             slower = UNALIGNED_SLOWDOWN if one.num_indexed else 1.0
             product = slower * table.seconds(m * times, n, k)
-            return unpacking + max(product, stream if is_moving else 0.0)
+            return dequantizing + max(product, stream if is_moving else 0.0)
         gpu = self._gpu
         rate = eff.sustained_fp8_flops(gpu) if is_fp8 else eff.sustained_flops(gpu, dtype)
-        return unpacking + one.flops / rate + stream
+        return dequantizing + one.flops / rate + stream
 
     def _attend(self, one: Operation) -> float:
         width, length, is_causal, is_backward = one.shape
@@ -356,21 +356,21 @@ class DeviceSeconds:
         )
 
     def _move(self, one: Operation) -> float:
-        """Rates are known by the size of one tensor of two or three."""
-        told = self._gpu.measured
+        """Bandwidth is looked up by the size of one tensor of two or three."""
+        measured = self._gpu.measured
         bandwidth = self.rates.stream_bytes_per_second
-        if told is not None and told.elementwise and one.num_bytes:
-            bandwidth = bandwidth_at(told.elementwise, one.num_bytes / 2)
+        if measured is not None and measured.elementwise and one.num_bytes:
+            bandwidth = bandwidth_at(measured.elementwise, one.num_bytes / 2)
         found = one.num_indexed / eff.indexed_values_per_second(self._gpu)
         passes, least = REDUCTIONS.get(one.name, Reduction(1.0, 0.0))
         if self._gpu.is_cpu:
             passes, least = 1.0, 0.0
         return max(passes * one.num_bytes / bandwidth + least, found)
 
-    def _unpack(self, num_weights: int) -> float:
-        told = self._gpu.measured
-        if told is not None and told.nf4_weights_per_second is not None:
-            return num_weights / told.nf4_weights_per_second
+    def _dequantize(self, num_weights: int) -> float:
+        measured = self._gpu.measured
+        if measured is not None and measured.nf4_weights_per_second is not None:
+            return num_weights / measured.nf4_weights_per_second
         return (
             traffic.DEQUANTIZE_BYTES[Dtype.NF4] * num_weights / self.rates.stream_bytes_per_second
         )
@@ -391,13 +391,13 @@ class DeviceSeconds:
 _PLAIN = ("fp32", "fp16", "bf16")
 
 
-# StepTime from a trace: a rank's own seconds as traced, the rest from the closed form.
+# StepTime: a rank's own seconds as traced, the rest from the closed form
 
 TRACED = "traced"
 CLOSED_FORM_COMPONENTS = ("communication", "offload", "hooks")
-"""Not among a rank's operations: what travels, and the Python of a DeepSpeed that does not run."""
+"""Not in a trace: transfers, and DeepSpeed's hooks, since DeepSpeed does not run in it."""
 OPTIMIZER_COMPONENT = "optimizer"
-"""Takes as long whatever the batch."""
+"""Takes the same time for every batch."""
 
 
 def with_traced_time(
@@ -408,12 +408,11 @@ def with_traced_time(
     *,
     of_traced_batch: StepTime | None = None,
 ) -> StepTime:
-    """The same job, its computation timed by its operations.
+    """`closed` with the computation timed by the traced operations.
 
-    A log holds all micro-batches of one rank's step, and the longest rows that the job may
-    have. Where `closed` speaks of shorter ones, `of_traced_batch` is what the closed form says
-    of the traced ones: the seconds are then shorter by as much as it finds them shorter.
-    The range keeps its width.
+    A log holds all micro-batches of one rank's step with the longest rows of the job. Where
+    `closed` is for shorter rows, `of_traced_batch` is the closed form for the traced ones, and
+    the traced seconds are scaled by the ratio of the two. The range keeps its relative width.
     """
     traced = estimate_traced_time(log, gpu, strategy).components
     share = 1.0

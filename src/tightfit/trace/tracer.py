@@ -30,59 +30,59 @@ PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "py
 
 
 class TraceResponse(Frozen):
-    """What the tracer says of one job: a trace, or why there is none."""
+    """The result of tracing one job: a trace, or the problem that prevented it."""
 
     traced: TracedMemory | None = None
     fewest_recomputed: int | None = None
     """Layers that the traced job recomputes, where the job asked for the fewest."""
     operations: OperationLog | None = None
-    """Of a steady step of the traced job: its seconds follow from them on any card, so that rates
-    measured later need no new trace. None where an operation was not understood."""
+    """Of a steady step. Its time on any GPU follows from them, so rates measured later need no new
+    trace. None where an operation was not understood."""
     problem: str = ""
     remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracer:
-    """Traces jobs in a subprocess. Which program runs there is the caller's to say."""
+    """Traces jobs in a subprocess that runs `module`."""
 
     module: str
-    """`python -m` this: reads a job per line, answers with a `TraceResponse` per line. Its one
-    word is our process id: it ends when we do."""
+    """Run with `python -m`: reads a job per line, writes a `TraceResponse` per line. Its argument
+    is our process id, so that it ends when we do."""
     timeout_seconds: float = 600.0
     uses_cache: bool = True
-    faults: list[str] = field(default_factory=list)
-    """Why what was traced could not be kept; the first alone."""
+    write_errors: list[str] = field(default_factory=list)
+    """The first error of writing to the cache."""
 
     def ask(
-        self, jobs: Sequence[Mapping[str, Any]], tell: Callable[[int], None] | None = None
+        self, jobs: Sequence[Mapping[str, Any]], on_progress: Callable[[int], None] | None = None
     ) -> list[TraceResponse]:
-        """One answer per job, in order. A tracer that dies answers with its death.
+        """One response per job, in order. If the tracer dies, the rest report how.
 
-        `tell` hears how many answers there are, as they come.
+        `on_progress` is called with the number of responses so far.
         """
         answers: list[TraceResponse | None] = [self._recall(job) for job in jobs]
         missing = [number for number, answer in enumerate(answers) if answer is None]
-        # Closed on every way out: the process ends with it, not when Python comes round to it.
+        # Closing the generator ends the process at once, also on an exception.
         with closing(self._run([jobs[number] for number in missing])) as made:
             for number, answer in zip(missing, made, strict=True):
                 answers[number] = answer
                 self._remember(jobs[number], answer)
-                if tell is not None:
-                    tell(sum(known is not None for known in answers))
+                if on_progress is not None:
+                    on_progress(sum(known is not None for known in answers))
         return [answer for answer in answers if answer is not None]
 
     def _run(self, jobs: Sequence[Mapping[str, Any]]) -> Generator[TraceResponse, None, None]:
-        """As many answers as jobs, each as soon as it is there."""
+        """Yields one response per job, as they arrive."""
         if not jobs:
             return
         num_left = len(jobs)
-        with tempfile.TemporaryFile() as complaints:
+        with tempfile.TemporaryFile() as stderr:
             try:
-                process = self._start(jobs, complaints)
-            except OSError as fault:
+                process = self._start(jobs, stderr)
+            except OSError as error:
                 yield from [
-                    TraceResponse(problem=f"the tracer cannot be started: {fault}")
+                    TraceResponse(problem=f"the tracer cannot be started: {error}")
                 ] * num_left
                 return
             alarm = Timer(self.timeout_seconds, process.kill)
@@ -98,13 +98,11 @@ class Tracer:
                 process.wait()
                 if process.stdout is not None:
                     process.stdout.close()
-            complaints.seek(0)
-            died = TraceResponse(problem=_describe_exit(process.returncode, complaints.read()))
+            stderr.seek(0)
+            died = TraceResponse(problem=_describe_exit(process.returncode, stderr.read()))
         yield from [died] * num_left
 
-    def _start(
-        self, jobs: Sequence[Mapping[str, Any]], complaints: IO[bytes]
-    ) -> subprocess.Popen[str]:
+    def _start(self, jobs: Sequence[Mapping[str, Any]], stderr: IO[bytes]) -> subprocess.Popen[str]:
         lines = "".join(json.dumps(job) + "\n" for job in jobs)
         with tempfile.TemporaryFile("w+", encoding="utf-8") as questions:
             questions.write(lines)
@@ -113,10 +111,10 @@ class Tracer:
                 [sys.executable, "-m", self.module, str(os.getpid())],
                 stdin=questions,
                 stdout=subprocess.PIPE,
-                stderr=complaints,
+                stderr=stderr,
                 text=True,
                 env={**os.environ, **_ENVIRONMENT},
-                start_new_session=True,  # a Ctrl-C is ours to hear: we end it
+                start_new_session=True,  # Ctrl-C reaches only us, and we end the tracer
             )
 
     def _recall(self, job: Mapping[str, Any]) -> TraceResponse | None:
@@ -135,13 +133,13 @@ class Tracer:
             path = _cache_path(job)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, answer.model_dump_json())
-        except (OSError, UserError) as fault:  # it can be made again
-            if not self.faults:
-                self.faults.append(_describe_write_error(fault))
+        except (OSError, UserError) as error:  # a trace can be repeated
+            if not self.write_errors:
+                self.write_errors.append(_describe_write_error(error))
 
 
 _ENVIRONMENT = {
-    # No card is needed, and a card's context would cost memory that a training run may want.
+    # No GPU is needed, and a CUDA context would take memory that a training run may want.
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -149,7 +147,7 @@ _ENVIRONMENT = {
 
 
 def has_torch() -> bool:
-    """Whether a trace is possible here, told without importing anything."""
+    """Whether a trace is possible here, without importing anything."""
     return {"torch", "transformers", "peft"} <= set(list_versions())
 
 
@@ -166,7 +164,7 @@ def list_versions() -> dict[str, str]:
 
 
 def _cache_path(job: Mapping[str, Any]) -> Path:
-    """By everything that the answer depends on; our own code counts like a library."""
+    """The key covers all that a trace depends on: job, library versions and our own code."""
     key = json.dumps([job, list_versions(), _hash_own_code()], sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     return cache_folder() / "traces" / f"{digest}.json"
@@ -174,7 +172,7 @@ def _cache_path(job: Mapping[str, Any]) -> Path:
 
 @lru_cache(maxsize=1)
 def _hash_own_code() -> str:
-    """Sizes and times of our files: a changed step must not be answered from before."""
+    """Hash of the sizes and times of our source files, so that a changed step is traced again."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for room in ("trace", "train", "runtime"):
@@ -184,9 +182,9 @@ def _hash_own_code() -> str:
     return digest.hexdigest()
 
 
-def _describe_write_error(fault: OSError | UserError) -> str:
-    said = fault.problem if isinstance(fault, UserError) else f"{fault.strerror or fault}"
-    where = getattr(fault, "filename", None)
+def _describe_write_error(error: OSError | UserError) -> str:
+    said = error.problem if isinstance(error, UserError) else f"{error.strerror or error}"
+    where = getattr(error, "filename", None)
     return f"{where}: {said}" if where else said
 
 
@@ -194,12 +192,12 @@ def _parse(line: str) -> TraceResponse:
     try:
         return TraceResponse.model_validate_json(line)
     except ValidationError:
-        return TraceResponse(problem="the tracer's answer cannot be read")
+        return TraceResponse(problem="the tracer's response cannot be read")
 
 
-def _describe_exit(code: int, complaints: bytes) -> str:
-    """A kill is most often the kernel's, for want of memory, or the time limit's."""
+def _describe_exit(code: int, stderr: bytes) -> str:
+    """A kill usually comes from the kernel (out of memory) or from the time limit."""
     if code < 0:
         return f"the tracer was killed (signal {-code})"
-    last = (complaints.decode("utf-8", "replace").strip().splitlines() or ["without a word"])[-1]
+    last = (stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"])[-1]
     return f"the tracer ended with {code}: {last[:200]}"

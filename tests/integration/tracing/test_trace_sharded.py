@@ -62,13 +62,13 @@ DDP_CASES: list[dict[str, Any]] = [
 ]
 
 
-class NoHabits(GpuEmulation):
+class NoWorkspace(GpuEmulation):
     """A CPU's kernels are not a card's."""
 
-    def scratch_bytes(self, *_call: Any) -> list[int]:
+    def workspace_blocks(self, *_call: Any) -> list[int]:
         return []
 
-    def standing_bytes(self, *_call: Any) -> list[int]:
+    def persistent_blocks(self, *_call: Any) -> list[int]:
         return []
 
 
@@ -100,7 +100,7 @@ def record(folder: Path, strategy: Strategy) -> Recording:
     """The trace."""
     module, training = make_skeleton(folder, strategy)
     rows = make_rows(strategy)
-    recorder = Recorder(NoHabits(), vocab_size=CONFIG["vocab_size"])
+    recorder = Recorder(NoWorkspace(), vocab_size=CONFIG["vocab_size"])
     with (
         fake_process_group(strategy) as place,
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -45,13 +45,13 @@ TOLERANCE = 0.005
 LIVE_BYTES = 2_000
 
 
-class NoHabits(GpuEmulation):
+class NoWorkspace(GpuEmulation):
     """A CPU's kernels are not a card's."""
 
-    def scratch_bytes(self, *_call: object) -> list[int]:
+    def workspace_blocks(self, *_call: object) -> list[int]:
         return []
 
-    def standing_bytes(self, *_call: object) -> list[int]:
+    def persistent_blocks(self, *_call: object) -> list[int]:
         return []
 
 
@@ -82,7 +82,7 @@ def trace_steps(folder: Path, strategy: Strategy) -> tuple[int, int]:
     training = make_training(strategy, folder)
     module = build_meta_module(folder, strategy, training, has_varlen=False)
     rows = make_rows(strategy)
-    recorder = Recorder(NoHabits(), vocab_size=CONFIG["vocab_size"])
+    recorder = Recorder(NoWorkspace(), vocab_size=CONFIG["vocab_size"])
     accumulated = strategy.grad_accum
     plan = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
     with (

@@ -146,7 +146,7 @@ def test_a_cache_that_cannot_be_written_is_noted_once(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(tracer: Tracer, jobs: Sequence[Any], _tell: Any) -> list[Any]:
-        tracer.faults.append("Cannot write '/nowhere/x.json': Permission denied.")
+        tracer.write_errors.append("Cannot write '/nowhere/x.json': Permission denied.")
         return [TraceResponse(traced=TRACED)] * len(jobs)
 
     monkeypatch.setattr(Tracer, "ask", ask)

@@ -56,10 +56,10 @@ class Trace:
 
 @contextmanager
 def recording(card: tuple[int, int], torch_version: str = "2.11.0") -> Iterator[Trace]:
-    habits = GpuEmulation(
+    emulation = GpuEmulation(
         card, torch_version, find_default_cudnn((2, int(torch_version.split(".")[1])))
     )
-    recorder = Recorder(habits, vocab_size=0)
+    recorder = Recorder(emulation, vocab_size=0)
     recorder.stage = "forward"
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         yield Trace(recorder)

@@ -105,8 +105,8 @@ def test_cards_that_are_not_in_the_table_count_as_the_next_older() -> None:
     assert find_multiprocessors((10, 3)).threads == 2048
 
 
-def test_habits_know_reductions_by_their_operations() -> None:
-    habits = GpuEmulation((9, 0), "2.11.0", 91900)
+def test_the_emulation_knows_reductions_by_their_operations() -> None:
+    emulation = GpuEmulation((9, 0), "2.11.0", 91900)
     with FakeTensorMode():
         source = torch.empty(8192, 2048, dtype=torch.bfloat16)
     aten = torch.ops.aten
@@ -115,7 +115,7 @@ def test_habits_know_reductions_by_their_operations() -> None:
         (aten.mean.dim, (source, [0], True)),
         (aten.linalg_vector_norm.default, (source, 2, [0])),
     ):
-        assert habits.scratch_bytes(func, args, {})[0] == 134_217_728
+        assert emulation.workspace_blocks(func, args, {})[0] == 134_217_728
 
 
 @pytest.mark.parametrize("card", [(7, 5), (8, 0), (9, 0)])

@@ -81,14 +81,14 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
     monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "file" / "below"))
     tracer = Tracer(module=make_worker(tmp_path, "print(ANSWER)"))
     assert tracer.ask([{"name": "a"}, {"name": "b"}]) == [ANSWER, ANSWER]
-    (fault,) = tracer.faults
+    (fault,) = tracer.write_errors
     assert "Not a directory" in fault
 
 
 def test_what_can_be_kept_is_no_fault(tmp_path: Path) -> None:
     tracer = Tracer(module=make_worker(tmp_path, "print(ANSWER)"))
     tracer.ask([{"name": "a"}])
-    assert tracer.faults == []
+    assert tracer.write_errors == []
 
 
 def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class ModelTracer:
         except KeyboardInterrupt:
             write_err("interrupted: tracing was stopped\n")
             raise
-        _note_losses(tracer.faults)
+        _note_losses(tracer.write_errors)
         return [_read_answer(answer) for answer in answers]
 
     def advise(self, case: Case, traced: TracedMemory, *, room_bytes: int) -> tuple[Advice, ...]:

@@ -353,7 +353,7 @@ class RecordedEngine:
 
     @contextmanager
     def accumulate(self, *, is_last: bool) -> Iterator[None]:
-        since = self._recorder.find_place()
+        since = self._recorder.position()
         with self._engine.accumulate(is_last=is_last):
             yield
         self._num_run += 1

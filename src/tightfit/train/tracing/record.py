@@ -114,7 +114,7 @@ def run_stages(job: TraceJob, engine: Any, batch: Batch, recorder: Recorder) -> 
             engine.module(**_make_eval_batch(job, engine.model.config, batch, recorder))
     if "save" in names:
         with recorder.in_stage("save"):
-            recorder.stand_still()  # adapters go to the host as they lie there
+            recorder.mark_stage()  # adapters go to the host as they lie there
             engine.trained_state()
     # The process that generates, and the one that resumes, start without optimizer state.
     engine.optimizer.state.clear()
@@ -277,10 +277,10 @@ def _run_steps(take_step: Callable[[], object], recorder: Recorder) -> None:
 
     The second starts with all that stays: then the third does what it did.
     """
-    since = recorder.find_place()
+    since = recorder.position()
     while recorder.step < NUM_STEPS:
         if recorder.step >= FIRST_STEADY_STEP and recorder.repeat_step(since):
             continue
-        since = recorder.find_place()
+        since = recorder.position()
         recorder.step += 1
         take_step()
