@@ -29,7 +29,7 @@ def estimate_disk_components(
     """Disk for the base model, checkpoints that can be resumed, and the result.
 
     A checkpoint holds the trained values and their optimizer state, once for all ranks;
-    the new one is written before the oldest goes. Adapters are saved as trained; a model
+    the new one is written before the oldest is deleted. Adapters are saved as trained; a model
     too, but fp32 weights go back to the width that the base is stored in.
     """
     base = spec.file_bytes or spec.num_params * stored_value_bytes(spec, strategy)
@@ -67,7 +67,7 @@ def stored_value_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     return 4 if strategy.weights is Dtype.FP32 else 2
 
 
-# Host memory of one node.
+# Host memory
 
 PROCESS_BYTES = int(2.5 * GIB)
 """Resident memory of one training process after CUDA start-up, before any model."""
@@ -80,19 +80,19 @@ PINNED_FACTOR = 1.5
 def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
     """Host RAM of one node at its worst, by part.
 
-    Loading holds at most one copy of the weights per node, as `train` promises;
+    Loading holds at most one copy of the weights per node, as `train` guarantees;
     unsharded loading streams one file shard at a time for each rank.
-    Leaves out the page cache, which the system gives back on demand.
+    Leaves out the page cache, which the system frees on demand.
     """
     parts = _host_parts(spec, strategy)
-    # Offloaded optimizer state appears after loading is over: the larger of the two counts.
+    # Offloaded optimizer state is created after loading, so the larger of the two counts.
     is_late = parts["offloaded_optimizer"] > parts["loading"]
     parts["loading" if is_late else "offloaded_optimizer"] = 0
     return {name: size for name, size in parts.items() if size}
 
 
 def _host_parts(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
-    """Each part at its largest, whether or not it meets the others."""
+    """Each part at its largest, at whatever time."""
     ranks = strategy.gpus_per_node
     state = estimate_state_bytes(spec, strategy)
     factor = PINNED_FACTOR if strategy.sharding.is_zero else 1.0
@@ -109,8 +109,8 @@ def estimate_loading_bytes_by_rank(spec: ModelSpec, strategy: Strategy) -> list[
 
     Without sharded weights every rank streams the files to its device, one at a time. FSDP's
     rank 0 holds the whole model as it will train, and sends it layer by layer; ZeRO-3's holds
-    the files, and hands out one tensor after the other. Other ranks get their shards on the
-    device. Pages of mapped files count here, though the system may take them back.
+    the files, and broadcasts one tensor after the other. Other ranks get their shards on the
+    device. Pages of mapped files count, though the system may reclaim them.
     """
     stored = spec.num_params * stored_value_bytes(spec, strategy)
     if not strategy.sharding.shards_weights:

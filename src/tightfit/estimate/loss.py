@@ -9,22 +9,20 @@ from tightfit.core.strategy import Loss, Method, Strategy
 from tightfit.models.spec import ModelSpec
 
 NUM_LOSS_CHUNKS = 8
-"""Slices of the chunked loss. Source: torchtune CEWithChunkedOutputLoss, num_output_chunks=8."""
-
-
+"""Chunks of the chunked loss. Source: torchtune CEWithChunkedOutputLoss, num_output_chunks=8."""
 SCALED_LOGITS_FAMILIES = frozenset({"granite", "cohere", "cohere2"})
 """Families that scale the head's output: the model makes all logits, whatever the loss, and those
 that are trained are copied out of them. Source: transformers modelling files."""
 
 
 def can_fuse_head_and_loss(spec: ModelSpec) -> bool:
-    """Whether the loss may apply the head itself: the fused one then walks in slices."""
+    """Whether the loss can apply the head itself, which lets the fused loss work in chunks."""
     return spec.model_type not in SCALED_LOGITS_FAMILIES and not spec.is_encoder_decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBytes:
-    """What the head and the loss hold at the two moments that can set the peak."""
+    """Bytes of head and loss at the two moments that can be the peak."""
 
     forward: int
     """While the loss is computed."""
@@ -40,11 +38,11 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     the model's output is dropped, only the last remains; the backward adds the
     gradients of the loss and of log-softmax, both fp32: 12 bytes at the peak.
     Kernel writes the gradient into the fp32 copy and casts it down: 4 + 2.
-    Chunked keeps all log-softmax slices, until the backward pass beside the head's
-    output, and makes fp32 gradients one slice at a time; compiled, it keeps the
+    Chunked keeps all log-softmax chunks, until the backward pass beside the head's
+    output, and makes fp32 gradients one chunk at a time; compiled, it keeps the
     head's output alone and computes the rest again (torchtune `compile_loss`; counted
     under torch's min-cut partitioner: 2 bytes, 4 eager). Fused (Liger) never holds more
-    than one slice of logits, and writes the gradient of the hidden states at once.
+    than one chunk of logits, and writes the gradient of the hidden states at once.
     Leaves out the shifted copy that transformers before 4.45 made.
     Source: transformers loss_utils.ForCausalLMLoss; liger fused_linear_cross_entropy.
     """
@@ -53,8 +51,8 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     value = strategy.compute.value_bytes
     softcap = value * table if spec.has_logit_softcap else 0
     dropped = 0 if strategy.quirks.keeps_logits else value * table
-    is_apart = can_fuse_head_and_loss(spec)
-    if strategy.loss is Loss.FUSED and is_apart:
+    is_head_fusible = can_fuse_head_and_loss(spec)
+    if strategy.loss is Loss.FUSED and is_head_fusible:
         return _estimate_fused(spec, strategy)
     if strategy.loss is Loss.CHUNKED:
         if strategy.compile:
@@ -73,7 +71,7 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
         kept = value * table + upcast + softcap
         cast = value * table if upcast else 0
         return LossBytes(forward=kept, backward=kept + cast - (dropped if upcast else 0))
-    copied = 0 if is_apart else value * table
+    copied = 0 if is_head_fusible else value * table
     return LossBytes(
         forward=value * table + copied + upcast + 4 * table + softcap,
         backward=12 * table + softcap,
@@ -102,20 +100,20 @@ def _estimate_without_upcast(strategy: Strategy, *, table: int, softcap: int) ->
 
 
 def count_chunk_tokens(spec: ModelSpec, *, tokens: int, factor: int) -> int:
-    """Tokens of the fused loss's largest slice: a power of two, or all there are.
+    """Tokens of the fused loss's largest chunk: a power of two, or all there are.
 
     Source: liger-kernel 0.8.5, fused_linear_cross_entropy_forward, `chunk_mem_const`.
     """
-    num_slices = -(-spec.vocab_size // (factor * spec.hidden_size))
-    return min(tokens, 1 << max(0, (-(-tokens // num_slices) - 1).bit_length()))
+    num_chunks = -(-spec.vocab_size // (factor * spec.hidden_size))
+    return min(tokens, 1 << max(0, (-(-tokens // num_chunks) - 1).bit_length()))
 
 
 def _estimate_fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
-    """One slice of logits at a time; slices shrink as the vocabulary grows."""
+    """One chunk of logits at a time; chunks shrink as the vocabulary grows."""
     tokens = strategy.tokens_per_micro_batch
     value = strategy.compute.value_bytes
-    slice_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_slice_factor)
-    logits = 2 * slice_tokens * spec.vocab_size * value
+    chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_slice_factor)
+    logits = 2 * chunk_tokens * spec.vocab_size * value
     hidden_gradient = tokens * spec.hidden_size * value
     trains_head = strategy.method is Method.FULL or strategy.train_embeddings
     head_gradient = 2 * spec.embedding_params * value if trains_head else 0

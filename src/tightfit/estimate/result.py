@@ -9,14 +9,12 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.frozen import FiniteFrozen, Frozen
 
-# Peak: what stands in memory at its fullest, tensor by tensor.
-
 
 class PeakTensor(FiniteFrozen):
-    """Like tensors that stand at the peak."""
+    """Similar tensors alive at the peak."""
 
     num_bytes: NonNegativeInt
-    """Of all of them."""
+    """Of all of them together."""
     count: PositiveInt
     category: str
     op: str
@@ -27,7 +25,7 @@ class PeakTensor(FiniteFrozen):
 
 
 class Peak(FiniteFrozen):
-    """The instant at which most memory is allocated, and what stands there."""
+    """The moment at which most memory is allocated, and the tensors alive then."""
 
     stage: str
     op: str
@@ -50,7 +48,7 @@ class Verdict(str, Enum):
 
 
 class ParameterCounts(Frozen):
-    """How many values there are, and how many of them are trained."""
+    """Parameter counts."""
 
     total: NonNegativeInt
     """The base model's, a tied head counted once; adapters not included."""
@@ -66,7 +64,7 @@ class Phase(Frozen):
     """`load`, a moment of the step, `eval`, `save`, `merge`, `quantize` or `inference`."""
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
-    """Allocated tensors, the allocator's slack and the CUDA context: what the process holds."""
+    """Allocated tensors, the allocator's slack and the CUDA context."""
     components: dict[str, int]
     """Name to bytes, summing to `peak_reserved_bytes`."""
     host_peak_bytes: NonNegativeInt = 0
@@ -74,13 +72,13 @@ class Phase(Frozen):
 
 
 class GpuMemory(Frozen):
-    """The fullest GPU at the worst moment of the training step; of loading, for method `load` and
-    where fp8 makes that the worst."""
+    """The fullest GPU at the peak of the training step; at the peak of loading for method `load`
+    and where fp8 makes loading the peak."""
 
     peak_phase: str
     peak_allocated_bytes: NonNegativeInt
     peak_reserved_bytes: NonNegativeInt
-    """What the process holds on the card, CUDA context included: what nvidia-smi shows."""
+    """Memory of the process on the GPU, CUDA context included: what nvidia-smi shows."""
     context_bytes: NonNegativeInt
     """The part of `peak_reserved_bytes` that is outside torch's allocator."""
     capacity_bytes: NonNegativeInt
@@ -124,7 +122,7 @@ class StepTime(Frozen):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateSummary:
-    """The parts of an estimate that decide between strategies: made by the hundred in a search."""
+    """The parts of an estimate that a search compares; it makes hundreds of them."""
 
     verdict: Verdict
     reason: str
@@ -145,8 +143,8 @@ class Estimate(Frozen):
     time: StepTime
     phases: tuple[Phase, ...]
     assumptions: tuple[str, ...] = ()
-    """What was not stated and had to be assumed."""
+    """Assumptions about facts that were not stated."""
     tier: str = "closed-form"
     """`closed-form`, or `traced` once a trace replaced the formulas."""
     peak: Peak | None = None
-    """What stands at the peak, tensor by tensor, where it was traced."""
+    """The tensors alive at the peak, where it was traced."""

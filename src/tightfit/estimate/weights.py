@@ -1,4 +1,4 @@
-"""Weights: what the base model and its adapters weigh, value by value."""
+"""Weights: values and bytes of the base model and its adapters."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ GPTQ_GROUP = 128
 """Values per fp16 scale and packed zero. Source: GPTQ arXiv:2210.17323; the usual group size."""
 
 UNQUANTIZED_FAMILIES = frozenset({"falcon"})
-"""Whose layers are linear modules of a class of their own, which nf4 and int8 loading leaves as it
-is: it takes `nn.Linear` itself and no subclass. Source: transformers `replace_with_bnb_linear`,
-`FalconLinear`."""
+"""Families whose linear layers nf4 and int8 loading leave in 16 bit: it replaces `nn.Linear` only,
+no subclass. Source: transformers `replace_with_bnb_linear`, `FalconLinear`."""
 
 
 def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
-    """The strategy with the weights that loading makes: plain ones where nothing would be packed.
+    """The strategy with the weight format that loading produces.
 
-    They are in the dtype of what is never packed, which is raised with the rest where that is.
-    An unpacked base is in the compute dtype when it trains; that it came packed stays noted.
+    Families that quantized loading skips stay in the dtype of unquantized parameters. A dequantized
+    base trains in the compute dtype; `unpacked_base` still says that its files are nf4.
     """
     is_left = spec.model_type in UNQUANTIZED_FAMILIES and not strategy.quirks.packs_subclasses
     if is_left and strategy.weights in (Dtype.NF4, Dtype.INT8):
@@ -38,8 +37,8 @@ def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
 
 
 def as_used_for_inference(strategy: Strategy) -> Strategy:
-    """The loaded strategy as its result is used later: on the base as it was read, so that one
-    that was unpacked is packed again, and none is in fp8."""
+    """The loaded strategy as its result is used for inference: with the base as stored, that is
+    without dequantization and without fp8."""
     changes: dict[str, object] = {"fp8": False, "fp8_gradients": False} if strategy.has_fp8 else {}
     if strategy.unpacked_base:
         changes |= {"weights": Dtype.NF4, "unpacked_base": False}
@@ -51,9 +50,9 @@ class WeightBytes:
     """The base model in memory, unsharded."""
 
     packed: int
-    """Values of quantized matrices, or all values where nothing is quantized."""
+    """Quantized matrices, or all values where nothing is quantized."""
     plain: int
-    """Values beside quantized matrices: embeddings, head, norms."""
+    """Unquantized values beside them: embeddings, head, norms."""
     quantization_state: int
     """Scales, zeros and indices of quantized matrices."""
 
@@ -67,8 +66,8 @@ def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
 
     Quantized loading packs the linear layers of the blocks: embeddings, head and
     norms stay in 16 bit, and so do experts that are bare parameters, except in
-    GPTQ checkpoints, which hold them packed. fp8 keeps the same layers in a byte a value, where
-    they are frozen; a scale for each is nothing beside them.
+    GPTQ checkpoints, which hold them packed. fp8 keeps the same layers at one byte per value where
+    they are frozen; their scales are negligible.
     Source: transformers `replace_with_bnb_linear`; bitsandbytes Linear4bit, Linear8bitLt.
     """
     if strategy.stores_fp8:
@@ -88,7 +87,7 @@ def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
 
 
 def count_quantized_values(spec: ModelSpec, dtype: Dtype) -> int:
-    """How many values quantized loading packs."""
+    """Number of values that quantized loading packs."""
     if dtype is not Dtype.GPTQ4:
         return spec.linear_params
     return sum(
@@ -123,7 +122,7 @@ def is_lora_target(part: Linear, targets: tuple[str, ...]) -> bool:
 
 
 def is_dora(strategy: Strategy) -> bool:
-    """Whether adapters have magnitudes apart from their direction."""
+    """Whether LoRA is DoRA: adapters with a separate magnitude."""
     return strategy.dora and strategy.method is Method.LORA
 
 
@@ -160,13 +159,13 @@ def num_trainable(spec: ModelSpec, strategy: Strategy) -> int:
 
 @lru_cache(maxsize=256)
 def largest_matrix(spec: ModelSpec) -> int:
-    """Values of the largest matrix inside the blocks: what one dequantization unpacks."""
+    """Values of the largest matrix inside the blocks: the most that is dequantized at once."""
     return max(p.in_features * p.out_features for b in spec.blocks for p in b.linears)
 
 
 @lru_cache(maxsize=256)
 def largest_layer(spec: ModelSpec) -> int:
-    """Values of the largest layer: what FSDP gathers at a time."""
+    """Values of the largest layer: the unit that FSDP gathers."""
     return max(block.layer_params for block in spec.blocks)
 
 
