@@ -131,7 +131,7 @@ def test_a_slower_host_is_never_faster(part: str) -> None:
     plain = HostCosts(forward=1e-5, backward=1e-5, gap=1e-6)
     slower = replace(plain, **{part: 50 * getattr(plain, part)})
     fast, slow = (
-        estimate_traced_time(EVERYTHING, GPU, STRATEGY, pace=pace) for pace in (plain, slower)
+        estimate_traced_time(EVERYTHING, GPU, STRATEGY, host=pace) for pace in (plain, slower)
     )
     assert slow.seconds_per_step > fast.seconds_per_step
 
@@ -161,7 +161,7 @@ def test_layers_that_take_alike_are_not_walked_one_by_one(
             ),
             GPU,
             STRATEGY,
-            pace=pace,
+            host=pace,
         )
         for middle in ([at_once], one_by_one)
     )
@@ -176,8 +176,8 @@ def test_a_host_that_reads_a_value_waits_for_the_device() -> None:
     work = DeviceSeconds(GPU, STRATEGY).of(MOVE)
     assert work < 1e-4
     big = MOVE.model_copy(update={"num_bytes": 3e10})
-    ahead = estimate_traced_time(_log(big, PRODUCT, PRODUCT), GPU, STRATEGY, pace=pace)
-    waited = estimate_traced_time(_log(big, read, PRODUCT), GPU, STRATEGY, pace=pace)
+    ahead = estimate_traced_time(_log(big, PRODUCT, PRODUCT), GPU, STRATEGY, host=pace)
+    waited = estimate_traced_time(_log(big, read, PRODUCT), GPU, STRATEGY, host=pace)
     assert ahead.seconds_per_step == pytest.approx(1e-4 + ahead.device_seconds)
     # Each of four rounds is idle while the host issues two operations anew, but the first one.
     assert waited.seconds_per_step > waited.device_seconds + 4 * 1e-4
@@ -306,7 +306,7 @@ def test_an_optimizer_that_waits_for_every_tensor_hides_nothing() -> None:
     pace = HostCosts(forward=1e-3, backward=1e-3, gap=0.0)
     flows, stops = (
         estimate_traced_time(
-            _log(each.model_copy(update={"waits": waits}), count=1), GPU, STRATEGY, pace=pace
+            _log(each.model_copy(update={"waits": waits}), count=1), GPU, STRATEGY, host=pace
         )
         for waits in (False, True)
     )
