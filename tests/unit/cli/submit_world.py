@@ -60,9 +60,9 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(follow, "FIRST_POLL_SECONDS", 0.0)
     monkeypatch.setattr(follow, "MAX_POLL_SECONDS", 0.0)
     monkeypatch.setattr(submit_follow, "SETTLE_SECONDS", 0.0)
-    sys.path.insert(0, str(HERE.parent / "launch"))
+    sys.path.insert(0, str(HERE.parent / "clusters"))
     yield
-    sys.path.remove(str(HERE.parent / "launch"))
+    sys.path.remove(str(HERE.parent / "clusters"))
 
 
 class Slurm:

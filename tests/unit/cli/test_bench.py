@@ -42,9 +42,9 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "ledger.sqlite"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.delenv("TIGHTFIT_MEMORY_LIMIT_BYTES", raising=False)
-    sys.path.insert(0, str(ROOT / "launch"))
+    sys.path.insert(0, str(ROOT / "clusters"))
     yield
-    sys.path.remove(str(ROOT / "launch"))
+    sys.path.remove(str(ROOT / "clusters"))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the stand-in worker does at each start; the last order holds for all further ones."""
     given: list[dict[str, Any]] = [{}]
 
-    from launch_cases import stand_in_command
+    from local_cases import stand_in_command
 
     def run_job(run: RunFolder, **more: Any) -> RunState:
         order = given.pop(0) if len(given) > 1 else given[0]

@@ -299,7 +299,7 @@ class TestAsPlanned:
         run("submit", str(job), "--on", "slurm:cpu", "--no-follow")
         assert slurm.num_submitted == 1
         before = Path("out/plan.json").read_bytes()
-        from launch_cases import stand_in_command
+        from local_cases import stand_in_command
 
         monkeypatch.setattr(
             "tightfit.clusters.local.launcher.worker_command",

@@ -43,7 +43,7 @@ from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import EvalRecord, EventRecord, StepRecord
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
-LAUNCH_TESTS = Path(__file__).parents[1] / "launch"
+CLUSTER_TESTS = Path(__file__).parents[1] / "clusters"
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,9 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "ledger.sqlite"))
     monkeypatch.delenv("TIGHTFIT_MEMORY_LIMIT_BYTES", raising=False)
-    sys.path.insert(0, str(LAUNCH_TESTS))
+    sys.path.insert(0, str(CLUSTER_TESTS))
     yield
-    sys.path.remove(str(LAUNCH_TESTS))
+    sys.path.remove(str(CLUSTER_TESTS))
 
 
 def flags(job: str = "gpt2", **given: Any) -> TrainFlags:
@@ -331,7 +331,7 @@ def test_exit_codes_are_the_same_in_every_room() -> None:
 def test_a_disk_that_is_too_small_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launch_cases import make_plan
+    from local_cases import make_plan
 
     plan = make_plan()
     needed = estimate_run_bytes(plan)
@@ -389,7 +389,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "model: ./model\ndata: rows.jsonl\nmethod: lora\nseq_len: 64\nmax_steps: 6\n"
         "effective_batch: 8\non: cpu\noutput: out\n"
     )
-    from launch_cases import stand_in_command
+    from local_cases import stand_in_command
 
     monkeypatch.setattr(
         "tightfit.clusters.local.launcher.worker_command",

@@ -1,1 +1,1 @@
-"""Kubernetes."""
+"""Kubernetes: a plan as objects, applied to a cluster and followed there."""

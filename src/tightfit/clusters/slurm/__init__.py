@@ -1,1 +1,1 @@
-"""Slurm."""
+"""Slurm: batch scripts written, submitted and followed."""

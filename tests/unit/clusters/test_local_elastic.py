@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch_cases import Notes, make_plan, make_run
+from local_cases import Notes, make_plan, make_run
 
 from tightfit.clusters.local.elastic import is_final
 from tightfit.clusters.local.launcher import run_job
@@ -27,7 +27,7 @@ LAUNCHER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from launch_cases import Notes
+from local_cases import Notes
 from tightfit.launch.command import worker_command
 from tightfit.launch.local import run_job
 from tightfit.launch.rendezvous import Rendezvous

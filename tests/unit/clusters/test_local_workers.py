@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_cases import make_plan
+from local_cases import make_plan
 
 from tightfit.clusters.local.workers import worker_command, worker_environment
 from tightfit.clusters.rendezvous import Rendezvous, parse_endpoint

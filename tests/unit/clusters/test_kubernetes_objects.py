@@ -54,7 +54,7 @@ WITH_JOB = [name for name in ALL if name != "trainjob"]
 @pytest.mark.parametrize("name", ALL)
 def test_golden(name: str) -> None:
     path = GOLDEN / f"{name}.yaml"
-    comment = f"{name}: as tests/unit/launch/kubernetes_cases.py has its recipe and site"
+    comment = f"{name}: as tests/unit/clusters/kubernetes_cases.py has its recipe and site"
     text = write_manifest(build_case(name), comment=comment)
     if os.environ.get("TIGHTFIT_GOLDEN") == "write":
         path.write_text(text)

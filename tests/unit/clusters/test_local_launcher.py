@@ -17,7 +17,7 @@ from types import FrameType
 
 import psutil
 import pytest
-from launch_cases import Notes, make_plan, make_run, stand_in_command
+from local_cases import Notes, make_plan, make_run, stand_in_command
 
 from tightfit.clusters.local import launcher, outcome
 from tightfit.clusters.local.launcher import lock_run
@@ -265,7 +265,7 @@ LAUNCHER = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from launch_cases import Notes, stand_in_command
+from local_cases import Notes, stand_in_command
 from tightfit.launch.local import run_job
 from tightfit.ledger.run_folder import RunFolder
 run = RunFolder(path=Path(sys.argv[1]))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch_cases import Notes, make_plan, make_run, stand_in_command
+from local_cases import Notes, make_plan, make_run, stand_in_command
 
 from tightfit.clusters.local import launcher, trial
 from tightfit.clusters.local.launcher import lock_path
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 LAUNCHER = """
 import sys
 from pathlib import Path
-from launch_cases import Notes
+from local_cases import Notes
 from tightfit.launch.command import worker_command
 from tightfit.launch.local import run_job
 from tightfit.ledger.run_folder import RunFolder

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from launch_cases import Notes, make_run
+from local_cases import Notes, make_run
 
 from tightfit.clusters.slurm import follow, queue
 from tightfit.clusters.slurm.queue import (

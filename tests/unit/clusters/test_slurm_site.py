@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch_cases import make_run
+from local_cases import make_run
 
 from tightfit.clusters.local.launcher import lock_run
 from tightfit.clusters.site import KubernetesSite, Site, SlurmSite, find_site_file, read_site

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kubernetes_cases import build_case, make_job, make_site
 from kubernetes_server import RUNTIME, TRAINER, ApiServer, make_node, make_pod
-from launch_cases import Notes
+from local_cases import Notes
 
 from tightfit.clusters.kubernetes.client import (
     KubernetesApi,
