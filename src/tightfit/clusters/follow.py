@@ -8,7 +8,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from tightfit.runs.metrics import Record
+from tightfit.clusters.protocol import RunObserver
+from tightfit.runs.metrics import Record, StepRecord
+from tightfit.runs.run_folder import RunFolder
 
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
@@ -16,18 +18,18 @@ _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 class LineFollower:
     """New whole lines of a file, which may not exist yet, and may be replaced by a shorter one.
 
-    A replaced file is read from its start, but lines at its head that were told before are
-    not told again: a resumed run rewrites metrics.jsonl without the steps it will redo.
+    A replaced file is read from its start, but lines at its head that were reported before are
+    not reported again: a resumed run rewrites metrics.jsonl without the steps it will redo.
     """
 
     def __init__(self, path: Path, *, skip_existing: bool = False) -> None:
         self._path = path
         self._inode = 0
         self._position = 0
-        self._told: list[int] = []
-        """Hashes of the lines told, in order."""
+        self._reported: list[int] = []
+        """Hashes of the lines reported, in order."""
         self._num_same = 0
-        """Lines of a replaced file that matched what was told."""
+        """Lines of a replaced file that matched those reported."""
         self._is_replay = False
         if skip_existing:
             self.read()
@@ -45,7 +47,7 @@ class LineFollower:
         self._position += end
         lines = data[:end].decode(errors="replace").splitlines()
         found = [line for line in lines if self._is_new(line)]
-        if self._is_replay:  # replaced in one go, so what is not there by now was taken back
+        if self._is_replay:  # replaced in one go, so lines that are missing by now were removed
             self._end_replay()
         return found
 
@@ -59,15 +61,15 @@ class LineFollower:
         mark = hash(line)
         if self._is_replay:
             same = self._num_same
-            if same < len(self._told) and self._told[same] == mark:
+            if same < len(self._reported) and self._reported[same] == mark:
                 self._num_same += 1
                 return False
             self._end_replay()
-        self._told.append(mark)
+        self._reported.append(mark)
         return True
 
     def _end_replay(self) -> None:
-        del self._told[self._num_same :]
+        del self._reported[self._num_same :]
         self._is_replay = False
 
 
@@ -78,7 +80,7 @@ class MetricsFollower:
         self._lines = LineFollower(path, skip_existing=skip_existing)
 
     def read(self) -> list[Record]:
-        """Records that came since the last call; lines that are none are passed over."""
+        """Records that came since the last call; lines that are no records are skipped."""
         found: list[Record] = []
         for line in self._lines.read():
             try:
@@ -86,3 +88,31 @@ class MetricsFollower:
             except (ValueError, ValidationError):
                 continue
         return found
+
+
+class RunFollower:
+    """Passes new records and log lines of a run folder on to an observer."""
+
+    def __init__(
+        self, run: RunFolder | None, observer: RunObserver, *, shows_last_step: bool = False
+    ) -> None:
+        """`run` is None where this machine does not see the folder.
+
+        `shows_last_step`: of the records that are there already, the last step is passed on.
+        """
+        self._observer = observer
+        self._records = self._lines = None
+        if run is not None:
+            self._records = MetricsFollower(run.metrics_path)
+            self._lines = LineFollower(run.log_path, skip_existing=True)
+            steps = [one for one in self._records.read() if isinstance(one, StepRecord)]
+            if steps and shows_last_step:
+                observer.record(steps[-1])
+
+    def report(self) -> None:
+        """Pass on what came since the last call."""
+        for line in self._lines.read() if self._lines else ():
+            self._observer.line(line)
+        for record in self._records.read() if self._records else ():
+            self._observer.record(record)
+        self._observer.tick()

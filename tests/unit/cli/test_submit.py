@@ -224,7 +224,7 @@ def test_a_run_that_failed_tells_its_own_reason(run: Run, submitted: RunFolder) 
 @pytest.mark.parametrize(
     ("state", "code", "said"),
     [
-        ("FAILED", 6, "without a word from the run: bash: module: command not found"),
+        ("FAILED", 6, "without a message from the run: bash: module: command not found"),
         ("CANCELLED", 1, "was cancelled at step 5"),
         ("TIMEOUT", 1, "met its time limit"),
         ("NODE_FAIL", 1, "lost its node"),
@@ -289,7 +289,7 @@ def test_the_word_of_an_earlier_start_is_not_taken_for_this_jobs(
     answer = run("submit", "runs/mine", "--follow")
 
     assert answer.code == 6
-    assert "without a word from the run" in answer.err
+    assert "without a message from the run" in answer.err
 
 
 class TestAsPlanned:

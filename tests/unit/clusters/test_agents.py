@@ -19,7 +19,7 @@ from tightfit.clusters.agents import AgentGoneError, AgentLine, RemoteAgent
 HERE = "env TIGHTFIT_TEST_NODE={node}"
 BACKWARDS = """
 import os, sys
-from tightfit.launch.agents.process import open_answers, read_requests
+from tightfit.clusters.agents import open_answers, read_requests
 tell = open_answers()
 print("a library's words")
 os.system("echo a child\\'s words")

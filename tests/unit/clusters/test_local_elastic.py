@@ -28,10 +28,10 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from local_cases import Notes
-from tightfit.launch.command import worker_command
-from tightfit.launch.local import run_job
-from tightfit.launch.rendezvous import Rendezvous
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.clusters.local.workers import worker_command
+from tightfit.clusters.local.launcher import run_job
+from tightfit.clusters.rendezvous import Rendezvous
+from tightfit.runs.run_folder import RunFolder
 run = RunFolder(path=Path(sys.argv[2]))
 meet = None
 if len(sys.argv) > 3:

@@ -266,8 +266,8 @@ import sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from local_cases import Notes, stand_in_command
-from tightfit.launch.local import run_job
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.clusters.local.launcher import run_job
+from tightfit.runs.run_folder import RunFolder
 run = RunFolder(path=Path(sys.argv[1]))
 sys.exit(run_job(run, watch=Notes(), command=stand_in_command(run)).exit_code)
 """

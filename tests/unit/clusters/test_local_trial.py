@@ -37,9 +37,9 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from local_cases import Notes
-from tightfit.launch.command import worker_command
-from tightfit.launch.local import run_job
-from tightfit.ledger.run_folder import RunFolder
+from tightfit.clusters.local.workers import worker_command
+from tightfit.clusters.local.launcher import run_job
+from tightfit.runs.run_folder import RunFolder
 run = RunFolder(path=Path(sys.argv[1]))
 command = worker_command(run.read_plan(), run.path, worker="patient_worker")
 run_job(run, watch=Notes(), command=command, is_trial=True)

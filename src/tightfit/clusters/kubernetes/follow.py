@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tightfit.clusters.follow import MetricsFollower
+from tightfit.clusters.follow import RunFollower
 from tightfit.clusters.kubernetes.client import KubernetesApi
 from tightfit.clusters.kubernetes.objects import JOB_NAME_LABEL
 from tightfit.clusters.kubernetes.pod import Document
-from tightfit.clusters.local.launcher import RunObserver
+from tightfit.clusters.protocol import RunObserver
 from tightfit.core.errors import SetupError
 from tightfit.runs.run_folder import RunFolder
 
@@ -180,72 +180,60 @@ def _join_reason(reason: object, message: object) -> str:
 
 POLL_SECONDS = 3.0
 TICK_SECONDS = 0.25
-MAX_FAULTS = 20
+MAX_ERRORS = 20
 """Looks in a row that the API server may leave unanswered: it is updated while jobs run."""
 
 
 class KubernetesFollower:
-    """Tells a job's news until it is over."""
+    """Reports a job's pods and the records of its run until the job is over."""
 
     def __init__(
         self,
-        cluster: KubernetesApi,
+        api: KubernetesApi,
         leader: Document,
+        observer: RunObserver,
         *,
         run: RunFolder | None,
-        watch: RunObserver,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._cluster = cluster
-        self._leader = leader
-        self._watch = watch
+        self._api, self._leader, self._observer = api, leader, observer
         self._sleep = sleep
-        self._records = (
-            None if run is None else MetricsFollower(run.metrics_path, skip_existing=True)
-        )
-        self._told: dict[str, str] = {}
+        self._news = RunFollower(run, observer)
+        self._described: dict[str, str] = {}
         self._phase: JobPhase | None = None
 
     def wait(self) -> JobSnapshot:
-        """The last look."""
-        num_faults = 0
+        """The last snapshot."""
+        num_errors = 0
         while True:
             try:
-                view = read_job_snapshot(self._cluster, self._leader)
-                num_faults = 0
-            except SetupError as fault:
-                num_faults += 1
-                if num_faults > MAX_FAULTS:
+                snapshot = read_job_snapshot(self._api, self._leader)
+                num_errors = 0
+            except SetupError as error:
+                num_errors += 1
+                if num_errors > MAX_ERRORS:
                     raise
-                if num_faults == 1:
-                    self._watch.say(f"{fault.problem} Asking again.")
+                if num_errors == 1:
+                    self._observer.say(f"{error.problem} Asking again.")
             else:
-                self._tell(view)
-                if view.phase.is_over:
-                    self._tell_records()
-                    return view
-            self._pause()
+                self._describe(snapshot)
+                if snapshot.phase.is_over:
+                    self._news.report()
+                    return snapshot
+            for _ in range(round(POLL_SECONDS / TICK_SECONDS)):
+                self._news.report()
+                self._sleep(TICK_SECONDS)
 
-    def _pause(self) -> None:
-        for _ in range(round(POLL_SECONDS / TICK_SECONDS)):
-            self._tell_records()
-            self._watch.tick()
-            self._sleep(TICK_SECONDS)
-
-    def _tell_records(self) -> None:
-        for record in [] if self._records is None else self._records.read():
-            self._watch.record(record)
-
-    def _tell(self, view: JobSnapshot) -> None:
-        if view.phase is not self._phase:
-            self._phase = view.phase
-            if view.phase is JobPhase.SUSPENDED:
-                self._watch.say("waiting in the queue; no pods yet")
-        for pod in view.pods:
+    def _describe(self, snapshot: JobSnapshot) -> None:
+        if snapshot.phase is not self._phase:
+            self._phase = snapshot.phase
+            if snapshot.phase is JobPhase.SUSPENDED:
+                self._observer.say("waiting in the queue; no pods yet")
+        for pod in snapshot.pods:
             text = describe_pod(pod)
-            if self._told.get(pod.name) != text:
-                self._told[pod.name] = text
-                self._watch.say(text)
+            if self._described.get(pod.name) != text:
+                self._described[pod.name] = text
+                self._observer.say(text)
 
 
 def describe_pod(pod: PodState) -> str:

@@ -1,12 +1,21 @@
-"""The cluster's nodes: which label keeps a job on the GPUs that its plan was made for."""
+"""The cluster's nodes: what can be planned for, and which label keeps a job on its GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
+from tightfit.clusters.kubernetes.client import KubernetesApi
 from tightfit.clusters.kubernetes.pod import Document
+from tightfit.clusters.site import Site
+from tightfit.core.errors import NotFoundError, SetupError, UsageError, UserError
+from tightfit.core.text import shorten
 from tightfit.hardware.catalogue import guess_gpu
-from tightfit.hardware.kubernetes import read_labels
+from tightfit.hardware.inventory import plannable_cluster
+from tightfit.hardware.kubernetes import RUNNING, build_inventory, read_labels
+from tightfit.hardware.resolve import resolve_hardware
+from tightfit.hardware.types import Cluster
+from tightfit.planning.plan import Plan
 
 _LABELS = (
     "nvidia.com/gpu.product",
@@ -58,3 +67,66 @@ def find_selector(
 def _labels_of(node: Document) -> Mapping[str, str]:
     labels = (node.get("metadata") or {}).get("labels") or {}
     return {str(key): str(value) for key, value in labels.items()}
+
+
+_NODES = "/api/v1/nodes"
+_PODS = "/api/v1/pods"
+_EXAMPLE = "--on 'k8s:2n x 4xA100-40GB'"
+
+
+def find_nodes(stated: str, api: KubernetesApi | None) -> Cluster:
+    """The nodes that the API server lists; by `stated` a node pool, or hardware in words."""
+    if api is None:
+        return _resolve(stated)
+    try:
+        nodes = _list(api, _NODES)
+    except SetupError as error:
+        if stated:
+            return _resolve(stated)
+        raise SetupError(error.problem, remedy=f"say what the nodes have: {_EXAMPLE}") from error
+    try:
+        pods: list[Document] | None = _list(api, _PODS, field_selector=RUNNING)
+    except SetupError:
+        pods = None  # often forbidden to plain users
+    try:
+        return plannable_cluster(build_inventory(nodes, pods, pool=stated or None))
+    except NotFoundError as error:
+        try:
+            return resolve_hardware(stated)
+        except UserError:
+            raise NotFoundError(
+                f"`{shorten(stated)}` is neither a node pool nor hardware. {error.problem}",
+                remedy=error.remedy,
+            ) from error
+
+
+def _resolve(stated: str) -> Cluster:
+    if not stated:
+        raise UsageError("No cluster is asked, so the nodes have to be named.", remedy=_EXAMPLE)
+    return resolve_hardware(stated)
+
+
+def _list(api: KubernetesApi, path: str, **query: str) -> list[Document]:
+    found = api.get_path(path, **query) or {}
+    return [item for item in found.get("items") or [] if isinstance(item, dict)]
+
+
+def select_plan_nodes(
+    plan: Plan, site: Site, api: KubernetesApi | None
+) -> tuple[dict[str, str], list[str]]:
+    """Labels for the pods, and a note where none keeps them on the plan's GPU."""
+    gpu = plan.hardware.node.gpu
+    if gpu.is_cpu or site.kubernetes.node_selector:
+        return {}, []
+    found: dict[str, str] | None = None
+    if api is not None:
+        with suppress(SetupError):
+            found = find_selector(
+                _list(api, _NODES), gpu_name=gpu.name, gpu_resource=site.kubernetes.gpu_resource
+            )
+    if found is not None:
+        return found, []
+    return {}, [
+        f"no node label is known that keeps the pods on {gpu.name}; where the cluster has other "
+        "GPUs too, set kubernetes.node_selector in site.yaml"
+    ]

@@ -22,10 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from tightfit.clusters.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEUE
-from tightfit.clusters.follow import LineFollower, MetricsFollower
+from tightfit.clusters.follow import RunFollower
 from tightfit.clusters.local.elastic import is_final
 from tightfit.clusters.local.outcome import (
     infer_outcome,
@@ -42,6 +41,7 @@ from tightfit.clusters.local.workers import (
     worker_command,
     worker_environment,
 )
+from tightfit.clusters.protocol import RunObserver
 from tightfit.clusters.rendezvous import Rendezvous
 from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
 from tightfit.core.files import write_atomic
@@ -49,7 +49,7 @@ from tightfit.core.units import render_bytes
 from tightfit.core.with_parent import bind_command
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan
-from tightfit.runs.metrics import PLAN_CHANGE, EventRecord, Record, append_record
+from tightfit.runs.metrics import PLAN_CHANGE, EventRecord, append_record
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 WAIT_STEP_SECONDS = 1.0
@@ -266,22 +266,6 @@ PAUSE_SECONDS = 5.0
 """Between starts after a node was lost, so that a broken network is not hammered."""
 
 
-class RunObserver(Protocol):
-    """Who is told what happens."""
-
-    def record(self, record: Record) -> None:
-        """A step, an evaluation or an event, as the worker wrote it."""
-
-    def line(self, line: str) -> None:
-        """A line of the workers' log."""
-
-    def say(self, text: str) -> None:
-        """A word of the launcher's own."""
-
-    def tick(self) -> None:
-        """Called a few times a second, whatever happens."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Job:
     run: RunFolder
@@ -290,12 +274,10 @@ class _Job:
     rendezvous: Rendezvous | None
     command: Sequence[str] | None
     is_trial: bool
-    records: MetricsFollower = field(init=False)
-    lines: LineFollower = field(init=False)
+    news: RunFollower = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = MetricsFollower(self.run.metrics_path, skip_existing=True)
-        self.lines = LineFollower(self.run.log_path, skip_existing=True)
+        self.news = RunFollower(self.run, self.watch)
 
     @property
     def mark(self) -> str:
@@ -355,7 +337,7 @@ def _run_plans(job: _Job) -> RunState:
                 problem=fault.problem,
                 remedy=fault.remedy,
             )
-        _report_news(job)
+        job.news.report()
         if job.wish.first is not None:
             return _with_interrupt_code(
                 make_outcome(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE), job.wish
@@ -424,7 +406,7 @@ def _follow(job: _Job, process: subprocess.Popen[bytes]) -> int:
     is_asked = is_ended = False
     while True:
         exit_code = process.poll()
-        _report_news(job)
+        job.news.report()
         if exit_code is not None:
             return exit_code
         if job.wish.first is not None and job.is_trial:
@@ -438,14 +420,6 @@ def _follow(job: _Job, process: subprocess.Popen[bytes]) -> int:
             job.watch.say("stopping at once; what came after the last checkpoint is lost")
             end_all(process.pid)
         time.sleep(POLL_SECONDS)
-
-
-def _report_news(job: _Job) -> None:
-    for line in job.lines.read():
-        job.watch.line(line)
-    for record in job.records.read():
-        job.watch.record(record)
-    job.watch.tick()
 
 
 def _pause(job: _Job) -> None:

@@ -62,6 +62,13 @@ def read_state(run: RunFolder) -> RunState | None:
         return None
 
 
+def run_error(state: RunState, *, remedy: str) -> UserError:
+    """The error that ended a failed run, as an exception; `remedy` where the run names none."""
+    error = UserError(state.problem or "The run failed.", remedy=state.remedy or remedy)
+    error.exit_code = state.exit_code or UserError.exit_code
+    return error
+
+
 def infer_outcome(
     run: RunFolder, before: RunSnapshot, *, exit_code: int, asked: signal.Signals | None
 ) -> RunState:

@@ -17,9 +17,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
-from tightfit.clusters.local.launcher import RunObserver, lock_path, run_job
+from tightfit.clusters.local.launcher import lock_path, run_job
 from tightfit.clusters.local.outcome import read_lines
 from tightfit.clusters.local.workers import end_all, find_leftovers
+from tightfit.clusters.protocol import RunObserver
 from tightfit.core.errors import SetupError
 from tightfit.planning.plan import Plan
 from tightfit.runs.report import PastRun, RunReport, read_run, report_run

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tightfit.clusters.follow import LineFollower, MetricsFollower
-from tightfit.clusters.local.launcher import RunObserver
+from tightfit.clusters.follow import RunFollower
+from tightfit.clusters.protocol import RunObserver
 from tightfit.clusters.slurm.queue import JobState, JobStatus, read_jobs
 from tightfit.core.errors import UserError
 from tightfit.hardware.commands import RunCommand, run_command
-from tightfit.runs.metrics import StepRecord
 from tightfit.runs.run_folder import RunFolder
 
 TICK_SECONDS = 0.3
@@ -36,21 +35,19 @@ class SlurmFollower:
         self,
         run: RunFolder,
         job_id: str,
-        watch: RunObserver,
+        observer: RunObserver,
         *,
         ask: RunCommand = run_command,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._run, self._job_id, self._watch = run, job_id, watch
+        self._job_id, self._observer = job_id, observer
         self._ask, self._sleep = ask, sleep
-        self._records = MetricsFollower(run.metrics_path)
-        self._lines = LineFollower(run.log_path, skip_existing=True)
-        self._told = ""
+        self._news = RunFollower(run, observer, shows_last_step=True)
+        self._described = ""
         self._num_looks = 0
-        self._catch_up()
 
     def wait(self) -> JobStatus:
-        """The job's last word."""
+        """The job's last status."""
         pause, silent_since = FIRST_POLL_SECONDS, None
         while True:
             try:
@@ -62,9 +59,9 @@ class SlurmFollower:
                 if now - silent_since > MAX_SILENCE_SECONDS:
                     raise
             else:
-                self._tell(status)
+                self._describe(status)
                 if self._is_last(status):
-                    self._tell_news()
+                    self._news.report()
                     return status
             self._tick_for(pause)
             pause = min(pause * 1.2, MAX_POLL_SECONDS)
@@ -77,33 +74,20 @@ class SlurmFollower:
         self._num_looks += 1
         return self._num_looks >= (NUM_LOOKS if is_unsure else 1)
 
-    def _tell(self, status: JobStatus) -> None:
+    def _describe(self, status: JobStatus) -> None:
         text = describe_status(status)
-        if text != self._told:
-            self._told = text
-            self._watch.say(text)
+        if text != self._described:
+            self._described = text
+            self._observer.say(text)
 
     def _tick_for(self, seconds: float) -> None:
         ends = time.monotonic() + seconds
         while True:
-            self._tell_news()
+            self._news.report()
             left = ends - time.monotonic()
             if left <= 0:
                 return
             self._sleep(min(TICK_SECONDS, left))
-
-    def _catch_up(self) -> None:
-        """Of what was done before, only where it stands."""
-        steps = [record for record in self._records.read() if isinstance(record, StepRecord)]
-        if steps:
-            self._watch.record(steps[-1])
-
-    def _tell_news(self) -> None:
-        for line in self._lines.read():
-            self._watch.line(line)
-        for record in self._records.read():
-            self._watch.record(record)
-        self._watch.tick()
 
 
 def describe_status(status: JobStatus) -> str:

@@ -1,0 +1,162 @@
+"""This machine behind the cluster protocol: a run in the background, in a session of its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tightfit.clusters.follow import RunFollower
+from tightfit.clusters.local.launcher import find_launcher
+from tightfit.clusters.local.outcome import read_state, run_error
+from tightfit.clusters.protocol import (
+    ClusterOptions,
+    Draft,
+    Job,
+    JobEnd,
+    JobSpec,
+    RunObserver,
+)
+from tightfit.clusters.site import Site
+from tightfit.core.errors import SetupError, UsageError, UserError
+from tightfit.core.files import write_atomic
+from tightfit.hardware.resolve import resolve_hardware
+from tightfit.hardware.types import Cluster
+from tightfit.planning.plan import Plan
+from tightfit.runs.run_folder import RunFolder, RunStatus
+
+SCRIPT_FILE = "job.sh"
+LOG_FILE = "local.out"
+TICK_SECONDS = 0.3
+
+
+class LocalBackend:
+    """`tightfit train RUN --as-planned`, which outlives the process that submitted it."""
+
+    title = "this machine"
+    takes: frozenset[str] = frozenset()
+    other_options = "leave it out    (this machine has no scheduler)"
+
+    def __init__(self, options: ClusterOptions, site: Site) -> None:
+        if options.time_limit is not None:
+            raise UsageError(
+                "`--time-limit` is for clusters with a scheduler.", remedy="leave it out"
+            )
+        self._hardware = options.target or "local"
+        self._site = site
+
+    def inventory(self) -> Cluster:
+        return resolve_hardware(self._hardware)
+
+    def check_files(self, files: Mapping[str, Path]) -> list[str]:  # noqa: ARG002
+        return []
+
+    def is_remote(self, folder: Path) -> bool:  # noqa: ARG002
+        return False
+
+    def translate_plan(self, plan: Plan) -> Plan:
+        return plan
+
+    def find_job(self, run: RunFolder) -> Job | None:
+        pid = find_launcher(run)
+        return None if pid is None else _make_job(run, pid)
+
+    def find_last_job(self, run: RunFolder) -> Job | None:  # noqa: ARG002
+        return None
+
+    def draft(self, spec: JobSpec) -> Draft:
+        if spec.plan.strategy.num_nodes > 1:
+            raise UsageError(
+                f"The plan is for {spec.plan.strategy.num_nodes} nodes, and this is one machine.",
+                remedy="--nodes 1, or --on slurm:PARTITION",
+            )
+        words = shlex.join(["tightfit", "train", str(spec.run), "--as-planned"])
+        return Draft(
+            spec=spec,
+            title="Command",
+            text=f"{words}\n",
+            file_name=SCRIPT_FILE,
+            details={"command": words},
+        )
+
+    def check(self, draft: Draft) -> str | None:  # noqa: ARG002
+        return None
+
+    def submit(self, draft: Draft) -> Job:
+        run = RunFolder(path=draft.spec.run)
+        write_atomic(run.path / SCRIPT_FILE, draft.text)
+        command = [sys.executable, "-m", "tightfit", "train", str(run.path), "--as-planned"]
+        try:
+            with (run.path / LOG_FILE).open("ab") as log:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **self._site.environment},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise SetupError(
+                f"Cannot start a run in {run.path}: {error.strerror or error}.",
+                remedy="choose a folder that is writable: --output FOLDER",
+            ) from error
+        return _make_job(run, process.pid)
+
+    def follow(self, job: Job, observer: RunObserver) -> JobEnd:
+        assert job.run is not None
+        news = RunFollower(job.run, observer, shows_last_step=True)
+        while _is_alive(int(job.job_id)):
+            news.report()
+            time.sleep(TICK_SECONDS)
+        news.report()
+        state = read_state(job.run)
+        log = shlex.quote(str(job.run.path / LOG_FILE))
+        if state is None or state.status in (RunStatus.PREPARED, RunStatus.RUNNING):
+            error: UserError | None = SetupError(
+                f"The run in {job.run.path} ended without a message.", remedy=f"less {log}"
+            )
+        else:
+            is_failed = state.status is RunStatus.FAILED
+            error = run_error(state, remedy=f"less {log}") if is_failed else None
+        return JobEnd(
+            state="unknown" if state is None else state.status.value,
+            exit_code=error.exit_code if error else (state and state.exit_code) or 0,
+            error=error,
+            details={"job_id": job.job_id},
+        )
+
+    def cancel(self, job: Job) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(int(job.job_id), signal.SIGTERM)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _make_job(run: RunFolder, pid: int) -> Job:
+    folder = shlex.quote(str(run.path))
+    return Job(
+        job_id=str(pid),
+        label=f"process {pid}",
+        run=run,
+        title=f"Started as process {pid}",
+        commands=(
+            f"tightfit submit {folder} --on local --follow    (follows it again)",
+            f"kill {pid}    (ends it; it saves first)",
+        ),
+        cancel_command=f"kill {pid}",
+        details={"job_id": str(pid)},
+    )
