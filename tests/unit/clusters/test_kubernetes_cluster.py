@@ -239,7 +239,7 @@ class TestFollow:
 
         server.on_get = go_on
         view = KubernetesFollower(
-            cluster, OBJECTS[-1], run=run, watch=notes, sleep=lambda _seconds: None
+            cluster, OBJECTS[-1], notes, run=run, sleep=lambda _seconds: None
         ).wait()
         assert view.phase is JobPhase.FAILED
         assert view.pods[0].exit_code == 5

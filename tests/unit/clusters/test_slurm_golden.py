@@ -1,6 +1,8 @@
 """Batch scripts word by word, from recipe to sbatch.
 
-After a wanted change: TIGHTFIT_GOLDEN=write python -m pytest tests/unit/clusters/test_slurm_golden.py
+After a wanted change:
+
+    TIGHTFIT_GOLDEN=write python -m pytest tests/unit/clusters/test_slurm_golden.py
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _watch(
     capacity = 0 if run is None else run.read_plan().estimate.gpu.capacity_bytes
     progress = Progress(num_steps=read_num_steps(), capacity_bytes=capacity)
     with open_display(progress, read_num_steps=read_num_steps, is_silent=as_json) as display:
-        return KubernetesFollower(cluster, leader, run=run, watch=display).wait()
+        return KubernetesFollower(cluster, leader, display, run=run).wait()
 
 
 def _ask_to_cancel(leader: Document) -> bool:

@@ -105,6 +105,25 @@ def lock_path(run: RunFolder, rendezvous: Rendezvous | None) -> Path:
     return run.path / f"launcher-{socket.gethostname() if rank is None else rank}.lock"
 
 
+def find_launcher(run: RunFolder) -> int | None:
+    """The process on this machine that is running the folder's plan."""
+    try:
+        handle = os.open(lock_path(run, None), os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _read_holder(handle)
+        is_here = holder is not None and holder[1] == socket.gethostname()
+        return holder[0] if holder is not None and is_here else None
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(handle)
+    return None
+
+
 def _write_holder(handle: int) -> None:
     holder = {"pid": os.getpid(), "host": socket.gethostname()}
     os.ftruncate(handle, 0)

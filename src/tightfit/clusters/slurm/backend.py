@@ -45,9 +45,9 @@ from tightfit.clusters.slurm.script import SCRIPT_FILE, TrainingJob, make_batch_
 from tightfit.clusters.slurm.shared_files import check_shared, is_this_machine
 from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.text import shorten
 from tightfit.core.units import parse_time_limit, render_seconds
 from tightfit.core.validation import printable
-from tightfit.core.text import shorten
 from tightfit.hardware.inventory import Inventory, plannable_cluster
 from tightfit.hardware.slurm import probe_slurm_inventory
 from tightfit.hardware.types import Cluster
