@@ -2,63 +2,229 @@
 
 from __future__ import annotations
 
-from tightfit.cli.flags.clusters import SubmitFlags
-from tightfit.core.errors import UsageError, UserError
-from tightfit.core.text import shorten
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-_KUBERNETES = ("k8s", "kubernetes")
+import typer
+
+from tightfit.cli.flags.clusters import SubmitFlags
+from tightfit.cli.terminal.output import announce, show_json, write_err, write_out
+from tightfit.core.errors import UserError
+from tightfit.core.text import sanitize
+
+if TYPE_CHECKING:
+    from tightfit.cli.submitting.submit import SubmitResult
+    from tightfit.clusters.protocol import JobEnd
+
+EXIT_INTERRUPTED = 130
 
 
 def submit(flags: SubmitFlags) -> None:
-    """To the scheduler that `--on`, the run or the recipe names."""
-    system = _find_system(flags)
-    if system in _KUBERNETES:
-        from tightfit.cli.submitting.kubernetes import submit_kubernetes
+    """Submit, show what was done, and follow the job to its end."""
+    from tightfit.cli.submitting.submit import SubmitStatus
+    from tightfit.cli.submitting.submit import submit as submit_job
 
-        submit_kubernetes(flags)
+    result = submit_job(flags)
+    if result.kept_run is not None:
+        write_err(f"the old run is kept in {result.kept_run}\n")
+    if result.status is SubmitStatus.FINISHED:
+        _show_finished(result, as_json=flags.as_json)
         return
-    if system != "slurm":
-        raise UsageError(
-            f"`--on {shorten(system)}` is no cluster that takes jobs.",
-            remedy="--on slurm:PARTITION or --on k8s    (on this machine: tightfit train)",
+    if result.status is SubmitStatus.DRAFTED:
+        _show_draft(result, as_json=flags.as_json)
+        return
+    if result.status is SubmitStatus.WRITTEN:
+        assert flags.write is not None
+        announce(flags.write)
+        if flags.as_json:
+            show_json({**_describe_draft(result), "wrote": str(flags.write)})
+        return
+    if result.status is SubmitStatus.SUBMITTED:
+        _show_submitted(result, as_json=flags.as_json, is_last=flags.follow is False)
+    if flags.follow is not False:
+        _follow(result, as_json=flags.as_json)
+
+
+def _show_finished(result: SubmitResult, *, as_json: bool) -> None:
+    from tightfit.cli.training.finish import find_artefact
+
+    assert result.run is not None
+    artefact = find_artefact(result.run)
+    if as_json:
+        show_json(
+            {
+                "run": str(result.run.path),
+                "artefact": None if artefact is None else str(artefact),
+                "exit_code": 0,
+                "notes": ["finished before; nothing was submitted"],
+            }
         )
-    _refuse_options_of_kubernetes(flags)
-    from tightfit.cli.submitting.slurm import submit_slurm
-
-    submit_slurm(flags)
-
-
-def _refuse_options_of_kubernetes(flags: SubmitFlags) -> None:
-    given = {"--as": flags.kind, "--write": flags.write, "--context": flags.context,
-             "--namespace": flags.namespace, "--stage": flags.stage or None}  # fmt: skip
-    option = next((name for name, value in given.items() if value is not None), None)
-    if option is not None:
-        raise UsageError(
-            f"`{option}` is for Kubernetes.",
-            remedy="leave it out    (--dry-run shows the batch script)",
-        )
+        return
+    where = f"; the result is in {artefact}" if artefact is not None else ""
+    write_out(f"{result.run.path} is finished{where}.\nTrain once more: add --again\n")
 
 
-def _find_system(flags: SubmitFlags) -> str:
-    """The first word of what names the cluster; slurm where nothing does."""
-    said = flags.on or _recorded(flags.job) or "slurm"
-    return said.partition(":")[0].strip().casefold()
+def _describe_draft(result: SubmitResult) -> dict[str, object]:
+    assert result.draft is not None
+    assert result.plan is not None
+    return {
+        "run": None if result.run is None else str(result.run.path),
+        "plan": result.plan.model_dump(mode="json"),
+        **result.draft.details,
+        "notes": list(result.notes),
+    }
 
 
-def _recorded(job: str) -> str | None:
-    """What the run was submitted to, or the recipe's `on`."""
-    from tightfit.cli.training.request import RECIPE_ENDINGS
-    from tightfit.cli.training.run_folder import read_run_recipe_file
-    from tightfit.core.recipe import read_recipe
-    from tightfit.runs.find import find_run
+def _show_draft(result: SubmitResult, *, as_json: bool) -> None:
+    """The plan, the script or manifest, and what the scheduler would do with it."""
+    assert result.draft is not None
+    answer, scheduler = result.scheduler_answer, result.backend.title
+    if as_json:
+        answers = {} if answer is None else {scheduler.lower(): answer}
+        show_json({**_describe_draft(result), **answers})
+        return
+    from tightfit.cli.terminal.screen import heading, plain, render_notes, show
 
-    run = find_run(job)
-    if run is not None:
-        wanted = read_run_recipe_file(run.path)
-        return None if wanted is None else wanted.recipe.on
-    if not job.lower().endswith(RECIPE_ENDINGS):
-        return None
+    _show_plan(result)
+    show([heading(result.draft.title), ""])
+    # Never wrapped: it is copied from the screen.
+    write_out("".join(f"{sanitize(line)}\n" for line in result.draft.text.splitlines()))
+    show(
+        [
+            *render_notes("Notes", list(result.notes)),
+            *render_notes(f"{scheduler} says", [answer] if answer else []),
+            "",
+            plain("Nothing was submitted: --dry-run."),
+        ]
+    )
+
+
+def _show_submitted(result: SubmitResult, *, as_json: bool, is_last: bool) -> None:
+    assert result.job is not None
+    if as_json:
+        if is_last:  # else the report is the one document
+            run = None if result.run is None else str(result.run.path)
+            show_json({"run": run, **result.job.details, "notes": list(result.notes)})
+        return
+    from tightfit.cli.terminal.screen import heading, render_notes, show
+
+    _show_plan(result)
+    show(
+        [
+            heading(result.job.title),
+            *render_notes("Notes", list(result.notes)),
+            *render_notes("Next", list(result.job.commands)),
+            "",
+        ]
+    )
+
+
+def _show_plan(result: SubmitResult) -> None:
+    from tightfit.cli.render.train import show_start
+    from tightfit.clusters.requirements import check_space, estimate_run_bytes
+
+    if result.run is not None and result.plan is not None:
+        free = check_space(result.run.path, result.plan)
+        needed = estimate_run_bytes(result.plan)
+        show_start(result.plan, folder=result.run.path, free_bytes=free, needed_bytes=needed)
+
+
+def _follow(result: SubmitResult, *, as_json: bool) -> None:
+    """Show the job to its end and exit with its code; Ctrl-C asks whether to cancel it."""
+    assert result.job is not None
+    is_cancelled = False
+    while True:
+        try:
+            end = _display(result, as_json=as_json)
+            break
+        except KeyboardInterrupt:
+            if is_cancelled or not _ask_to_cancel(result.job.label):
+                _leave(result)
+            is_cancelled = True
+            result.cancel()
+    error = None if is_cancelled else end.error
+    code = EXIT_INTERRUPTED if is_cancelled else end.exit_code
+    if error is None or not as_json:
+        _show_end(result, end, code=code, as_json=as_json)
+    if error is not None:
+        raise error
+    if code:
+        raise typer.Exit(code)
+
+
+def _display(result: SubmitResult, *, as_json: bool) -> JobEnd:
+    from tightfit.cli.terminal.run_display import Progress, open_display
+
+    run = result.run
+
+    def read_num_steps() -> int:
+        try:
+            return 0 if run is None else run.read_state().num_steps
+        except UserError:
+            return 0
+
+    capacity = 0 if run is None else run.read_plan().estimate.gpu.capacity_bytes
+    progress = Progress(num_steps=read_num_steps(), capacity_bytes=capacity)
+    with open_display(progress, read_num_steps=read_num_steps, is_silent=as_json) as display:
+        return result.follow(display)
+
+
+def _ask_to_cancel(label: str) -> bool:
+    """Only a clear yes; where nobody can answer, the job is left alone."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        return False
+    write_err(f"\nCancel {label}? It saves first. [y/N] ")
     try:
-        return read_recipe(job).on
+        return input().strip().casefold() in ("y", "yes")
+    except (EOFError, KeyboardInterrupt):
+        return False
+
+
+def _leave(result: SubmitResult) -> None:
+    assert result.job is not None
+    again = "the same command follows it again"
+    if result.run is not None:
+        again = f"follow it again: tightfit submit {shlex.quote(str(result.run.path))} --follow"
+    write_err(
+        f"\n{result.job.label} goes on without being watched; {again}; "
+        f"{result.job.cancel_command} ends it\n"
+    )
+    raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _show_end(result: SubmitResult, end: JobEnd, *, code: int, as_json: bool) -> None:
+    from tightfit.cli.training.finish import find_artefact
+    from tightfit.runs.report import make_report
+
+    run = result.run
+    try:
+        report = None if run is None else make_report(run)
     except UserError:
-        return None  # whoever reads it in earnest says what is wrong with it
+        report = None
+    artefact = None if run is None else find_artefact(run)
+    if as_json:
+        show_json(
+            {
+                "run": None if run is None else str(run.path),
+                **end.details,
+                "job_state": end.state,
+                "artefact": None if artefact is None else str(artefact),
+                "exit_code": code,
+                "report": None if report is None else report.model_dump(mode="json"),
+            }
+        )
+    elif report is not None and run is not None:
+        from tightfit.cli.render.train import show_end
+
+        notes = [f"queued again {end.num_restarts} times"] if end.num_restarts else []
+        show_end(report, folder=_relative(run.path), artefact=artefact, notes=notes)
+
+
+def _relative(path: Path) -> Path:
+    """As it is typed from here."""
+    try:
+        return path.relative_to(Path.cwd())
+    except ValueError:
+        return path

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.cli.submitting import follow as submit_follow
-from tightfit.clusters.slurm import follow
+from tightfit.clusters.slurm import backend, follow
 
 HERE = Path(__file__).parent
 SINFO = (
@@ -59,7 +58,7 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     write_site(tmp_path, "")
     monkeypatch.setattr(follow, "FIRST_POLL_SECONDS", 0.0)
     monkeypatch.setattr(follow, "MAX_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(submit_follow, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(backend, "SETTLE_SECONDS", 0.0)
     sys.path.insert(0, str(HERE.parent / "clusters"))
     yield
     sys.path.remove(str(HERE.parent / "clusters"))

@@ -15,7 +15,7 @@ from kubernetes_server import ApiServer, make_node, make_pod
 from small_models import make_llama, make_tokenizer
 from tightfit.cli.app import main
 from tightfit.cli.flags.clusters import SubmitFlags
-from tightfit.cli.submitting.kubernetes import submit_kubernetes
+from tightfit.cli.submitting.submit import submit
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
@@ -169,7 +169,7 @@ def test_dry_run_changes_nothing(world: World, server: ApiServer) -> None:
     code, out, err = world.submit("--dry-run")
     assert code == 0, err
     assert "kind: Job" in out
-    assert "Nothing was applied" in out
+    assert "Nothing was submitted" in out
     assert not jobs(server)
     assert not world.run.exists()
 
@@ -288,7 +288,7 @@ def test_options_that_only_kubernetes_has(world: World, server: ApiServer, tmp_p
     """As a dataclass with the fields of flags/kubernetes_options.py hands them over."""
     target = tmp_path / "job.yaml"
     given: dict[str, Any] = {"kind": "job", "write": target, "namespace": "other", "stage": True}
-    submit_kubernetes(
+    submit(
         SubmitFlags(
             job=str(world.model),
             data=world.data,
@@ -306,7 +306,7 @@ def test_options_that_only_kubernetes_has(world: World, server: ApiServer, tmp_p
     with pytest.raises(UsageError, match="--dry-run"):
         submit_kubernetes(SubmitFlags(job=str(world.run), on="k8s:T4", dry_run=True, **given))
     with pytest.raises(UsageError, match="stage a model"):
-        submit_kubernetes(
+        submit(
             SubmitFlags(job=str(world.run), on="k8s:T4", **{**given, "kind": "trainjob"})
         )
     with pytest.raises(UsageError, match="no context `far`"):

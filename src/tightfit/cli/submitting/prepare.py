@@ -12,7 +12,6 @@ from typing import Protocol, TypeVar
 
 from tightfit.cli.flags.clusters import SubmitFlags
 from tightfit.cli.flags.training import TrainFlags
-from tightfit.cli.terminal.output import write_err
 from tightfit.cli.training.plan import PlannedJob, plan_job, reuse_plan
 from tightfit.cli.training.request import RunRecipe
 from tightfit.cli.training.run_folder import (
@@ -193,14 +192,16 @@ def prepare_run(
         yield PreparedRun(group=group, wanted=wanted, ready=ready, begun=begun, workplace=workplace)
 
 
-def write_prepared_run(prepared: PreparedRun) -> None:
-    """Write the run's folder; a run that lies there is kept under another name."""
+def write_prepared_run(prepared: PreparedRun) -> Path | None:
+    """Write the run's folder; returns where a run that was there is kept."""
     place, ready = prepared.workplace, prepared.ready
+    kept = None
     if place.cache not in (None, place.run.path):  # an old run is there
-        write_err(f"the old run is kept in {move_aside(place.run.path)}\n")
+        kept = move_aside(place.run.path)
         place.run.path.mkdir()
         ready = move_tokens(ready, place.cache, place.run.path)
     write_folder(place.run, prepared.wanted, ready, prepared.begun)
+    return kept
 
 
 def find_base(runs: str | None) -> Path:
