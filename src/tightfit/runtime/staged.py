@@ -1,7 +1,7 @@
 """Copies of models in RAM disks: what a staged copy is, and the one that may be used for a folder.
 
-`clusters/staging` writes what is defined here. A copy lies in `PLACE/tightfit-UID/KEY`, its manifest
-beside it as `KEY.json`: the copy itself holds the model's files and nothing else.
+`clusters/staging` writes what is defined here. A copy lies in `PLACE/tightfit-UID/KEY`, its
+manifest beside it as `KEY.json`: the copy itself holds the model's files and nothing else.
 """
 
 from __future__ import annotations

@@ -304,10 +304,8 @@ def test_options_that_only_kubernetes_has(world: World, server: ApiServer, tmp_p
     assert f"tightfit stage {world.model} " in pod["initContainers"][0]["args"][1]
     assert server.requests == []
     with pytest.raises(UsageError, match="--dry-run"):
-        submit_kubernetes(SubmitFlags(job=str(world.run), on="k8s:T4", dry_run=True, **given))
+        submit(SubmitFlags(job=str(world.run), on="k8s:T4", dry_run=True, **given))
     with pytest.raises(UsageError, match="stage a model"):
-        submit(
-            SubmitFlags(job=str(world.run), on="k8s:T4", **{**given, "kind": "trainjob"})
-        )
+        submit(SubmitFlags(job=str(world.run), on="k8s:T4", **{**given, "kind": "trainjob"}))
     with pytest.raises(UsageError, match="no context `far`"):
-        submit_kubernetes(SubmitFlags(job=str(world.run), on="k8s", context="far"))
+        submit(SubmitFlags(job=str(world.run), on="k8s", context="far"))
