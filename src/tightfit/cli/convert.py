@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 
 from tightfit.api.options import choices
-from tightfit.api.options.export import CONVERT_DTYPES, CONVERT_FORMATS
 from tightfit.cli.flags.export import ConvertFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
@@ -17,6 +16,7 @@ from tightfit.cli.terminal.screen import Column, heading, make_table, plain, ren
 from tightfit.core.text import sanitize
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.export.convert import ConvertResult
+from tightfit.export.formats import CONVERT_DTYPES, CONVERT_FORMATS
 
 if TYPE_CHECKING:
     from tightfit.export.convert import ConvertForecast, ConvertSource

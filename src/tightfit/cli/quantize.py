@@ -13,7 +13,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from tightfit.api.options import choices
-from tightfit.api.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS
 from tightfit.cli.flags.export import QuantizeFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
@@ -30,13 +29,14 @@ from tightfit.core.errors import CheckFailedError, SetupError, UsageError, UserE
 from tightfit.core.progress import Progress
 from tightfit.core.text import shorten
 from tightfit.core.units import render_bytes, render_seconds
+from tightfit.export.formats import GPTQ_TOOLS, format_words
 from tightfit.export.quantize.summary import QuantizedModel, QuantizeStatus, QuantizeSummary
 from tightfit.export.verify.verdict import Level
 
 if TYPE_CHECKING:
     from tightfit.export.formats import ExportFormat
-    from tightfit.export.quantize.forecast import QuantizeForecast
     from tightfit.export.quantize.quantize import QuantizeCheck
+    from tightfit.export.quantize.summary import QuantizeForecast
     from tightfit.export.verify.verdict import Verdict
     from tightfit.runtime.artefacts import Artefact
 
@@ -102,9 +102,9 @@ def _table(summary: QuantizeSummary) -> RenderableType:
 def _row(row: QuantizedModel, *, is_checked: bool) -> list[Cell]:
     verdict = Text(_verdict(row), style=_STYLES[row.standing])
     if row.standing is QuantizeStatus.FAILED:
-        return [row.target.value, *[""] * (8 if is_checked else 4), verdict]
+        return [row.target.name, *[""] * (8 if is_checked else 4), verdict]
     cells: list[Cell] = [
-        row.target.value,
+        row.target.name,
         f"{row.bits_per_weight:.2f}",
         render_bytes(row.size_bytes),
         f"{100 * row.of_original_fraction:.0f}%",
@@ -120,7 +120,7 @@ def _memory(summary: QuantizeSummary) -> Iterator[str]:
         if row.predicted is not None and row.peak_host_bytes:
             memory, disk = row.predicted.host_bytes, row.predicted.disk_bytes
             yield (
-                f"{row.target.value}: memory {render_bytes(memory)}, measured "
+                f"{row.target.name}: memory {render_bytes(memory)}, measured "
                 f"{render_bytes(row.peak_host_bytes)}; disk {render_bytes(disk)}, measured "
                 f"{render_bytes(row.size_bytes)}"
             )
@@ -162,7 +162,7 @@ def _notes(summary: QuantizeSummary) -> Iterator[str]:
         if row.check is not None:
             for finding in row.check.findings:
                 if finding.level is not Level.NOTE:
-                    yield f"{row.target.value}: {finding.text}"
+                    yield f"{row.target.name}: {finding.text}"
     yield from summary.notes
 
 
@@ -171,24 +171,24 @@ def quantize(flags: QuantizeFlags) -> None:
     if not flags.to:
         raise UsageError(
             "No format to quantize to was named.",
-            remedy=f"tightfit quantize {shorten(flags.model)} --to {'|'.join(QUANTIZE_FORMATS)}",
+            remedy=f"tightfit quantize {shorten(flags.model)} --to {'|'.join(format_words())}",
         )
     tool = GPTQ_TOOLS[0]
     if flags.gptq_tool is not None:
         tool = choices.read_word(flags.gptq_tool, GPTQ_TOOLS, option="--gptq-tool")
     require_packages("Quantizing", "torch", "transformers", "gguf", extra="quantize")
     from tightfit.export.formats import read_formats
+    from tightfit.export.quantize.job import QuantizeSettings
     from tightfit.export.quantize.quantize import QuantizeRequest, quantize_model
-    from tightfit.export.quantize.quantizer import QuantizeOptions
 
     targets = read_formats(flags.to)
     with progress_bar() as report, _errors_reported():
         summary = quantize_model(
             QuantizeRequest(
                 model=flags.model,
-                targets=targets,
+                formats=targets,
                 out=None if flags.out is None else Path(flags.out).expanduser(),
-                options=QuantizeOptions(
+                options=QuantizeSettings(
                     calibrate=flags.calibrate,
                     num_rows=flags.rows,
                     iters=flags.iters,
@@ -245,14 +245,14 @@ def _find_error(summary: QuantizeSummary, targets: Sequence[ExportFormat]) -> Us
         if row.standing is QuantizeStatus.REJECTED and row.check is not None:
             first = next(f for f in row.check.findings if f.level is Level.FAIL)
             return CheckFailedError(
-                f"{row.target.value} is not good enough to be used: {first.text} It is kept as "
+                f"{row.target.name} is not good enough to be used: {first.text} It is kept as "
                 f"{row.path}.",
                 remedy=first.remedy or "choose a width with more bits, or calibrate on more data",
             )
     for row in rows:
         if row.standing is QuantizeStatus.FAILED:
             return UserError(
-                f"{row.target.value} could not be made: {row.problem}",
+                f"{row.target.name} could not be made: {row.problem}",
                 remedy=row.remedy or "run the same command again; what is done stays done",
             )
     return None
@@ -281,7 +281,7 @@ def _announce_forecasts(forecasts: Mapping[ExportFormat, QuantizeForecast]) -> N
     """What is to come, on stderr: stdout is for the table."""
     for target, forecast in forecasts.items():
         write_err(
-            f"{target.value}: about {render_bytes(forecast.disk_bytes)} on disk, "
+            f"{target.name}: about {render_bytes(forecast.disk_bytes)} on disk, "
             f"{render_bytes(forecast.host_bytes)} of memory, "
             f"{render_seconds(forecast.seconds)} (rough)\n"
         )

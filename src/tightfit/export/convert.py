@@ -142,7 +142,6 @@ def _require_plain(artefact: Artefact) -> None:
 
 # Models from one format to another: Meta's own, Hugging Face's, llama.cpp's.
 
-DTYPES = ("f32", "f16", "bf16")
 _TORCH_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _ConvertPlan = GgufPlan | MetaPlan | UnpackPlan
 

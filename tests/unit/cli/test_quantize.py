@@ -14,9 +14,6 @@ import pytest
 from cli_run import run_here
 
 from small_models import make_llama
-from tightfit.api.options.export import GPTQ_TOOLS, QUANTIZE_FORMATS
-from tightfit.export.formats import FORMAT_NAMES
-from tightfit.export.quantize.gptq_worker import AUTO_ROUND, GPTQMODEL
 
 pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
 pytest.importorskip("xllamacpp", reason="pip install 'tightfit[gguf]'")
@@ -26,16 +23,16 @@ KILLED_IN_Q4 = """
 import os, signal, sys
 from pathlib import Path
 from tightfit.export.quantize.quantize import QuantizeRequest, quantize_model
-from tightfit.export.quantize.make import MakeOptions
-from tightfit.export.quantize.targets import read_targets
+from tightfit.export.formats import read_formats
+from tightfit.export.quantize.job import QuantizeSettings
 
 def report(what, done, of):
     if what == "q4_k_m":
         os.kill(os.getpid(), signal.SIGKILL)
 
 quantize_model(QuantizeRequest(
-    model=sys.argv[1], out=Path(sys.argv[2]), targets=read_targets(sys.argv[3:]),
-    options=MakeOptions(with_importance=False), report=report,
+    model=sys.argv[1], out=Path(sys.argv[2]), formats=read_formats(sys.argv[3:]),
+    options=QuantizeSettings(with_importance=False), report=report,
 ))
 """
 
@@ -48,11 +45,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return make_llama(tmp_path / "tiny", hidden_size=256, intermediate_size=256)
-
-
-def test_the_flags_offer_what_the_room_knows() -> None:
-    assert QUANTIZE_FORMATS == FORMAT_NAMES
-    assert GPTQ_TOOLS == (AUTO_ROUND, GPTQMODEL)
 
 
 def test_a_format_must_be_named_and_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from small_models import make_llama
-from tightfit.export.formats import ExportFormat
-from tightfit.export.quantize.quantizer import pack_bits
+from tightfit.core.dtypes import Dtype
+from tightfit.export.quantize.bitsandbytes import save_quantized
 
 pytest.importorskip("bitsandbytes", reason="pip install 'tightfit[bits]'")
 pytestmark = [
@@ -21,11 +21,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("target", "least", "most_bytes"),
-    [(ExportFormat.NF4, 0.9, 0.2), (ExportFormat.INT8, 0.99, 0.35)],
+    ("dtype", "least", "most_bytes"),
+    [(Dtype.NF4, 0.9, 0.2), (Dtype.INT8, 0.99, 0.35)],
 )
 def test_transformers_loads_it_and_it_says_nearly_the_same(
-    tmp_path: Path, target: ExportFormat, least: float, most_bytes: float
+    tmp_path: Path, dtype: Dtype, least: float, most_bytes: float
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +36,7 @@ def test_transformers_loads_it_and_it_says_nearly_the_same(
     folder = tmp_path / "packed"
     folder.mkdir()
 
-    pack_bits(model, model, target, folder)
+    save_quantized(model, model, dtype, folder)
 
     tokens = torch.arange(4, 100)[None]
     with torch.no_grad():

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from small_models import TEMPLATE, make_llama
 from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.export import formats
 from tightfit.export.convert import GgufRequest, convert_to_gguf
-from tightfit.export.formats import ExportFormat, read_formats
+from tightfit.export.formats import ExportFormat, list_formats, read_formats
+from tightfit.export.quantize.calibration import Importance
 from tightfit.export.quantize.gguf import (
-    Importance,
     ModelFacts,
     RequantizeRequest,
     TensorShape,
@@ -38,48 +39,48 @@ ALL_14 = tuple(range(40))
 # What llama.cpp's own quantizer gives these two models, beside its main type. Source:
 # tests/snapshots/qwen3-14b.schema and meta-llama-3.1-70b-instruct.schema, llama.cpp b21e4de.
 PUBLISHED: dict[tuple[str, ExportFormat], dict[tuple[str, str], tuple[int, ...]]] = {
-    ("qwen3-14b", ExportFormat.Q2_K): {
+    ("qwen3-14b", formats.Q2_K): {
         ("attn_output", "Q3_K"): ALL_14,
         ("attn_v", "Q4_K"): ALL_14,
         ("ffn_down", "Q3_K"): ALL_14,
     },
-    ("qwen3-14b", ExportFormat.Q3_K_M): {
+    ("qwen3-14b", formats.Q3_K_M): {
         ("attn_output", "Q4_K"): ALL_14,
         ("attn_v", "Q5_K"): (0, 1),
         ("attn_v", "Q4_K"): ALL_14[2:],
         ("ffn_down", "Q5_K"): (0, 1),
         ("ffn_down", "Q4_K"): ALL_14[2:],
     },
-    ("qwen3-14b", ExportFormat.Q4_K_M): {
+    ("qwen3-14b", formats.Q4_K_M): {
         ("attn_v", "Q6_K"): Q14_MORE,
         ("ffn_down", "Q6_K"): Q14_MORE,
     },
-    ("qwen3-14b", ExportFormat.Q5_K_M): {
+    ("qwen3-14b", formats.Q5_K_M): {
         ("attn_v", "Q6_K"): Q14_MORE,
         ("ffn_down", "Q6_K"): Q14_MORE,
     },
-    ("qwen3-14b", ExportFormat.Q6_K): {},
-    ("llama-70b", ExportFormat.Q2_K): {
+    ("qwen3-14b", formats.Q6_K): {},
+    ("llama-70b", formats.Q2_K): {
         ("attn_output", "Q3_K"): ALL_70,
         ("attn_v", "Q5_K"): ALL_70,
         ("ffn_down", "Q3_K"): ALL_70,
     },
-    ("llama-70b", ExportFormat.Q3_K_M): {
+    ("llama-70b", formats.Q3_K_M): {
         ("attn_output", "Q4_K"): ALL_70,
         ("attn_v", "Q5_K"): ALL_70,
         ("ffn_down", "Q5_K"): ALL_70[:5],
         ("ffn_down", "Q4_K"): ALL_70[5:],
     },
-    ("llama-70b", ExportFormat.Q4_K_M): {
+    ("llama-70b", formats.Q4_K_M): {
         ("attn_v", "Q6_K"): Q70_MORE,
         ("attn_v", "Q5_K"): tuple(sorted(set(ALL_70) - set(Q70_MORE))),
         ("ffn_down", "Q6_K"): Q70_MORE,
     },
-    ("llama-70b", ExportFormat.Q5_K_M): {
+    ("llama-70b", formats.Q5_K_M): {
         ("attn_v", "Q6_K"): Q70_MORE,
         ("ffn_down", "Q6_K"): Q70_MORE,
     },
-    ("llama-70b", ExportFormat.Q6_K): {},
+    ("llama-70b", formats.Q6_K): {},
 }
 MODELS = {
     "qwen3-14b": (
@@ -94,12 +95,12 @@ MODELS = {
     ),
 }
 MAIN = {
-    ExportFormat.Q8_0: "Q8_0",
-    ExportFormat.Q6_K: "Q6_K",
-    ExportFormat.Q5_K_M: "Q5_K",
-    ExportFormat.Q4_K_M: "Q4_K",
-    ExportFormat.Q3_K_M: "Q3_K",
-    ExportFormat.Q2_K: "Q2_K",
+    formats.Q8_0: "Q8_0",
+    formats.Q6_K: "Q6_K",
+    formats.Q5_K_M: "Q5_K",
+    formats.Q4_K_M: "Q4_K",
+    formats.Q3_K_M: "Q3_K",
+    formats.Q2_K: "Q2_K",
 }
 
 
@@ -143,9 +144,7 @@ def test_the_mixture_is_the_one_llama_cpp_publishes(model: str, target: ExportFo
 def test_a_tied_embedding_is_quantized_as_the_head_it_is() -> None:
     facts, width, inner = MODELS["qwen3-14b"]
 
-    mixture = choose_mixture(
-        list_tensors(facts, width, inner, is_tied=True), facts, ExportFormat.Q4_K_M
-    )
+    mixture = choose_mixture(list_tensors(facts, width, inner, is_tied=True), facts, formats.Q4_K_M)
 
     assert mixture.types["token_embd.weight"] == "Q6_K"
 
@@ -156,7 +155,7 @@ def test_eight_experts_keep_keys_and_values_at_eight_bits() -> None:
     tensors = list_tensors(facts, width, inner, is_tied=False)
     tensors.append(TensorShape(name="blk.0.ffn_gate_inp.weight", shape=(8, width)))
 
-    types = choose_mixture(tensors, facts, ExportFormat.Q4_K_M).types
+    types = choose_mixture(tensors, facts, formats.Q4_K_M).types
 
     assert {types["blk.5.attn_k.weight"], types["blk.5.attn_v.weight"]} == {"Q8_0"}
     assert types["blk.5.attn_output.weight"] == "Q5_K"
@@ -170,7 +169,7 @@ def test_falcon_has_rules_of_its_own() -> None:
         TensorShape(name=f"blk.{layer}.ffn_down.weight", shape=(4096, 4096)) for layer in range(32)
     ]
 
-    types = choose_mixture(tensors, facts, ExportFormat.Q4_K_M).types
+    types = choose_mixture(tensors, facts, formats.Q4_K_M).types
 
     assert types["output.weight"] == "Q8_0"
     assert [types[f"blk.{layer}.ffn_down.weight"] for layer in (0, 1, 2, 4, 5)] == [
@@ -229,7 +228,7 @@ def test_the_file_loads_in_llama_cpp_and_says_nearly_the_same(plain: Path, tmp_p
     target = tmp_path / "model-q8_0.gguf"
     tokens = list(range(4, 68))
 
-    done = requantize_gguf(RequantizeRequest(source=plain, target=target, kind=ExportFormat.Q8_0))
+    done = requantize_gguf(RequantizeRequest(source=plain, target=target, kind=formats.Q8_0))
 
     with LlamaModel(plain) as model:
         before = model.logits(tokens)
@@ -250,9 +249,7 @@ def test_metadata_travels_and_names_the_importance(plain: Path, tmp_path: Path) 
     )
 
     done = requantize_gguf(
-        RequantizeRequest(
-            source=plain, target=target, kind=ExportFormat.Q4_K_M, importance=importance
-        )
+        RequantizeRequest(source=plain, target=target, kind=formats.Q4_K_M, importance=importance)
     )
 
     old, new = read_fields(plain), read_fields(target)
@@ -282,16 +279,16 @@ def test_threads_and_slices_change_nothing(
 ) -> None:
     one, several = tmp_path / "one.gguf", tmp_path / "several.gguf"
 
-    requantize_gguf(RequantizeRequest(source=plain, target=one, kind=ExportFormat.Q3_K_M))
+    requantize_gguf(RequantizeRequest(source=plain, target=one, kind=formats.Q3_K_M))
     monkeypatch.setattr("tightfit.export.quantize.gguf.SLICE_VALUES", 5000)
     requantize_gguf(
-        RequantizeRequest(source=plain, target=several, kind=ExportFormat.Q3_K_M, num_threads=3)
+        RequantizeRequest(source=plain, target=several, kind=formats.Q3_K_M, num_threads=3)
     )
 
     assert one.read_bytes() == several.read_bytes()
 
 
-@pytest.mark.parametrize("target", [t for t in ExportFormat if t.value.startswith("q")])
+@pytest.mark.parametrize("target", [t for t in list_formats() if t.suffix == ".gguf"])
 def test_the_size_is_known_before(plain: Path, tmp_path: Path, target: ExportFormat) -> None:
     path = tmp_path / "out.gguf"
     predicted = estimate_gguf_bytes(open_plain_gguf(plain), target)
@@ -309,7 +306,7 @@ def test_an_interrupt_leaves_nothing(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         requantize_gguf(
             RequantizeRequest(
-                source=plain, target=tmp_path / "out.gguf", kind=ExportFormat.Q8_0, report=stop
+                source=plain, target=tmp_path / "out.gguf", kind=formats.Q8_0, report=stop
             )
         )
 
@@ -318,13 +315,11 @@ def test_an_interrupt_leaves_nothing(plain: Path, tmp_path: Path) -> None:
 
 def test_a_quantized_file_is_not_quantized_again(plain: Path, tmp_path: Path) -> None:
     first = tmp_path / "first.gguf"
-    requantize_gguf(RequantizeRequest(source=plain, target=first, kind=ExportFormat.Q8_0))
+    requantize_gguf(RequantizeRequest(source=plain, target=first, kind=formats.Q8_0))
 
     with pytest.raises(InvalidInputError, match="quantized already"):
         requantize_gguf(
-            RequantizeRequest(
-                source=first, target=tmp_path / "second.gguf", kind=ExportFormat.Q4_K_M
-            )
+            RequantizeRequest(source=first, target=tmp_path / "second.gguf", kind=formats.Q4_K_M)
         )
 
 
@@ -338,13 +333,13 @@ def test_values_that_are_no_numbers_are_refused(plain: Path, tmp_path: Path) -> 
 
     with pytest.raises(InvalidInputError, match=r"blk\.1\.ffn_up\.weight"):
         requantize_gguf(
-            RequantizeRequest(source=broken, target=tmp_path / "out.gguf", kind=ExportFormat.Q8_0)
+            RequantizeRequest(source=broken, target=tmp_path / "out.gguf", kind=formats.Q8_0)
         )
     assert list(tmp_path.iterdir()) == [broken]
 
 
 def test_targets_are_read_by_name_once_each() -> None:
-    assert read_formats(["Q4_K_M,nf4", "q4_k_m"]) == (ExportFormat.Q4_K_M, ExportFormat.NF4)
-    assert read_formats(["all"]) == tuple(ExportFormat)
+    assert read_formats(["Q4_K_M,nf4", "q4_k_m"]) == (formats.Q4_K_M, formats.NF4)
+    assert read_formats(["all"]) == list_formats()
     with pytest.raises(UsageError, match="q4_k_m"):
         read_formats(["q4_k_n"])

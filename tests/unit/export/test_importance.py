@@ -11,7 +11,7 @@ import pytest
 from small_models import SENTENCES, make_llama
 from tightfit.core.errors import InvalidInputError
 from tightfit.export.convert import GgufRequest, convert_to_gguf
-from tightfit.export.formats import ExportFormat
+from tightfit.export.formats import Q4_K_M
 from tightfit.export.quantize.calibration import (
     Calibration,
     CalibrationRequest,
@@ -64,7 +64,7 @@ def test_it_is_the_mean_square_of_each_input(model: Path) -> None:
 
 def test_every_quantized_matrix_but_embedding_and_head_has_one(model: Path, tmp_path: Path) -> None:
     plain = convert_to_gguf(GgufRequest(source=model, target=tmp_path / "m.gguf", dtype="f32"))
-    wanted = set(plan_mixture(gguf.GGUFReader(plain), ExportFormat.Q4_K_M).types)
+    wanted = set(plan_mixture(gguf.GGUFReader(plain), Q4_K_M).types)
 
     found = read_importance(measure_importance(model, make_calibration(), architecture="llama"))
 

@@ -307,7 +307,7 @@ _MEASURE = """
 import sys
 from pathlib import Path
 import peft, torch, transformers
-from tightfit.export.merge.merge import MergeRequest, merge_adapter
+from tightfit.export.merge import MergeRequest, merge_adapter
 from tightfit.runtime.artefacts import find_artefact
 import psutil
 artefact = find_artefact(sys.argv[1])

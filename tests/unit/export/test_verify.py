@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from small_models import make_llama
 from tightfit.cli.app import main
 from tightfit.core.errors import InvalidInputError
+from tightfit.export.formats import LIMITS, StepKind
 from tightfit.export.merge import MergeRequest, merge_adapter
-from tightfit.export.verify.judge import LIMITS, recognise_step
+from tightfit.export.verify.judge import recognise_step
 from tightfit.export.verify.scores import (
     ScoreStore,
     compare_scores,
@@ -26,7 +27,7 @@ from tightfit.export.verify.scores import (
     estimate_share,
     summarise,
 )
-from tightfit.export.verify.verdict import Comparison, Level, StepKind, Verdict
+from tightfit.export.verify.verdict import Comparison, Level, Verdict
 from tightfit.export.verify.verify import VerifyRequest, verify_models
 from tightfit.runtime.artefacts import find_artefact
 

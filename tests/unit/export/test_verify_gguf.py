@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from small_models import make_llama
 from tightfit.export.convert import GgufRequest, convert_to_gguf
-from tightfit.export.verify.verdict import Comparison, StepKind
+from tightfit.export.formats import StepKind
+from tightfit.export.verify.verdict import Comparison
 from tightfit.export.verify.verify import VerifyRequest, verify_models
 from tightfit.runtime.artefacts import find_artefact
 from tightfit.runtime.llama_cpp import has_llama

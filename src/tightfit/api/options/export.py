@@ -17,6 +17,7 @@ from tightfit.api.options.common import (
 )
 from tightfit.api.options.declare import Argument, Option
 from tightfit.api.options.engines import Device, Threads, natural_option
+from tightfit.export.formats import CONVERT_DTYPES, CONVERT_FORMATS, GPTQ_TOOLS, format_words
 
 METRICS = ("auto", "loss", "exact", "rouge", "execution")
 MAX_EVAL_ROWS = 10**9
@@ -204,9 +205,6 @@ class MergeOptions:
 
 # What `tightfit convert` accepts.
 
-CONVERT_FORMATS = ("gguf", "hf")
-CONVERT_DTYPES = ("f16", "bf16", "f32")
-
 CONVERT_EXAMPLES = """\b
 Examples:
   tightfit convert ./my-model --to gguf
@@ -264,13 +262,6 @@ class ConvertOptions:
 
 # What `tightfit quantize` accepts.
 
-QUANTIZE_FORMATS = (
-    "gptq-8", "gptq-4", "gptq-3", "gptq-2", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k",
-    "nf4", "int8", "all",
-)  # fmt: skip
-"""Of `export/formats.py`, repeated so that `--help` needs no more; a test holds them
-together."""
-GPTQ_TOOLS = ("auto-round", "gptqmodel")
 MAX_CALIBRATION_ROWS = 65_536
 MAX_ITERS = 10_000
 MAX_QUALITY_TOKENS = 10**7
@@ -311,9 +302,9 @@ class QuantizeOptions:
         list[str] | None,
         Option(
             "--to",
-            metavar="|".join(QUANTIZE_FORMATS),
+            metavar="|".join(format_words()),
             help="The format. Repeatable; all: every one, with a table to compare them.",
-            complete=choices.offer(QUANTIZE_FORMATS),
+            complete=choices.offer(format_words()),
             show_default=False,
         ),
     ] = None

@@ -16,7 +16,6 @@ from tightfit.core.strategy import MAX_SEQ_LEN
 from tightfit.core.training import DataSource, TrainOn
 from tightfit.data.encode import EncodeRequest, encode_dataset
 from tightfit.data.token_store import TokenStore
-from tightfit.export.quantize.gguf import Importance
 from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.load import LoadRequest, load_base
 
@@ -156,12 +155,23 @@ def _fill_rows(store: TokenStore, *, num_rows: int, length: int) -> NDArray[np.i
     return np.ascontiguousarray(whole[: found * length], dtype=np.int32).reshape(found, length)
 
 
-# Importance: the mean square of each input of each matrix on calibration text, kept as a file.
+# Importance of matrix inputs, cached as a file in llama.cpp's own format.
 
 RowCallback = Callable[[int, int], None]
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 """Endings of llama.cpp's own importance files. Source: tools/imatrix/imatrix.cpp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importance:
+    """How much each input of each tensor matters: the mean square it carries on real text."""
+
+    values: Mapping[str, NDArray[np.float32]]
+    """By the tensor's name in the GGUF file."""
+    file: str
+    dataset: str
+    num_chunks: int
 
 
 @dataclass(slots=True, kw_only=True)

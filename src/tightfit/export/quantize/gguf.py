@@ -5,38 +5,62 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import sync
-from tightfit.export.formats import ExportFormat
+from tightfit.export.convert import GgufRequest, convert_to_gguf
+from tightfit.export.formats import Q2_K, Q3_K_M, Q4_K_M, Q5_K_M, Q6_K, Q8_0, ExportFormat
+from tightfit.export.quantize.calibration import Importance, measure_importance, read_importance
+from tightfit.export.quantize.job import PROCESS_BYTES, QuantizeJob, QuantizeMeasurement
+from tightfit.export.quantize.summary import QuantizeForecast
+from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
+from tightfit.models.spec import ModelSpec
 from tightfit.runtime.llama_cpp import REMEDY, load_library
+from tightfit.runtime.model_files import locate_model
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 
-# Which type each tensor of a GGUF file gets, by the rules of llama.cpp's own quantizer.
+# The type of each tensor, by the rules of llama.cpp's own quantizer.
+# Source: `llama_tensor_get_type_impl`, `tensor_allows_quantization` and `tensor_type_fallback` in
+# github.com/ggml-org/llama.cpp, src/llama-quant.cpp, commit b21e4de (August 2026).
 
-MAIN_TYPES = {
-    ExportFormat.Q8_0: "Q8_0",
-    ExportFormat.Q6_K: "Q6_K",
-    ExportFormat.Q5_K_M: "Q5_K",
-    ExportFormat.Q4_K_M: "Q4_K",
-    ExportFormat.Q3_K_M: "Q3_K",
-    ExportFormat.Q2_K: "Q2_K",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgmlType:
+    """A type of ggml's. Source: block sizes in ggml-common.h."""
+
+    bits: float
+    """Per weight, with scales."""
+    block: int
+    """A row's width must be a multiple of this."""
+    narrower: str = "F16"
+    """The type in its place where it is not."""
+
+
+GGML_TYPES = {
+    "F16": GgmlType(bits=16.0, block=1),
+    "Q8_0": GgmlType(bits=8.5, block=32),
+    "Q6_K": GgmlType(bits=6.5625, block=256, narrower="Q8_0"),
+    "Q5_1": GgmlType(bits=6.0, block=32),
+    "Q5_0": GgmlType(bits=5.5, block=32),
+    "Q5_K": GgmlType(bits=5.5, block=256, narrower="Q5_1"),
+    "Q4_0": GgmlType(bits=4.5, block=32),
+    "Q4_K": GgmlType(bits=4.5, block=256, narrower="Q5_0"),
+    "Q3_K": GgmlType(bits=3.4375, block=256, narrower="Q4_0"),
+    "Q2_K": GgmlType(bits=2.625, block=256, narrower="Q4_0"),
 }
-"""What most tensors of a file get."""
-BLOCK_WIDTHS = {"Q8_0": 32, "Q4_0": 32, "Q5_0": 32, "Q5_1": 32, "F16": 1}
-K_WIDTH = 256
-NARROWER = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""In place of a K type, for rows that are no multiple of 256 wide."""
 _KEPT = (
     "_norm.weight", "ffn_gate_inp.weight", "ffn_gate_tid2eid.weight", "altup", "laurel",
     "per_layer_model_proj", "ssm_conv1d", "shortconv.conv.weight", "indexer.k_proj.weight",
@@ -157,10 +181,10 @@ def is_quantized(tensor: TensorShape) -> bool:
 
 def fit_width(kind: str, width: int) -> str:
     """The type itself where a row divides into its blocks, else the next one that fits."""
-    if width % BLOCK_WIDTHS.get(kind, K_WIDTH) == 0:
+    if width % GGML_TYPES[kind].block == 0:
         return kind
-    narrower = NARROWER.get(kind, "F16")
-    return narrower if width % BLOCK_WIDTHS[narrower] == 0 else "F16"
+    narrower = GGML_TYPES[kind].narrower
+    return narrower if width % GGML_TYPES[narrower].block == 0 else "F16"
 
 
 def role_of(name: str) -> Role:
@@ -174,9 +198,9 @@ def role_of(name: str) -> Role:
 def _choose(
     tensor: TensorShape, model: ModelFacts, target: ExportFormat, place: _Place, *, is_tied: bool
 ) -> str:
-    kind, role = MAIN_TYPES[target], role_of(tensor.name)
+    kind, role = target.ggml_type, role_of(tensor.name)
     if role is Role.OUTPUT or (is_tied and role is Role.EMBEDDING):
-        is_odd = tensor.width % BLOCK_WIDTHS.get(kind, K_WIDTH) != 0
+        is_odd = tensor.width % GGML_TYPES[kind].block != 0
         is_wide = model.architecture == "falcon" or is_odd or kind == "Q8_0"
         return "Q8_0" if is_wide else "Q6_K"
     if role is Role.VALUE:
@@ -195,13 +219,11 @@ def _choose(
 
 def _value_type(kind: str, model: ModelFacts, target: ExportFormat, place: _Place) -> str:
     number = place.values_done - 1
-    if target is ExportFormat.Q2_K:
+    if target is Q2_K:
         kind = "Q4_K" if model.heads_per_kv_head >= 4 else "Q3_K"
-    elif target is ExportFormat.Q3_K_M:
+    elif target is Q3_K_M:
         kind = "Q5_K" if number < 2 else "Q4_K"
-    elif target in (ExportFormat.Q4_K_M, ExportFormat.Q5_K_M) and _is_sensitive(
-        number, place.num_values
-    ):
+    elif target in (Q4_K_M, Q5_K_M) and _is_sensitive(number, place.num_values):
         kind = "Q6_K"
     if model.is_seventy and kind in ("Q3_K", "Q4_K"):
         kind = "Q5_K"
@@ -211,23 +233,23 @@ def _value_type(kind: str, model: ModelFacts, target: ExportFormat, place: _Plac
 def _down_type(kind: str, model: ModelFacts, target: ExportFormat, layer: int) -> str:
     count = model.num_layers
     is_falcon, is_sensitive = model.architecture == "falcon", _is_sensitive(layer, count)
-    if target is ExportFormat.Q2_K:
+    if target is Q2_K:
         return "Q3_K"
-    if target is ExportFormat.Q3_K_M:
+    if target is Q3_K_M:
         usual = "Q4_K" if not is_falcon or is_sensitive else "Q3_K"
         return "Q5_K" if layer < count // 16 else usual
-    if target is ExportFormat.Q4_K_M and is_falcon:
+    if target is Q4_K_M and is_falcon:
         usual = "Q5_K" if is_sensitive else "Q4_K"
         return "Q6_K" if layer < count // 16 else usual
-    is_raised = target in (ExportFormat.Q4_K_M, ExportFormat.Q5_K_M) and is_sensitive
+    is_raised = target in (Q4_K_M, Q5_K_M) and is_sensitive
     return "Q6_K" if is_raised else kind
 
 
 def _attention_output_type(kind: str, model: ModelFacts, target: ExportFormat) -> str:
     if model.num_experts == 8:
-        is_small = target in (ExportFormat.Q2_K, ExportFormat.Q3_K_M, ExportFormat.Q4_K_M)
+        is_small = target in (Q2_K, Q3_K_M, Q4_K_M)
         return "Q5_K" if is_small else kind
-    return {ExportFormat.Q2_K: "Q3_K", ExportFormat.Q3_K_M: "Q4_K"}.get(target, kind)
+    return {Q2_K: "Q3_K", Q3_K_M: "Q4_K"}.get(target, kind)
 
 
 def _is_sensitive(layer: int, count: int) -> bool:
@@ -241,33 +263,16 @@ def _layer(name: str) -> int:
     return int(found.group(1)) if found else -1
 
 
+# The file, tensor by tensor.
+
 SLICE_VALUES = 1 << 20
 """Values a thread takes at a time: a tensor of any size so needs no more memory than this."""
-FILE_TYPES = {
-    ExportFormat.Q8_0: "MOSTLY_Q8_0",
-    ExportFormat.Q6_K: "MOSTLY_Q6_K",
-    ExportFormat.Q5_K_M: "MOSTLY_Q5_K_M",
-    ExportFormat.Q4_K_M: "MOSTLY_Q4_K_M",
-    ExportFormat.Q3_K_M: "MOSTLY_Q3_K_M",
-    ExportFormat.Q2_K: "MOSTLY_Q2_K",
-}
 _PLAIN = ("F32", "F16", "BF16")
 _LEFT_OUT = ("split.no", "split.count", "split.tensors.count")
 """As llama.cpp does: the new file is one file."""
 
 ValueCallback = Callable[[int, int], None]
 """Told of values done and values in all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Importance:
-    """How much each input of each tensor matters: the mean square it carries on real text."""
-
-    values: Mapping[str, NDArray[np.float32]]
-    """By the tensor's name in the GGUF file."""
-    file: str
-    dataset: str
-    num_chunks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -562,7 +567,7 @@ def _weights_for(
 def _copy_metadata(reader: Any, writer: Any, request: RequantizeRequest) -> None:
     import gguf
 
-    file_type = int(gguf.LlamaFileType[FILE_TYPES[request.kind]])
+    file_type = int(gguf.LlamaFileType[f"MOSTLY_{request.kind.engine_name}"])
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key in (*_LEFT_OUT, "general.architecture"):
             continue
@@ -619,3 +624,130 @@ def _dtype() -> Any:
     import numpy as np
 
     return np.dtype(np.float32)
+
+
+# The writer of GGUF formats.
+
+MIXED_MORE = 1.12
+"""A file's mean bits over its main type's: some tensors get more bits."""
+VOCABULARY_BYTES = 40
+"""Of a token in the file's metadata: its text, score, type and share of the merges."""
+Q8_VALUES_PER_SECOND, K_VALUES_PER_SECOND = 80e6, 8e6
+"""Of one core of a server CPU, importance included; measured, and rough."""
+_STORED_NAMES = {Dtype.FP32: "f32", Dtype.FP16: "f16", Dtype.BF16: "bf16"}
+
+
+class GgufWriter:
+    """Quantizes the source's GGUF file; a Hugging Face folder is converted to one first."""
+
+    def __init__(self, job: QuantizeJob) -> None:
+        self._job = job
+        self._converted: Path | None = None
+
+    def forecast(self, wanted: ExportFormat) -> QuantizeForecast:
+        """Slices of fp32 for each thread; measuring importance holds the model in memory."""
+        spec, num_threads = self._job.source.spec, self._job.options.num_threads
+        host = PROCESS_BYTES + num_threads * 4 * SLICE_VALUES * 6
+        rate = Q8_VALUES_PER_SECOND if wanted is Q8_0 else K_VALUES_PER_SECOND
+        seconds = spec.num_params / (rate * num_threads)
+        if self._job.calibrates(wanted):
+            host = max(host, PROCESS_BYTES + (2 if self._job.has_gpu else 4) * spec.num_params)
+            seconds += self._job.forward_seconds(self._job.num_calibration_tokens(wanted))
+        return QuantizeForecast(
+            host_bytes=host, disk_bytes=_estimate_file_bytes(spec, wanted), seconds=seconds
+        )
+
+    def write(self, wanted: ExportFormat, path: Path) -> QuantizeMeasurement:
+        reset_peak_memory()
+        started = time.monotonic()
+        plain = self._plain_file()
+        importance = self._importance(plain) if self._job.calibrates(wanted) else None
+        done = requantize_gguf(
+            RequantizeRequest(
+                source=plain,
+                target=path,
+                kind=wanted,
+                importance=importance,
+                num_threads=self._job.options.num_threads,
+                report=self._job.stage(wanted.name),
+            )
+        )
+        notes = []
+        if done.fallen:
+            refused = ", ".join(sorted(set(done.fallen.values())))
+            given = ", ".join(sorted({done.types[name] for name in done.fallen}))
+            notes.append(
+                f"{wanted.name}: {len(done.fallen)} of {done.num_tensors} matrices have rows that "
+                f"are no multiple of 256 wide; they are {given} instead of {refused}."
+            )
+        if importance is not None:
+            notes += self._job.calibration.notes
+        return QuantizeMeasurement(
+            seconds=time.monotonic() - started,
+            peak_host_bytes=read_peak_memory_bytes(),
+            importance=importance is not None and done.num_weighted > 0,
+            notes=tuple(notes),
+        )
+
+    def scratch_bytes(self) -> int:
+        source = self._job.source
+        return 0 if source.is_gguf else source.size_bytes
+
+    def close(self) -> None:
+        if self._converted is not None:
+            self._converted.unlink(missing_ok=True)
+            self._converted = None
+
+    def _plain_file(self) -> Path:
+        """The source itself, or its exact copy as a GGUF file, made once per job."""
+        source = self._job.source
+        if source.is_gguf:
+            return source.path
+        if self._converted is None:
+            dtype = _STORED_NAMES.get(source.spec.stored_dtype or Dtype.FP16, "f16")
+            self._converted = self._job.folder / f".{source.name}-{source.stamp}-{dtype}.gguf"
+            if not self._converted.is_file():
+                convert_to_gguf(
+                    GgufRequest(
+                        source=source.path,
+                        target=self._converted,
+                        dtype=dtype,
+                        tokenizer=source.artefact.tokenizer,
+                        report=self._job.report,
+                    )
+                )
+        return self._converted
+
+    def _importance(self, plain: Path) -> Importance:
+        import torch
+
+        source, device = self._job.source, self._job.options.device
+        measured = measure_importance(
+            locate_model(str(plain)) if source.is_gguf else source.path,
+            self._job.calibration,
+            architecture=read_facts(open_plain_gguf(plain)).architecture,
+            device=None if device == "auto" else torch.device(device),
+            report=self._job.stage("importance"),
+        )
+        return read_importance(measured)
+
+
+def _estimate_file_bytes(spec: ModelSpec, wanted: ExportFormat) -> int:
+    """The main type, or what rows of odd width get instead, and a head of six or eight bits."""
+
+    def bits(kind: str, width: int) -> float:
+        return GGML_TYPES[fit_width(kind, width)].bits
+
+    kind = wanted.ggml_type
+    layers = sum(
+        block.num_layers * part.num_params * bits(kind, part.in_features)
+        for block in spec.blocks
+        for part in block.linears
+    )
+    head = bits("Q8_0" if kind == "Q8_0" else "Q6_K", spec.hidden_size)
+    own_head_params = 0 if spec.tie_embeddings else spec.lm_head_params
+    embedding = head if spec.tie_embeddings else bits(kind, spec.hidden_size)
+    mixed = 1.0 if wanted in (Q8_0, Q6_K) else MIXED_MORE
+    total = mixed * layers + own_head_params * head + spec.embedding_params * embedding
+    rest = spec.position_params + spec.outer_params
+    return ceil(total / 8 + 4 * rest) + spec.vocab_size * VOCABULARY_BYTES

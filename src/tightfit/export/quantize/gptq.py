@@ -1,4 +1,4 @@
-"""GPTQ: the group size, and the worker process that quantizes."""
+"""The writer of GPTQ formats: group size, forecast, and the worker process that quantizes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,111 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import ceil
 from pathlib import Path
 
 from tightfit.core.errors import DoesNotFitError, SetupError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.estimate.weights import largest_layer
+from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize import gptq_worker
 from tightfit.export.quantize.gptq_worker import EXIT_MEMORY, EXIT_MISSING, GPTQMODEL, GptqJob
+from tightfit.export.quantize.job import PROCESS_BYTES, QuantizeJob, QuantizeMeasurement
+from tightfit.export.quantize.summary import QuantizeForecast
+from tightfit.runtime.model_files import copy_tokenizer_files
+from tightfit.runtime.output_folder import PARTIAL, finish_folder
 
+SCALE_BITS = 20.0
+"""Per group: a 16-bit scale and a zero point."""
+TUNED_PASSES = 3
+"""Forward and backward of one layer per tuning step, in forward passes."""
 GROUP_SIZES = (128, 64, 32)
 WHOLE_ROW = -1
 SMALL_WIDTH = 1024
 """Rows narrower than this are a small model's, which has little to spare: at 4 bits SmolLM2-135M
 loses 24% in perplexity with groups of 64 and 16% with groups of 32, for 0.3 bits per weight."""
+
+
+class GptqWriter:
+    """Writes GPTQ folders, each in a process of its own."""
+
+    def __init__(self, job: QuantizeJob) -> None:
+        self._job = job
+
+    def forecast(self, wanted: ExportFormat) -> QuantizeForecast:
+        """The model as stored, one layer in fp32 with its tuning state, and two layers' inputs.
+
+        Source: auto-round works block by block on cached inputs (github.com/intel/auto-round).
+        """
+        source, steps = self._job.source, self._tuning_steps(wanted)
+        spec, num_tokens = source.spec, self._job.num_calibration_tokens(wanted)
+        inputs = 2 * 4 * num_tokens * spec.hidden_size
+        layer = largest_layer(spec) * (4 + (12 if steps else 4))
+        group_size = self._group_size(wanted)
+        group = group_size if group_size > 0 else spec.hidden_size
+        packed = spec.linear_params * (wanted.bits + SCALE_BITS / group) / 8
+        passes = 2 + TUNED_PASSES * steps * min(1.0, 8 * 512 / max(num_tokens, 1))
+        search = spec.linear_params * 200 / 1e9  # grid search of the scales, on one core
+        stored = source.value_bytes * spec.num_params
+        return QuantizeForecast(
+            host_bytes=int(PROCESS_BYTES + stored + layer + inputs),
+            disk_bytes=ceil(packed + 2 * (spec.num_params - spec.linear_params)),
+            seconds=passes * self._job.forward_seconds(num_tokens) + search,
+        )
+
+    def write(self, wanted: ExportFormat, path: Path) -> QuantizeMeasurement:
+        import numpy as np
+
+        source, options = self._job.source, self._job.options
+        calibration = self._job.calibration
+        work = path.with_name(path.name + PARTIAL)
+        work.mkdir(parents=True, exist_ok=True)
+        rows, out = work / "rows.npy", work / "model"
+        with rows.open("wb") as stream:
+            np.save(stream, calibration.rows)
+        job = GptqJob(
+            model=str(source.path.resolve()),
+            rows=str(rows.resolve()),
+            out=str(out.resolve()),
+            resume=str((work / "resume").resolve()),
+            bits=wanted.bits,
+            group_size=self._group_size(wanted),
+            iters=self._tuning_steps(wanted),
+            tool=options.tool,
+            device=options.device,
+            key=f"{source.stamp} {calibration.digest}",
+        )
+        worked = run_gptq(job, work, python=options.python, report=self._job.stage(wanted.name))
+        copy_tokenizer_files(source.path, out)
+        copy_tokenizer_files(source.artefact.tokenizer, out)
+        finish_folder(out, path)
+        shutil.rmtree(work, ignore_errors=True)
+        note = explain_group_size(self._widths, self._group_size(wanted))
+        return QuantizeMeasurement(
+            seconds=worked.seconds,
+            peak_host_bytes=worked.peak_rss_bytes,
+            notes=tuple(filter(None, (note, *calibration.notes))),
+        )
+
+    def scratch_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+    @cached_property
+    def _widths(self) -> frozenset[int]:
+        """Of the rows that are quantized; the head stays as it is."""
+        blocks = self._job.source.spec.blocks
+        return frozenset(part.in_features for block in blocks for part in block.linears)
+
+    def _group_size(self, wanted: ExportFormat) -> int:
+        return choose_group_size(self._widths, bits=wanted.bits)
+
+    def _tuning_steps(self, wanted: ExportFormat) -> int:
+        stated = self._job.options.iters
+        return wanted.tuning_steps if stated is None else stated
 
 
 def choose_group_size(widths: Collection[int], *, bits: int) -> int:
@@ -48,7 +141,7 @@ def explain_group_size(widths: Collection[int], chosen: int) -> str | None:
     return f"GPTQ with {said}: {min(odd):,} inputs do not divide into groups of {GROUP_SIZES[0]}."
 
 
-# Starts the GPTQ worker, follows its progress, and never leaves it behind.
+# The worker process.
 
 LayerCallback = Callable[[int, int], None]
 """Layers done, of how many."""

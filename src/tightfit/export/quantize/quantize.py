@@ -11,12 +11,11 @@ from pathlib import Path
 
 from tightfit import __version__
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
-from tightfit.export.formats import ExportFormat, FormatFamily
-from tightfit.export.quantize.forecast import QuantizeForecast
-from tightfit.export.quantize.quantizer import (
+from tightfit.export.formats import LIMITS, ExportFormat
+from tightfit.export.quantize.job import (
     OutputPaths,
-    QuantizeOptions,
-    Quantizer,
+    QuantizeJob,
+    QuantizeSettings,
     QuantizeSource,
     StageCallback,
     choose_output_paths,
@@ -26,13 +25,14 @@ from tightfit.export.quantize.quantizer import (
 from tightfit.export.quantize.summary import (
     PLOT_FILE,
     QuantizedModel,
+    QuantizeForecast,
     QuantizeStatus,
     QuantizeSummary,
     read_summary,
     write_plot,
     write_summary,
 )
-from tightfit.export.verify.verdict import Comparison, StepKind, Verdict
+from tightfit.export.verify.verdict import Comparison, Verdict
 from tightfit.runtime.artefacts import Artefact, find_artefact
 from tightfit.runtime.output_folder import REJECTED, check_room
 from tightfit.runtime.output_folder import check_target as check_folder
@@ -46,9 +46,9 @@ class QuantizeRequest:
     """What to make, of what, and how."""
 
     model: str
-    targets: Sequence[ExportFormat]
+    formats: Sequence[ExportFormat]
     out: Path | None = None
-    options: QuantizeOptions = field(default_factory=QuantizeOptions)
+    options: QuantizeSettings = field(default_factory=QuantizeSettings)
     check: QuantizeCheck | None = None
     """None: results are not checked."""
     force: bool = False
@@ -61,49 +61,49 @@ class QuantizeRequest:
 def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
     """Make and check every target.
 
-    With several targets, one that cannot be made does not keep the others from it, and what an
+    With several formats, one that cannot be made does not keep the others from it, and what an
     interrupted call has finished is not made again.
     """
-    source = find_quantize_source(request.model, request.targets)
-    places = choose_output_paths(source, request.targets, request.out)
-    summary = _open_summary(request, source, places)
+    source = find_quantize_source(request.model, request.formats)
+    paths = choose_output_paths(source, request.formats, request.out)
+    summary = _open_summary(request, source, paths)
     key = _settings_key(request.options)
     left = [
         target
-        for target in request.targets
-        if request.force or not _is_done(summary.find(target), places.of[target], key)
+        for target in request.formats
+        if request.force or not _is_done(summary.find(target), paths.of[target], key)
     ]
     for target in left:
-        _check_place(places.of[target], target, source, force=request.force)
-    workshop = Quantizer(source, places.home, request.options, request.report)
-    forecasts = {target: workshop.forecast(target) for target in left}
-    _check_disk(places, forecasts, workshop)
+        _check_place(paths.of[target], target, source, force=request.force)
+    job = QuantizeJob(source, paths.home, request.options, request.report)
+    forecasts = {target: job.forecast(target) for target in left}
+    _check_disk(paths, forecasts, job)
     if request.announce is not None:
         request.announce(forecasts)
     try:
         for target in left:
-            row = _make(workshop, source, target, places, request)
+            row = _make(job, source, target, paths, request)
             row = row.model_copy(update={"key": key, "predicted": forecasts[target]})
-            summary = _save_summary(places, summary.with_row(row))
+            summary = _save_summary(paths, summary.with_row(row))
     finally:
-        workshop.close()
-    summary = _note_calibration(summary, workshop)
+        job.close()
+    summary = _note_calibration(summary, job)
     if request.check is not None:
         summary = _check(request.check, source, summary)
-    return _save_summary(places, _plot_summary(places, summary))
+    return _save_summary(paths, _plot_summary(paths, summary))
 
 
 def _open_summary(
-    request: QuantizeRequest, source: QuantizeSource, places: OutputPaths
+    request: QuantizeRequest, source: QuantizeSource, paths: OutputPaths
 ) -> QuantizeSummary:
     """What is known of earlier calls, if it is of the same weights."""
     key = source.stamp
-    found = _read_earlier(places, force=request.force)
+    found = _read_earlier(paths, force=request.force)
     if found is not None and found.key == key:
         return found
     if found is not None and _has_several_formats(request) and not request.force:
         raise UsageError(
-            f"{places.home} holds results of other weights.",
+            f"{paths.home} holds results of other weights.",
             remedy="--force to replace them, or --out another folder",
         )
     return QuantizeSummary(
@@ -116,11 +116,11 @@ def _open_summary(
     )
 
 
-def _read_earlier(places: OutputPaths, *, force: bool) -> QuantizeSummary | None:
-    if places.summary is None:
+def _read_earlier(paths: OutputPaths, *, force: bool) -> QuantizeSummary | None:
+    if paths.summary is None:
         return None
     try:
-        return read_summary(places.summary)
+        return read_summary(paths.summary)
     except InvalidInputError:
         if force:
             return None
@@ -128,10 +128,10 @@ def _read_earlier(places: OutputPaths, *, force: bool) -> QuantizeSummary | None
 
 
 def _has_several_formats(request: QuantizeRequest) -> bool:
-    return len(request.targets) > 1
+    return len(request.formats) > 1
 
 
-def _settings_key(options: QuantizeOptions) -> str:
+def _settings_key(options: QuantizeSettings) -> str:
     """With the same one, a result need not be made again."""
     parts = [str(options.num_rows), str(options.iters), options.tool, str(options.with_importance)]
     if options.calibrate is not None:
@@ -151,7 +151,7 @@ def _is_done(row: QuantizedModel | None, path: Path, key: str) -> bool:
 
 
 def _check_place(path: Path, target: ExportFormat, source: QuantizeSource, *, force: bool) -> None:
-    if target.family is not FormatFamily.GGUF:
+    if not target.is_file:
         check_folder(path, force=force, sources=(source.path,))
         return
     if path.resolve() == source.path.resolve() or path.is_dir():
@@ -163,25 +163,25 @@ def _check_place(path: Path, target: ExportFormat, source: QuantizeSource, *, fo
 
 
 def _check_disk(
-    places: OutputPaths, forecasts: Mapping[ExportFormat, QuantizeForecast], workshop: Quantizer
+    paths: OutputPaths, forecasts: Mapping[ExportFormat, QuantizeForecast], job: QuantizeJob
 ) -> None:
     needed = sum(forecast.disk_bytes for forecast in forecasts.values())
-    if any(target.family is FormatFamily.GGUF for target in forecasts):
-        needed += workshop.plain_bytes()
+    if forecasts:
+        needed += job.scratch_bytes()
     if needed:
-        check_room(places.home, needed)
+        check_room(paths.home, needed)
 
 
 def _make(
-    workshop: Quantizer,
+    job: QuantizeJob,
     source: QuantizeSource,
     target: ExportFormat,
-    places: OutputPaths,
+    paths: OutputPaths,
     request: QuantizeRequest,
 ) -> QuantizedModel:
-    path = places.of[target]
+    path = paths.of[target]
     try:
-        made = workshop.make(target, path)
+        made = job.write(target, path)
     except UserError as fault:
         if not _has_several_formats(request):
             raise
@@ -209,10 +209,10 @@ def _make(
     )
 
 
-def _note_calibration(summary: QuantizeSummary, workshop: Quantizer) -> QuantizeSummary:
-    if "calibration" not in vars(workshop):  # nothing has asked for it
+def _note_calibration(summary: QuantizeSummary, job: QuantizeJob) -> QuantizeSummary:
+    if not job.has_calibration:
         return summary
-    found = workshop.calibration
+    found = job.calibration
     return summary.model_copy(
         update={"calibration": found.source, "num_calibration_tokens": found.num_tokens}
     )
@@ -241,7 +241,7 @@ def _check(
 def _apply_comparison(row: QuantizedModel, comparison: Comparison) -> QuantizedModel:
     """A result that failed loses its name, so that nobody takes it for a model."""
     if comparison.is_good:
-        has_limit = comparison.kind not in (StepKind.Q3, StepKind.Q2)
+        has_limit = comparison.kind is not None and LIMITS[comparison.kind].top1 is not None
         standing = QuantizeStatus.GOOD if has_limit else QuantizeStatus.REPORTED
         return row.model_copy(update={"standing": standing, "check": comparison})
     path = Path(row.path)
@@ -254,22 +254,22 @@ def _apply_comparison(row: QuantizedModel, comparison: Comparison) -> QuantizedM
     )
 
 
-def _plot_summary(places: OutputPaths, summary: QuantizeSummary) -> QuantizeSummary:
+def _plot_summary(paths: OutputPaths, summary: QuantizeSummary) -> QuantizeSummary:
     """The picture of size against quality, where several stand beside each other."""
     scored = [row for row in summary.rows if row.check and row.check.perplexity is not None]
-    if places.summary is None or len(scored) < 2:
+    if paths.summary is None or len(scored) < 2:
         return summary
-    path = places.home / PLOT_FILE
+    path = paths.home / PLOT_FILE
     if not write_plot(summary, path):
         return summary
     return summary.model_copy(update={"plot": str(path)})
 
 
-def _save_summary(places: OutputPaths, summary: QuantizeSummary) -> QuantizeSummary:
+def _save_summary(paths: OutputPaths, summary: QuantizeSummary) -> QuantizeSummary:
     stamped = summary.model_copy(update={"updated_at": _now()})
-    if places.summary is not None:
-        places.home.mkdir(parents=True, exist_ok=True)
-        write_summary(places.summary, stamped)
+    if paths.summary is not None:
+        paths.home.mkdir(parents=True, exist_ok=True)
+        write_summary(paths.summary, stamped)
     return stamped
 
 

@@ -7,29 +7,37 @@ from __future__ import annotations
 import io
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
+    PlainSerializer,
+    PlainValidator,
     PositiveInt,
     ValidationError,
 )
 
-from tightfit.core.errors import InvalidInputError
+from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.units import MIB
-from tightfit.export.formats import ExportFormat, FormatFamily
-from tightfit.export.quantize.forecast import QuantizeForecast
+from tightfit.export.formats import ExportFormat, find_format
 from tightfit.export.verify.verdict import Comparison
 
 SUMMARY_FILE = "quantize.json"
 PLOT_FILE = "quantize.png"
 
 
+def _read_format(name: object) -> ExportFormat:
+    try:
+        return name if isinstance(name, ExportFormat) else find_format(str(name))
+    except UsageError as error:
+        raise ValueError(error.problem) from error
+
+
 class QuantizeStatus(str, Enum):
-    """What became of one target."""
+    """What became of one format."""
 
     MADE = "made"
     """Written whole, not checked."""
@@ -46,10 +54,29 @@ class QuantizeStatus(str, Enum):
         return self in (QuantizeStatus.MADE, QuantizeStatus.GOOD, QuantizeStatus.REPORTED)
 
 
-class QuantizedModel(Frozen):
-    """One target."""
+SavedFormat = Annotated[
+    ExportFormat,
+    PlainValidator(_read_format),
+    PlainSerializer(lambda saved: saved.name, return_type=str),
+]
+"""Saved by its name."""
 
-    target: ExportFormat
+
+class QuantizeForecast(Frozen):
+    """What one format will take. Leaves out the check after it."""
+
+    host_bytes: NonNegativeInt
+    """Peak memory of the process that writes it."""
+    disk_bytes: NonNegativeInt
+    """Of the result."""
+    seconds: NonNegativeFloat
+    """Rough: it depends on the machine and on what else runs there."""
+
+
+class QuantizedModel(Frozen):
+    """One format."""
+
+    target: SavedFormat
     key: str
     """Of the calibration and the settings: only with the same ones is it taken as done."""
     path: str
@@ -99,7 +126,7 @@ class QuantizeSummary(Frozen):
         return next((row for row in self.rows if row.target is target), None)
 
     def with_row(self, row: QuantizedModel) -> QuantizeSummary:
-        """The same with this target's row new, at the place it had."""
+        """The same with this format's row new, at the place it had."""
         rows = [old if old.target is not row.target else row for old in self.rows]
         if self.find(row.target) is None:
             rows.append(row)
@@ -125,11 +152,6 @@ def read_summary(path: Path) -> QuantizeSummary | None:
 
 # Size against perplexity as a picture, one point for each quantized model.
 
-_COLOURS_BY_FAMILY = {
-    FormatFamily.GGUF: "#1b6ca8",
-    FormatFamily.GPTQ: "#c1512e",
-    FormatFamily.BITS: "#4c8c4a",
-}
 _REJECTED_COLOUR = "#b3261e"
 _LOG_AXIS_RATIO = 10.0
 """Perplexities this many times apart need a logarithmic axis."""
@@ -160,11 +182,11 @@ def write_plot(summary: QuantizeSummary, path: Path) -> bool:
 def _plot_point(axis: Any, row: QuantizedModel) -> None:
     assert row.check is not None
     is_rejected = row.standing is QuantizeStatus.REJECTED
-    colour = _REJECTED_COLOUR if is_rejected else _COLOURS_BY_FAMILY[row.target.family]
+    colour = _REJECTED_COLOUR if is_rejected else row.target.colour
     place = (row.size_bytes / MIB, row.check.perplexity)
     axis.plot(*place, "X" if is_rejected else "o", color=colour, markersize=7)
     axis.annotate(
-        row.target.value, place, xytext=(6, 4), textcoords="offset points", fontsize=8, color=colour
+        row.target.name, place, xytext=(6, 4), textcoords="offset points", fontsize=8, color=colour
     )
 
 

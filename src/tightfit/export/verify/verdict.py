@@ -9,27 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.errors import CheckFailedError
 from tightfit.core.frozen import Frozen
-
-
-class StepKind(str, Enum):
-    """What was done to the reference, and so how far from it the artefact may be."""
-
-    EXACT = "exact"
-    """The same values: an adapter merged, a folder copied. Only the noise of the dtype."""
-    FORMAT = "format"
-    """Another file format or 16-bit dtype, unquantized."""
-    Q8 = "8-bit"
-    """Q8_0, GPTQ-8."""
-    INT8 = "int8"
-    """bitsandbytes' LLM.int8, which also rounds what flows through it."""
-    Q6 = "6-bit"
-    Q5 = "5-bit"
-    Q4 = "4-bit"
-    """GGUF's Q4 and IQ4 formats."""
-    GPTQ4 = "gptq-4"
-    NF4 = "nf4"
-    Q3 = "3-bit"
-    Q2 = "2-bit"
+from tightfit.export.formats import StepKind
 
 
 class Level(str, Enum):

@@ -14,6 +14,7 @@ from tightfit.core.errors import DoesNotFitError, InvalidInputError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import Engine, EngineInfo
+from tightfit.export.formats import StepKind
 from tightfit.export.verify.files import (
     choose_weights,
     compare_settings,
@@ -52,7 +53,7 @@ from tightfit.export.verify.tokenizers import (
     compare_tokenizers,
     read_tokenizer_facts,
 )
-from tightfit.export.verify.verdict import Comparison, Finding, Level, StepKind, Verdict
+from tightfit.export.verify.verdict import Comparison, Finding, Level, Verdict
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
 
 DEFAULT_TOKENS = 2048

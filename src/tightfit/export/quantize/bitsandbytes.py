@@ -1,0 +1,98 @@
+"""nf4 and int8: a model quantized by bitsandbytes, saved as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.files import write_atomic
+from tightfit.estimate.host_and_disk import FILE_SHARD_BYTES
+from tightfit.estimate.weights import largest_matrix
+from tightfit.export.formats import ExportFormat
+from tightfit.export.quantize.job import PROCESS_BYTES, QuantizeJob, QuantizeMeasurement
+from tightfit.export.quantize.summary import QuantizeForecast
+from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
+from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.model_files import copy_tokenizer_files
+from tightfit.runtime.output_folder import begin_folder, finish_folder
+
+MAX_SHARD_BYTES = 5 * 10**9
+BITS_PER_WEIGHT = {Dtype.NF4: 4.127, Dtype.INT8: 8.03}
+"""nf4 with doubly quantized scales; int8 with one scale per row."""
+READ_BYTES_PER_SECOND = 500e6
+
+
+class BitsandbytesWriter:
+    """Writes nf4 and int8 folders."""
+
+    def __init__(self, job: QuantizeJob) -> None:
+        self._job = job
+
+    def forecast(self, wanted: ExportFormat) -> QuantizeForecast:
+        """The packed model, and the file it is read from, which is mapped while it is read."""
+        spec = self._job.source.spec
+        packed = ceil(spec.linear_params * BITS_PER_WEIGHT[Dtype(wanted.name)] / 8)
+        packed += 2 * (spec.num_params - spec.linear_params)
+        stored = self._job.source.value_bytes * spec.num_params
+        return QuantizeForecast(
+            host_bytes=PROCESS_BYTES
+            + packed
+            + min(stored, FILE_SHARD_BYTES)
+            + 4 * largest_matrix(spec),
+            disk_bytes=packed,
+            seconds=5 + stored / READ_BYTES_PER_SECOND,
+        )
+
+    def write(self, wanted: ExportFormat, path: Path) -> QuantizeMeasurement:
+        reset_peak_memory()
+        started = time.monotonic()
+        work = begin_folder(path)
+        source = self._job.source
+        try:
+            save_quantized(source.path, source.artefact.tokenizer, Dtype(wanted.name), work)
+            finish_folder(work, path)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return QuantizeMeasurement(
+            seconds=time.monotonic() - started, peak_host_bytes=read_peak_memory_bytes()
+        )
+
+    def scratch_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def save_quantized(source: Path, tokenizer: Path, dtype: Dtype, work: Path) -> None:
+    """Fill `work` with the quantized model, its config and tokenizer files."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = json.loads((source / "config.json").read_bytes())
+    request = LoadRequest(weights=dtype, compute=_unquantized_dtype(config))
+    model: Any = load_base(source, request, device)
+    model.eval()
+    model.save_pretrained(str(work), max_shard_size=MAX_SHARD_BYTES)
+    _restore_config(work, config)
+    copy_tokenizer_files(source, work)
+    copy_tokenizer_files(tokenizer, work)
+
+
+def _unquantized_dtype(config: dict[str, Any]) -> Dtype:
+    """Norms and embeddings are stored in 16 bits: bf16 where the model is bf16, else fp16."""
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "")
+    return Dtype.BF16 if stated.endswith("bfloat16") else Dtype.FP16
+
+
+def _restore_config(work: Path, original: dict[str, Any]) -> None:
+    """The model's own config plus the quantization: loading has changed other keys."""
+    saved = json.loads((work / "config.json").read_bytes())
+    added = {key: saved[key] for key in ("quantization_config", "dtype") if key in saved}
+    original.pop("torch_dtype", None)
+    write_atomic(work / "config.json", json.dumps(original | added, indent=2) + "\n")
