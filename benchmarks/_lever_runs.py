@@ -132,7 +132,7 @@ class CaseRun:
             num_layers=int(config["num_hidden_layers"]),
         )
         device = torch.device("cuda", 0) if self.setup.device == "cuda" else torch.device("cpu")
-        self.place = DistContext(
+        self.context = DistContext(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device=device
         )
         self.rows = Rows(Path(self.setup.tokens), vocab_size=int(config["vocab_size"]))
@@ -193,14 +193,14 @@ class CaseRun:
             seed=self.case.adapter_seed,
         )
         plan: Any = SimpleNamespace(strategy=strategy, training=training)
-        engine: TorchEngine = build_engine(plan, self.place)
+        engine: TorchEngine = build_engine(plan, self.context)
         return engine
 
     def _deal(self, step: int) -> tuple[list[Batch], int]:
         rows = self.rows.of_step(step, self.setup.num_rows, order_seed=self.case.order_seed)
         batches = make_batches(rows, self.strategy)
         num_trained = sum(count_trained(batch, is_encoder_decoder=False) for batch in batches)
-        return [to_device(batch, self.place) for batch in batches], num_trained
+        return [to_device(batch, self.context) for batch in batches], num_trained
 
     def _measure_in_bf16(self, engine: TorchEngine) -> dict[str, float]:
         """What fp8 trained reaches in bf16, in which it is served: adapters on the base as it was
@@ -221,7 +221,7 @@ class CaseRun:
             for start in range(0, len(self.rows.held_out), self.setup.num_rows):
                 rows = self.rows.held_out[start : start + self.setup.num_rows]
                 for batch in make_batches(rows, self.strategy):
-                    total += float(engine.module(**to_device(batch, self.place)))
+                    total += float(engine.module(**to_device(batch, self.context)))
                     num_trained += count_trained(batch, is_encoder_decoder=False)
         return round(total / num_trained, 6)
 
@@ -234,7 +234,7 @@ class CaseRun:
         num_trained = sum(count_trained(batch, is_encoder_decoder=False) for batch in batches)
         for batch in batches:
             with engine.autocast():
-                loss = engine.module(**to_device(batch, self.place))
+                loss = engine.module(**to_device(batch, self.context))
             engine.backward(loss / num_trained)
         found = {
             name: parameter.grad.detach().float().cpu()

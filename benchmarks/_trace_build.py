@@ -167,36 +167,36 @@ def keep_gathered(module: nn.Module) -> None:
             part.set_custom_all_gather(gather)
 
 
-def make_place(job: Job, device: torch.device) -> DistContext:
+def make_context(job: Job, device: torch.device) -> DistContext:
     size = job.num_ranks
     return DistContext(rank=0, local_rank=0, world_size=size, local_world_size=size, device=device)
 
 
-def build(job: Job, training: Training, place: DistContext) -> TorchEngine:
+def build(job: Job, training: Training, context: DistContext) -> TorchEngine:
     """The engine before its first step."""
     join_fake_group(job.num_ranks)
     if not job.strategy.sharding.is_fsdp:
         plan: Any = SimpleNamespace(strategy=job.strategy, training=training)
-        engine: TorchEngine = build_engine(plan, place)
+        engine: TorchEngine = build_engine(plan, context)
         return engine
-    return give_optimizer(job, training, place, draw_sharded(job, training, place))
+    return give_optimizer(job, training, context, draw_sharded(job, training, context))
 
 
 def give_optimizer(
-    job: Job, training: Training, place: DistContext, module: nn.Module
+    job: Job, training: Training, context: DistContext, module: nn.Module
 ) -> TorchEngine:
     """A fresh optimizer, without state, and the engine around it."""
     return TorchEngine(
         module,
         build_optimizer(module.named_parameters(), job.strategy.optimizer, training),
         strategy=job.strategy,
-        device=place.device,
-        world_size=place.world_size,
+        device=context.device,
+        world_size=context.world_size,
         max_grad_norm=training.max_grad_norm,
     )
 
 
-def draw_sharded(job: Job, training: Training, place: DistContext) -> Objective:
+def draw_sharded(job: Job, training: Training, context: DistContext) -> Objective:
     """As `load_sharded`, with values drawn where they are needed.
 
     The check of packed weights is left out: what a fake group gathers is not what was packed.
@@ -206,8 +206,8 @@ def draw_sharded(job: Job, training: Training, place: DistContext) -> Objective:
     if request.weights is Dtype.NF4:
         quantize_meta_model(skeleton, [name for name, _ in list_quantizable(skeleton)], request)
     module = Objective.from_strategy(prepare_model(skeleton, job.strategy, training), job.strategy)
-    source: Any = DrawnSource(module, request, place.device)
-    filler, sharder = WeightReceiver(module, source, place.device), Sharder(job.strategy, place)
+    source: Any = DrawnSource(module, request, context.device)
+    filler, sharder = WeightReceiver(module, source, context.device), Sharder(job.strategy, context)
     for layer in decoder_layers(module):
         filler.fill(layer)
         sharder.shard_layer(layer)

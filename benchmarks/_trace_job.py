@@ -25,7 +25,7 @@ from _trace_build import (
     give_optimizer,
     keep_gathered,
     make_batches,
-    make_place,
+    make_context,
     make_training,
     shrink_job,
     write_config,
@@ -72,9 +72,9 @@ class Run:
     def __init__(self, job: Job, device: torch.device, folder: Path) -> None:
         self.job = job
         self.gauge = Gauge(device)
-        self.place: DistContext = make_place(job, device)
+        self.context: DistContext = make_context(job, device)
         self.training: Training = make_training(job, folder)
-        self.engine: TorchEngine = build(job, self.training, self.place)
+        self.engine: TorchEngine = build(job, self.training, self.context)
         self.batches: list[Batch] = make_batches(job, self.engine.model.config.vocab_size)
         if device.type == "cuda":
             self.batches = [{k: v.pin_memory() for k, v in b.items()} for b in self.batches]
@@ -85,11 +85,11 @@ class Run:
         numbers = StepPlan(
             num_trained_tokens=sum(self.num_trained) * self.job.num_ranks,
             learning_rate=LEARNING_RATE,
-            seeds=tuple(mix_seed(0, number, place, 0) for place in range(len(self.batches))),
+            seeds=tuple(mix_seed(0, number, index, 0) for index in range(len(self.batches))),
         )
         self.gauge.wait()
         start = time.perf_counter()
-        batches = [to_device(batch, self.place) for batch in self.batches]
+        batches = [to_device(batch, self.context) for batch in self.batches]
         outcome = train_step(self.engine, batches, numbers)
         loss = float(outcome.loss_sum) / sum(self.num_trained)
         self.gauge.wait()
@@ -103,7 +103,7 @@ class Run:
         for parameter in self.engine.module.parameters():
             parameter.grad = None
         module = self.engine.module
-        self.engine = give_optimizer(self.job, self.training, self.place, module)
+        self.engine = give_optimizer(self.job, self.training, self.context, module)
         self.gauge.release()
 
     def rebuild(self) -> None:
@@ -111,7 +111,7 @@ class Run:
         empty: Any = None
         self.engine = empty
         self.gauge.release()
-        self.engine = build(self.job, self.training, self.place)
+        self.engine = build(self.job, self.training, self.context)
         self.gauge.release()
 
     def survives(self, capacity_bytes: int) -> bool:

@@ -163,7 +163,7 @@ def describe_job(recipe: Path, run: Path, num_steps: int) -> dict[str, Any]:
 
     stated = json.loads(recipe.read_text())
     batch, seq_len, seed = (stated[key] for key in ("effective_batch", "seq_len", "seed"))
-    feed = BatchSampler(
+    sampler = BatchSampler(
         TokenStore(Path(RunFolder(path=run).read_tokens().train)),
         effective_batch=batch,
         seq_len=seq_len,
@@ -173,8 +173,8 @@ def describe_job(recipe: Path, run: Path, num_steps: int) -> dict[str, Any]:
     )
     steps = []
     for step in range(num_steps):
-        dealt = feed.deal(step, rank=0, world_size=1, micro_batch=batch)
-        packs = [feed.rows(item) for item in dealt.micro_batches[0]]
+        dealt = sampler.deal(step, rank=0, world_size=1, micro_batch=batch)
+        packs = [sampler.rows(item) for item in dealt.micro_batches[0]]
         steps.append(
             [
                 {

@@ -147,13 +147,13 @@ class Trainer:
 
     plan: Plan
     store: TokenStore
-    place: DistContext
+    context: DistContext
 
     def __post_init__(self) -> None:
-        self.engine = build_engine(self.plan, self.place)
+        self.engine = build_engine(self.plan, self.context)
         assert self.plan.training is not None
         self.training = self.plan.training
-        self.feed = BatchSampler(
+        self.sampler = BatchSampler(
             self.store,
             effective_batch=self.plan.effective_batch,
             seq_len=32,
@@ -166,15 +166,15 @@ class Trainer:
         return [self._step(step) for step in range(start, end)]
 
     def batches(self, step: int) -> tuple[list[dict[str, torch.Tensor]], int]:
-        dealt = self.feed.deal(
+        dealt = self.sampler.deal(
             step,
-            rank=self.place.rank,
-            world_size=self.place.world_size,
+            rank=self.context.rank,
+            world_size=self.context.world_size,
             micro_batch=self.plan.strategy.micro_batch,
         )
         made = []
         for items in dealt.micro_batches:
-            rows = [self.feed.rows(item) for item in items or ((0,),)]
+            rows = [self.sampler.rows(item) for item in items or ((0,),)]
             batch = collate_padded(rows, pad_token_id=0)
             made.append(batch if items else without_loss(batch))
         return made, dealt.num_trained_tokens
@@ -185,7 +185,7 @@ class Trainer:
             num_trained_tokens=num_trained,
             learning_rate=learning_rate_at(step, NUM_STEPS, self.training),
             seeds=tuple(
-                mix_seed(self.training.seed, step, number, self.place.rank)
+                mix_seed(self.training.seed, step, number, self.context.rank)
                 for number in range(len(batches))
             ),
         )

@@ -83,21 +83,21 @@ def _write_json(path: Path, settings: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_artefact(run: RunFolder, engine: Any, plan: Plan, place: DistContext) -> Path:
+def write_artefact(run: RunFolder, engine: Any, plan: Plan, context: DistContext) -> Path:
     """Write `adapter/` or `model/`, whole or not at all; all ranks together, rank 0 writes."""
     is_adapter = plan.strategy.method is Method.LORA
     folder = run.adapter_path if is_adapter else run.model_path
     state: dict[str, Tensor] = engine.trained_state()
-    if place.is_first:
+    if context.is_first:
         try:
             _write_whole(run, folder, engine.model, state, plan)
-        except OSError as fault:
+        except OSError as error:
             raise SetupError(
-                f"Cannot write {str(folder)!r}: {fault.strerror or fault}.",
+                f"Cannot write {str(folder)!r}: {error.strerror or error}.",
                 remedy="make room, then start the same command again: the last checkpoint holds "
                 "what was learnt",
-            ) from fault
-    place.barrier()
+            ) from error
+    context.barrier()
     return folder
 
 

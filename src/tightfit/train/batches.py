@@ -102,8 +102,8 @@ class BatchSampler:
     def rows(self, item: Item) -> list[EncodedRow]:
         return [self.store.row(index) for index in item]
 
-    def places(self, step: int) -> list[str]:
-        """Where the rows of a step came from, those of all ranks, for messages."""
+    def locations(self, step: int) -> list[str]:
+        """File and row of each text of a step, of all ranks, for messages."""
         return [self.store.place(row) for item in self._items_of(step) for row in item]
 
     def count_trained(self, item: Item) -> int:
@@ -113,8 +113,8 @@ class BatchSampler:
         return int(self.store.lengths[list(item)].sum())
 
     def _items_of(self, step: int) -> list[Item]:
-        epoch, place = divmod(step, self.steps_per_epoch)
-        start = place * self.effective_batch
+        epoch, index = divmod(step, self.steps_per_epoch)
+        start = index * self.effective_batch
         return self._items(epoch)[start : start + self.effective_batch]
 
     def _items(self, epoch: int) -> list[Item]:
@@ -137,8 +137,8 @@ class BatchSampler:
 
 
 @lru_cache(maxsize=4)
-def _epoch_items(feed: BatchSampler, epoch: int) -> list[Item]:
-    return feed.list_items(epoch)
+def _epoch_items(sampler: BatchSampler, epoch: int) -> list[Item]:
+    return sampler.list_items(epoch)
 
 
 Batch = dict[str, torch.Tensor]
@@ -270,16 +270,16 @@ class BatchLoader:
     """Yields the batches of steps `start` to `end` for one rank."""
 
     def __init__(
-        self, feed: BatchSampler, collate: Collate, *, micro_batch: int, place: DistContext
+        self, sampler: BatchSampler, collate: Collate, *, micro_batch: int, context: DistContext
     ) -> None:
-        self._feed = feed
+        self._sampler = sampler
         self._collate = collate
         self._micro_batch = micro_batch
-        self._place = place
+        self._context = context
 
     def longest(self) -> Batch:
         """The batch that needs the most memory."""
-        return self._make(self._feed.longest(self._micro_batch))
+        return self._make(self._sampler.longest(self._micro_batch))
 
     def steps(self, start: int, end: int) -> Iterator[StepBatches]:
         ready: queue.Queue[StepBatches | BaseException] = queue.Queue(maxsize=_NUM_PREFETCHED)
@@ -309,14 +309,14 @@ class BatchLoader:
                 _put(ready, self._make_step(step), has_stopped.is_set)
                 if has_stopped.is_set():
                     return
-        except BaseException as fault:
-            _put(ready, fault, has_stopped.is_set)
+        except BaseException as error:
+            _put(ready, error, has_stopped.is_set)
 
     def _make_step(self, step: int) -> StepBatches:
-        items = self._feed.deal(
+        items = self._sampler.deal(
             step,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
+            rank=self._context.rank,
+            world_size=self._context.world_size,
             micro_batch=self._micro_batch,
         )
         batches = [self._make(chunk) for chunk in items.micro_batches]
@@ -324,11 +324,11 @@ class BatchLoader:
 
     def _make(self, items: tuple[Item, ...]) -> Batch:
         is_spare = not items
-        rows = [self._feed.rows(item) for item in items or (self._feed.shortest(),)]
+        rows = [self._sampler.rows(item) for item in items or (self._sampler.shortest(),)]
         batch = self._collate(rows)
         if is_spare:
             batch = without_loss(batch)
-        if self._place.device.type == "cuda":
+        if self._context.device.type == "cuda":
             return {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
@@ -347,5 +347,5 @@ def _put(
         return
 
 
-def to_device(batch: Batch, place: DistContext) -> Batch:
-    return {name: tensor.to(place.device, non_blocking=True) for name, tensor in batch.items()}
+def to_device(batch: Batch, context: DistContext) -> Batch:
+    return {name: tensor.to(context.device, non_blocking=True) for name, tensor in batch.items()}

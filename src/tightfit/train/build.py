@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,45 +24,206 @@ from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.attention import needs_padding_mask
 from tightfit.runtime.load import load_base
 from tightfit.runtime.staged import prefer_staged
-from tightfit.train.batches import Batch, BatchLoader, BatchSampler, choose_collate, to_device
+from tightfit.train.batches import (
+    IGNORED,
+    Batch,
+    BatchLoader,
+    BatchSampler,
+    choose_collate,
+    to_device,
+)
 from tightfit.train.checkpoint import find_checkpoint, list_damaged, read_progress
-from tightfit.train.distributed import DistContext
+from tightfit.train.distributed import DistContext, sum_over_ranks
 from tightfit.train.engine import TorchEngine
-from tightfit.train.evaluation import Evaluation
-from tightfit.train.loop import TrainLoop
+from tightfit.train.loop import Evaluation, TrainLoop
 from tightfit.train.model import Objective, prepare_model
 from tightfit.train.optimizers import build_optimizer
 from tightfit.train.run_logger import RunLogger
 from tightfit.train.sharding import load_sharded, make_load_request, replicate
-from tightfit.train.signals import StopRequest
-from tightfit.train.step import sum_over_ranks
 
-# A step on the longest batch before the first real one: what would fail at night fails now.
+
+def build_loop(
+    run: RunFolder,
+    plan: Plan,
+    training: Training,
+    context: DistContext,
+    is_stop_requested: Callable[[], bool],
+) -> TrainLoop:
+    """Do everything up to the first step, including a warm-up step on the longest batch."""
+    strategy = plan.strategy
+    folders = run.read_tokens()
+    store = _open_store(folders.train)
+    _check_vocabulary(store, plan, training)
+    sampler = BatchSampler(
+        store,
+        effective_batch=plan.effective_batch,
+        seq_len=strategy.seq_len,
+        is_packed=strategy.packing,
+        seed=training.seed,
+        shuffle=training.shuffle,
+    )
+    num_steps = training.max_steps or sampler.count_steps(plan.num_epochs)
+    engine = build_engine(plan, context)
+    has_mask = needs_padding_mask(engine.model.config)
+    collate = choose_collate(store.description, is_packed=strategy.packing, has_mask=has_mask)
+    loader = BatchLoader(sampler, collate, micro_batch=strategy.micro_batch, context=context)
+    step, damaged = _resume(run, engine)
+    warm_up_step(engine, to_device(loader.longest(), context), context)
+    logger = RunLogger(run, plan, context)
+    logger.open(step=step, num_steps=num_steps, damaged=damaged)
+    return TrainLoop(
+        plan=plan,
+        training=training,
+        run=run,
+        context=context,
+        engine=engine,
+        sampler=sampler,
+        loader=loader,
+        evaluation=_build_evaluation(folders.eval, plan, context, has_mask=has_mask),
+        logger=logger,
+        is_stop_requested=is_stop_requested,
+        num_steps=num_steps,
+        step=step,
+        saved_step=step if step else -1,
+    )
+
+
+def apply_memory_limit(device: torch.device) -> None:
+    """Cap this process's memory at the limit in the environment, if one is set there."""
+    text = os.environ.get(MEMORY_VARIABLE)
+    if not text:
+        return
+    limit = int(text)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    else:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _resume(run: RunFolder, engine: Any) -> tuple[int, list[str]]:
+    """Load the newest complete checkpoint; its step, and newer ones that are damaged."""
+    folder = find_checkpoint(run)
+    if folder is None:
+        return 0, []
+    engine.load_state(folder)
+    step = read_progress(folder).step
+    return step, list_damaged(run, after_step=step)
+
+
+def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None:
+    """Refuse a tokenizer of another model: a token id too high is a device-side assert on GPUs."""
+    highest = store.find_highest_token()
+    if highest >= plan.model.vocab_size:
+        raise InvalidInputError(
+            f"The tokenizer in {training.model_path} wrote token {highest:,}; the model has "
+            f"{plan.model.vocab_size:,}.",
+            remedy="put the model's own tokenizer files there, or enlarge its embeddings",
+        )
+
+
+def _build_evaluation(
+    folder: str | None, plan: Plan, context: DistContext, *, has_mask: bool
+) -> Evaluation | None:
+    if folder is None:
+        return None
+    store = _open_store(folder)
+    collate = choose_collate(store.description, is_packed=False, has_mask=has_mask)
+    return Evaluation(store, collate, micro_batch=plan.strategy.micro_batch, context=context)
+
+
+def _open_store(folder: str) -> TokenStore:
+    try:
+        return TokenStore(Path(folder))
+    except OSError as error:
+        raise NotFoundError(
+            f"The encoded data of this run is gone: {folder}.",
+            remedy="start it again with tightfit train, which encodes it again",
+        ) from error
+
+
+def build_engine(plan: Plan, context: DistContext) -> Any:
+    """The engine that the plan's sharding names, ready for its first step."""
+    training = _training_of(plan)
+    strategy = plan.strategy
+    _check_plan(strategy, context)
+    if strategy.sharding.is_zero:
+        from tightfit.train.zero import build_zero_engine
+
+        return build_zero_engine(plan, context)
+    if strategy.sharding.is_fsdp:
+        module: Any = load_sharded(plan, training, context)
+    else:
+        request = make_load_request(strategy, training)
+        model = load_base(prefer_staged(Path(training.model_path)), request, context.device)
+        module = Objective.from_strategy(prepare_model(model, strategy, training), strategy)
+        if strategy.sharding is Sharding.DDP and context.world_size > 1:
+            module = replicate(module, context)
+    optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
+    return TorchEngine(
+        module,
+        optimizer,
+        strategy=strategy,
+        device=context.device,
+        world_size=context.world_size,
+        max_grad_norm=training.max_grad_norm,
+    )
+
+
+def _training_of(plan: Plan) -> Training:
+    if plan.training is None:
+        raise UserError(
+            "The plan says what would run, but not on which data.",
+            remedy="tightfit train RECIPE.YAML",
+        )
+    return plan.training
+
+
+def _check_plan(strategy: Strategy, context: DistContext) -> None:
+    """Refuse what would fail later, or silently do something else."""
+    if strategy.sharding is Sharding.SINGLE and context.world_size > 1:
+        raise UserError(
+            f"The plan is for one process, and {context.world_size} were started.",
+            remedy="start it with tightfit train, which starts as many as the plan says",
+        )
+    if strategy.sharding.is_fsdp and strategy.optimizer is Optimizer.ADAFACTOR:
+        raise UserError(
+            "torch's Adafactor takes row and column sums, which it cannot do over FSDP's shards.",
+            remedy="--set optimizer=adamw, or --sharding ddp",
+        )
+    if strategy.optimizer_in_backward:
+        raise UserError(
+            "The optimizer cannot run inside the backward pass yet: gradients are clipped first.",
+            remedy="--set optimizer_in_backward=false",
+        )
+
 
 _STATE_BYTES_PER_VALUE = {
     Optimizer.ADAMW_8BIT: 2,
     Optimizer.ADAMW_PAGED_8BIT: 0,
     Optimizer.ADAFACTOR: 0,
 }
-"""Optimizer state per trained value, where it is not twice (AdamW) or once (SGD) the value."""
+"""Bytes of optimizer state per trained value; others hold two (AdamW) or one (SGD) like it."""
 
 
-def warm_up_step(engine: Any, batch: Batch, place: DistContext) -> float:
-    """Mean loss of the longest batch; gradients are made and dropped, nothing is learnt.
+def warm_up_step(engine: Any, batch: Batch, context: DistContext) -> float:
+    """Forward and backward on the longest batch, without an update; returns its mean loss.
 
-    The optimizer's state, which appears with the first update, is stood in for by
-    as much empty memory. Raises where the loss is not finite; out of memory comes
-    through as torch raises it.
+    What would fail hours into a run fails here. An empty tensor takes the memory of the optimizer
+    state, which is allocated only by the first update. Raises if the loss is not finite; an
+    out-of-memory error is passed on.
     """
     with engine.autocast():
         loss = engine.module(**batch)
     if isinstance(engine, TorchEngine):
-        stand_in = torch.empty(_missing_state_bytes(engine), dtype=torch.uint8, device=place.device)
+        placeholder = torch.empty(
+            _missing_state_bytes(engine), dtype=torch.uint8, device=context.device
+        )
         engine.backward(loss / max(1, batch["labels"].numel()))
         engine.optimizer.zero_grad(set_to_none=True)
-        del stand_in
-    num_trained = int((batch["labels"] != -100).sum())
-    loss_sum, count = sum_over_ranks(float(loss.detach()), num_trained, device=place.device)
+        del placeholder
+    num_trained = int((batch["labels"] != IGNORED).sum())
+    loss_sum, count = sum_over_ranks(float(loss.detach()), num_trained, device=context.device)
     mean = loss_sum / max(1.0, count)
     if not math.isfinite(mean):
         raise _not_finite(mean, engine)
@@ -69,13 +231,13 @@ def warm_up_step(engine: Any, batch: Batch, place: DistContext) -> float:
 
 
 def _not_finite(loss: float, engine: Any) -> DivergedError:
-    """Broken weights, or sound ones whose sums overflow the format."""
-    problem = f"The loss of the first batch is {loss}, before anything is learnt"
+    """The error for weights that are not finite, or whose activations overflow the dtype."""
+    problem = f"The loss of the first batch is {loss}, before the first update"
     broken = _find_non_finite_weight(engine.model)
     if broken is not None:
         return DivergedError(
             f"{problem}: the weight {broken} holds values that are not finite.",
-            remedy="fetch the model's files again, or take another checkpoint of it",
+            remedy="download the model's files again, or use another checkpoint of it",
         )
     if engine.strategy.compute is Dtype.FP32:
         return DivergedError(
@@ -83,13 +245,13 @@ def _not_finite(loss: float, engine: Any) -> DivergedError:
             remedy="check that config.json belongs to these weights",
         )
     return DivergedError(
-        f"{problem}: the model's numbers overflow {engine.strategy.compute.value}.",
-        remedy="calculate in a wider format: --set compute=fp32 --set weights=fp32 --fresh",
+        f"{problem}: its activations overflow {engine.strategy.compute.value}.",
+        remedy="use a wider format: --set compute=fp32 --set weights=fp32 --fresh",
     )
 
 
 def _find_non_finite_weight(model: nn.Module) -> str | None:
-    """The first weight with an infinity or NaN; packed ones have no such values."""
+    """The first weight with an infinity or NaN; quantized ones cannot hold any."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not all(
             bool(torch.isfinite(local).all()) for local in _local_tensors([parameter.detach()])
@@ -116,158 +278,3 @@ def _state_bytes(strategy: Strategy, parameter: torch.Tensor) -> int:
     if strategy.optimizer in _STATE_BYTES_PER_VALUE:
         return _STATE_BYTES_PER_VALUE[strategy.optimizer]
     return parameter.element_size() * (1 if strategy.optimizer is Optimizer.SGD_MOMENTUM else 2)
-
-
-def build_engine(plan: Plan, place: DistContext) -> Any:
-    """The engine that the plan's sharding names, ready for its first step."""
-    training = _training_of(plan)
-    strategy = plan.strategy
-    _check_plan(strategy, place)
-    if strategy.sharding.is_zero:
-        from tightfit.train.zero import build_zero_engine
-
-        return build_zero_engine(plan, place)
-    if strategy.sharding.is_fsdp:
-        module: Any = load_sharded(plan, training, place)
-    else:
-        request = make_load_request(strategy, training)
-        model = load_base(prefer_staged(Path(training.model_path)), request, place.device)
-        module = Objective.from_strategy(prepare_model(model, strategy, training), strategy)
-        if strategy.sharding is Sharding.DDP and place.world_size > 1:
-            module = replicate(module, place)
-    optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
-    return TorchEngine(
-        module,
-        optimizer,
-        strategy=strategy,
-        device=place.device,
-        world_size=place.world_size,
-        max_grad_norm=training.max_grad_norm,
-    )
-
-
-def _training_of(plan: Plan) -> Training:
-    if plan.training is None:
-        raise UserError(
-            "The plan says what would run, but not on which data.",
-            remedy="tightfit train RECIPE.YAML",
-        )
-    return plan.training
-
-
-def _check_plan(strategy: Strategy, place: DistContext) -> None:
-    """What would fail later, or quietly do something else."""
-    if strategy.sharding is Sharding.SINGLE and place.world_size > 1:
-        raise UserError(
-            f"The plan is for one process, and {place.world_size} were started.",
-            remedy="start it with tightfit train, which starts as many as the plan says",
-        )
-    if strategy.sharding.is_fsdp and strategy.optimizer is Optimizer.ADAFACTOR:
-        raise UserError(
-            "torch's Adafactor takes row and column sums, which it cannot do over FSDP's shards.",
-            remedy="--set optimizer=adamw, or --sharding ddp",
-        )
-    if strategy.optimizer_in_backward:
-        raise UserError(
-            "The optimizer cannot run inside the backward pass yet: gradients are clipped first.",
-            remedy="--set optimizer_in_backward=false",
-        )
-
-
-# Putting a run together: data, engine, checkpoint, checks; what the loop then drives.
-
-
-def build_loop(
-    run: RunFolder, plan: Plan, training: Training, place: DistContext, asked: StopRequest
-) -> TrainLoop:
-    """Everything up to the first step, a rehearsal on the longest batch included."""
-    strategy = plan.strategy
-    folders = run.read_tokens()
-    store = _open_store(folders.train)
-    _check_vocabulary(store, plan, training)
-    feed = BatchSampler(
-        store,
-        effective_batch=plan.effective_batch,
-        seq_len=strategy.seq_len,
-        is_packed=strategy.packing,
-        seed=training.seed,
-        shuffle=training.shuffle,
-    )
-    num_steps = training.max_steps or feed.count_steps(plan.num_epochs)
-    engine = build_engine(plan, place)
-    has_mask = needs_padding_mask(engine.model.config)
-    collate = choose_collate(store.description, is_packed=strategy.packing, has_mask=has_mask)
-    loader = BatchLoader(feed, collate, micro_batch=strategy.micro_batch, place=place)
-    step, damaged = _resume(run, engine)
-    warm_up_step(engine, to_device(loader.longest(), place), place)
-    diary = RunLogger(run, plan, place)
-    diary.open(step=step, num_steps=num_steps, damaged=damaged)
-    return TrainLoop(
-        plan=plan,
-        training=training,
-        run=run,
-        place=place,
-        engine=engine,
-        feed=feed,
-        loader=loader,
-        evaluation=_build_evaluation(folders.eval, plan, place, has_mask=has_mask),
-        diary=diary,
-        is_asked_to_stop=lambda: asked.is_made,
-        num_steps=num_steps,
-        step=step,
-        saved_step=step if step else -1,
-    )
-
-
-def apply_memory_limit(device: torch.device) -> None:
-    """Obey a limit below what the machine has, so that others can use the rest."""
-    text = os.environ.get(MEMORY_VARIABLE)
-    if not text:
-        return
-    limit = int(text)
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-    else:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _resume(run: RunFolder, engine: Any) -> tuple[int, list[str]]:
-    """Load the newest whole checkpoint; the number of steps it holds, and what was passed over."""
-    folder = find_checkpoint(run)
-    if folder is None:
-        return 0, []
-    engine.load_state(folder)
-    step = read_progress(folder).step
-    return step, list_damaged(run, after_step=step)
-
-
-def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None:
-    """A tokenizer of another model: on a GPU a token too high would end in an assertion."""
-    highest = store.find_highest_token()
-    if highest >= plan.model.vocab_size:
-        raise InvalidInputError(
-            f"The tokenizer in {training.model_path} wrote token {highest:,}, and the model knows "
-            f"{plan.model.vocab_size:,}.",
-            remedy="put the model's own tokenizer files there, or enlarge its embeddings",
-        )
-
-
-def _build_evaluation(
-    folder: str | None, plan: Plan, place: DistContext, *, has_mask: bool
-) -> Evaluation | None:
-    if folder is None:
-        return None
-    store = _open_store(folder)
-    collate = choose_collate(store.description, is_packed=False, has_mask=has_mask)
-    return Evaluation(store, collate, micro_batch=plan.strategy.micro_batch, place=place)
-
-
-def _open_store(folder: str) -> TokenStore:
-    try:
-        return TokenStore(Path(folder))
-    except OSError as fault:
-        raise NotFoundError(
-            f"The encoded data of this run is gone: {folder}.",
-            remedy="start it again with tightfit train, which encodes it anew",
-        ) from fault

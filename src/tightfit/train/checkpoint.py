@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -18,7 +17,7 @@ from tightfit.core.files import sync, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Sharding
 from tightfit.runs.run_folder import RunFolder
-from tightfit.train.distributed import DistContext
+from tightfit.train.distributed import DistContext, broadcast_object
 
 PARTIAL = ".partial"
 _WHOLE_NAME = re.compile(r"step-(\d{6,})")
@@ -44,7 +43,7 @@ def write_checkpoint(
     run: RunFolder,
     engine: Any,
     progress: Progress,
-    place: DistContext,
+    context: DistContext,
     keep: int,
     *,
     alone: bool = False,
@@ -55,11 +54,11 @@ def write_checkpoint(
     may hang or be dead. Killed at any moment, it leaves the checkpoint before it.
     """
     folder = run.checkpoints_path / f"step-{progress.step:06d}"
-    partial = folder.with_name(folder.name + (f".rank{place.rank}" if alone else "") + PARTIAL)
-    writes = alone or place.is_first
+    partial = folder.with_name(folder.name + (f".rank{context.rank}" if alone else "") + PARTIAL)
+    writes = alone or context.is_first
     is_needed = writes and _open_partial(folder, partial)
     if not alone:
-        is_needed = _broadcast_flag(is_needed)
+        is_needed = broadcast_object(is_needed)
     if not is_needed:
         return folder
     try:
@@ -67,13 +66,13 @@ def write_checkpoint(
         if writes:
             _seal(partial, progress)
             _publish(partial, folder)
-    except BaseException as fault:
-        _give_up(partial, fault, writes=writes)
+    except BaseException as error:
+        _give_up(partial, error, writes=writes)
         raise
     if writes:
         prune_checkpoints(run, keep=keep)
     if not alone:
-        place.barrier()
+        context.barrier()
     return folder
 
 
@@ -101,11 +100,11 @@ def read_progress(folder: Path) -> Progress:
     path = folder / _PROGRESS
     try:
         return Progress.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as fault:
+    except (OSError, ValidationError) as error:
         raise InvalidInputError(
-            f"{path} cannot be read: {str(fault).splitlines()[0]}.",
+            f"{path} cannot be read: {str(error).splitlines()[0]}.",
             remedy=f"remove {folder}; the checkpoint before it is used then",
-        ) from fault
+        ) from error
 
 
 def prune_checkpoints(run: RunFolder, *, keep: int) -> None:
@@ -144,18 +143,9 @@ def _open_partial(folder: Path, partial: Path) -> bool:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    except OSError as fault:
-        raise _cannot_save(partial, fault) from fault
+    except OSError as error:
+        raise _cannot_save(partial, error) from error
     return True
-
-
-def _broadcast_flag(is_needed: bool) -> bool:
-    """Rank 0's word: file systems do not show every node the same thing at the same time."""
-    if not dist.is_initialized():
-        return is_needed
-    word: list[bool] = [is_needed]
-    dist.broadcast_object_list(word, src=0)
-    return word[0]
 
 
 def _seal(partial: Path, progress: Progress) -> None:
@@ -189,34 +179,34 @@ def _set_aside(folder: Path) -> Path:
     return doomed
 
 
-def _give_up(partial: Path, fault: BaseException, *, writes: bool) -> None:
+def _give_up(partial: Path, error: BaseException, *, writes: bool) -> None:
     """Free the space that a failed checkpoint holds, and name the disk where it is to blame."""
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
-    cause = find_disk_error(fault)
+    cause = find_disk_error(error)
     if cause is not None:
-        raise _cannot_save(partial, cause) from fault
+        raise _cannot_save(partial, cause) from error
 
 
-def find_disk_error(fault: BaseException) -> OSError | None:
+def find_disk_error(error: BaseException) -> OSError | None:
     """The system's complaint inside what torch raises; it packs one fault per rank."""
-    if isinstance(fault, CheckpointException):
-        inner = [failure[0] for failure in fault.failures.values()]
+    if isinstance(error, CheckpointException):
+        inner = [failure[0] for failure in error.failures.values()]
         return next((found for each in inner if (found := find_disk_error(each))), None)
-    if isinstance(fault, OSError):
-        return fault if fault.errno in _DISK_ERRNOS else None
-    before = fault.__cause__ or fault.__context__
+    if isinstance(error, OSError):
+        return error if error.errno in _DISK_ERRNOS else None
+    before = error.__cause__ or error.__context__
     found = None if before is None else find_disk_error(before)
-    if found is None and isinstance(fault, RuntimeError) and _STREAM_ERROR in str(fault):
+    if found is None and isinstance(error, RuntimeError) and _STREAM_ERROR in str(error):
         return OSError(errno.ENOSPC, "torch could not write all of it, as on a full disk")
-    if found is None and os.strerror(errno.ENOSPC) in str(fault):  # safetensors tells it in words
+    if found is None and os.strerror(errno.ENOSPC) in str(error):  # safetensors tells it in words
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return found
 
 
-def _cannot_save(folder: Path, fault: OSError) -> SetupError:
+def _cannot_save(folder: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot write the checkpoint {str(folder)!r}: {fault.strerror or fault}. "
+        f"Cannot write the checkpoint {str(folder)!r}: {error.strerror or error}. "
         f"{_describe_before(folder)}",
         remedy=f"make room (df -h {folder.parent.parent}), then start the same command again",
     )

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from tightfit.runtime.devices import local_device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Above the slowest single thing ranks wait for each other in: rank 0 reading the weights."""
+"""Longer than the slowest wait of one rank for another: rank 0 reading the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistContext:
-    """One process of the job, as torchrun numbers it; a lone process is rank 0 of 1."""
+    """One process of the job, as torchrun numbers it; without torchrun, rank 0 of 1."""
 
     rank: int
     local_rank: int
@@ -28,7 +28,7 @@ class DistContext:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes for all."""
+        """Whether this is rank 0, which writes files for all."""
         return self.rank == 0
 
     @property
@@ -41,10 +41,8 @@ class DistContext:
 
 
 def init_dist_context(*, on_cpu: bool) -> DistContext:
-    """Read torchrun's environment, choose the device and join the process group, if there is one.
-
-    Ranks on GPUs also talk over gloo, for tensors in host memory.
-    """
+    """Read torchrun's environment, choose the device, and init the process group if there are
+    several ranks. Ranks on GPUs also get gloo, for tensors in host memory."""
     number = {
         name: int(os.environ.get(name.upper(), default))
         for name, default in (
@@ -67,9 +65,9 @@ def init_dist_context(*, on_cpu: bool) -> DistContext:
     return DistContext(device=device, **number)
 
 
-def init_single_process_group(place: DistContext) -> None:
-    """A group of one: sharding with offload is of use on a single GPU too."""
-    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+def init_single_process_group(context: DistContext) -> None:
+    """Init a group of one rank: FSDP with offload is useful on a single GPU too."""
+    backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
     store: Any = vars(dist)["HashStore"]()  # torch leaves it out of its typed names
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
 
@@ -77,3 +75,21 @@ def init_single_process_group(place: DistContext) -> None:
 def destroy_dist_context() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def sum_over_ranks(*values: float, device: torch.device) -> list[float]:
+    """Each value summed over all ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    summed: list[float] = tensor.tolist()
+    return summed
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value on every rank."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -117,13 +117,13 @@ def load_state(
     try:
         with _without_dist_warning():
             load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (CheckpointException, RuntimeError, ValueError) as fault:
-        if is_out_of_memory(fault):
+    except (CheckpointException, RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
             raise
         raise InvalidInputError(
-            f"The checkpoint {folder} does not fit this plan: {_first_line(fault)}.",
+            f"The checkpoint {folder} does not fit this plan: {_first_line(error)}.",
             remedy="start the run in a new folder, or with the plan it was started with",
-        ) from fault
+        ) from error
     for parameter, name in _optimizer_names(module, optimizer).items():
         # Tensors were filled in place; what is no tensor (bitsandbytes' step) was replaced.
         optimizer.state[parameter].update(state["optimizer"][name])
@@ -189,11 +189,11 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
         group["lr"] = rate
 
 
-def _first_line(fault: BaseException) -> str:
-    if isinstance(fault, CheckpointException) and fault.failures:
-        fault = next(iter(fault.failures.values()))[0]
-    lines = str(fault).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(fault).__name__
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 @contextmanager
@@ -319,6 +319,17 @@ class TorchEngine:
     def trained_state(self) -> dict[str, Tensor]:
         """On rank 0 whole tensors on the CPU, named as in `model`; elsewhere nothing."""
         return gather_trained(self.model)
+
+
+@contextmanager
+def evaluating(engine: Any) -> Iterator[None]:
+    """Eval mode without gradients, under the autocast of training."""
+    engine.module.eval()
+    try:
+        with torch.no_grad(), engine.autocast():
+            yield
+    finally:
+        engine.module.train()
 
 
 def _is_fused(optimizer: Optimizer) -> bool:

@@ -48,10 +48,10 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 def _build_8bit(groups: list[dict[str, Any]], rate: float, *, is_paged: bool) -> Optimizer:
     try:
         from bitsandbytes import optim
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "The plan's 8-bit optimizer needs bitsandbytes, which is not installed.",
             remedy="pip install bitsandbytes, or --set optimizer=adamw",
-        ) from fault
+        ) from error
     made: Optimizer = (optim.PagedAdamW8bit if is_paged else optim.AdamW8bit)(groups, lr=rate)
     return made

@@ -93,11 +93,11 @@ def open_trackers(names: Sequence[str], run: RunFolder, plan: Plan) -> list[Trac
     for name in names:
         try:
             found.append(_KINDS[name](run, plan))
-        except ImportError as fault:
+        except ImportError as error:
             raise SetupError(
                 f"Logging to {name} needs its package, which is not installed.",
                 remedy=f"pip install {name}, or leave it out: --log-to none",
-            ) from fault
+            ) from error
     return found
 
 
@@ -129,10 +129,10 @@ def name_values(record: Record) -> dict[str, float]:
 class RunLogger:
     """Keeps metrics.jsonl and state.json true."""
 
-    def __init__(self, run: RunFolder, plan: Plan, place: DistContext) -> None:
+    def __init__(self, run: RunFolder, plan: Plan, context: DistContext) -> None:
         self._run = run
         self._plan = plan
-        self._is_writing = place.is_first
+        self._is_writing = context.is_first
         self._trackers: list[Tracker] = []
         self._num_steps = 0
 

@@ -31,7 +31,7 @@ from tightfit.runtime.devices import torch_dtype
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import LoadRequest, bitsandbytes_config, load_base, load_meta
 from tightfit.runtime.staged import prefer_staged
-from tightfit.train.distributed import DistContext, init_single_process_group
+from tightfit.train.distributed import DistContext, broadcast_object, init_single_process_group
 from tightfit.train.model import Objective, prepare_model
 
 # nf4 weights in shards: how they travel, and the check that they compute what they did whole.
@@ -167,7 +167,7 @@ def _keep_codes(packed: Any) -> None:
         packed.support_avx512bf16_for_cpu = False
 
 
-def replicate(module: nn.Module, place: DistContext) -> DistributedDataParallel:
+def replicate(module: nn.Module, context: DistContext) -> DistributedDataParallel:
     """A copy on every rank, gradients averaged.
 
     Every rank has read the same files, so only what was drawn is sent: DDP by
@@ -176,11 +176,11 @@ def replicate(module: nn.Module, place: DistContext) -> DistributedDataParallel:
     for parameter in module.parameters():
         if parameter.requires_grad:
             dist.broadcast(parameter.detach(), src=0)
-    on_gpu = place.device.type == "cuda"
+    on_gpu = context.device.type == "cuda"
     buffers: dict[str, Any] = {_buffer_option(): False}
     return DistributedDataParallel(
         module,
-        device_ids=[place.device.index] if on_gpu else None,
+        device_ids=[context.device.index] if on_gpu else None,
         gradient_as_bucket_view=True,
         init_sync=False,
         **buffers,
@@ -196,11 +196,11 @@ def _buffer_option() -> str:
 class Sharder:
     """`fully_shard` with one plan's settings: first each layer, then what is left."""
 
-    def __init__(self, strategy: Strategy, place: DistContext) -> None:
+    def __init__(self, strategy: Strategy, context: DistContext) -> None:
         self._settings: dict[str, Any] = {
-            "mesh": make_mesh(strategy, place),
+            "mesh": make_mesh(strategy, context),
             "mp_policy": choose_precision(strategy),
-            "offload_policy": choose_offload(strategy, place),
+            "offload_policy": choose_offload(strategy, context),
         }
         self._reshards = strategy.sharding is not Sharding.FSDP_GRAD_OP
 
@@ -212,15 +212,15 @@ class Sharder:
         fully_shard(module, reshard_after_forward=False, **self._settings)
 
 
-def make_mesh(strategy: Strategy, place: DistContext) -> DeviceMesh:
+def make_mesh(strategy: Strategy, context: DistContext) -> DeviceMesh:
     """All ranks in a row; for hybrid sharding a row of shards per node."""
-    kind = place.device.type
+    kind = context.device.type
     if not dist.is_initialized():
-        init_single_process_group(place)
+        init_single_process_group(context)
     if strategy.sharding is Sharding.FSDP_HYBRID:
-        shape = (place.num_nodes, place.local_world_size)
+        shape = (context.num_nodes, context.local_world_size)
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(kind, (place.world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (context.world_size,), mesh_dim_names=("shard",))
 
 
 def choose_precision(strategy: Strategy) -> MixedPrecisionPolicy:
@@ -236,10 +236,10 @@ def choose_precision(strategy: Strategy) -> MixedPrecisionPolicy:
     )
 
 
-def choose_offload(strategy: Strategy, place: DistContext) -> OffloadPolicy:
+def choose_offload(strategy: Strategy, context: DistContext) -> OffloadPolicy:
     if strategy.offload is Offload.NONE:
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=place.device.type == "cuda")
+    return CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
 
 
 # Weights into shards: one rank reads them, every rank keeps its part, no node holds two copies.
@@ -255,7 +255,7 @@ def make_load_request(strategy: Strategy, training: Training) -> LoadRequest:
     )
 
 
-def load_sharded(plan: Plan, training: Training, place: DistContext) -> Objective:
+def load_sharded(plan: Plan, training: Training, context: DistContext) -> Objective:
     """The plan's Objective, sharded by FSDP2.
 
     Rank 0 reads the model into host memory; all ranks build it without values.
@@ -265,8 +265,8 @@ def load_sharded(plan: Plan, training: Training, place: DistContext) -> Objectiv
     strategy = plan.strategy
     request = make_load_request(strategy, training)
     folder = prefer_staged(Path(training.model_path))
-    whole = load_base(folder, request, torch.device("cpu")) if place.is_first else None
-    packed_names = _broadcast_object(None if whole is None else list_4bit_modules(whole))
+    whole = load_base(folder, request, torch.device("cpu")) if context.is_first else None
+    packed_names = broadcast_object(None if whole is None else list_4bit_modules(whole))
     skeleton = load_meta(folder, request)
     quantize_meta_model(skeleton, packed_names, request)
     source = None
@@ -275,7 +275,9 @@ def load_sharded(plan: Plan, training: Training, place: DistContext) -> Objectiv
         source = _take_tensors(Objective.from_strategy(finished, strategy))
         whole = None
     module = Objective.from_strategy(prepare_model(skeleton, strategy, training), strategy)
-    _fill_and_shard(module, WeightReceiver(module, source, place.device), Sharder(strategy, place))
+    _fill_and_shard(
+        module, WeightReceiver(module, source, context.device), Sharder(strategy, context)
+    )
     return module
 
 
@@ -310,7 +312,7 @@ class WeightReceiver:
     ) -> None:
         self.device = device
         self._source = source
-        self._layout: dict[str, tuple[_Shape, dict[str, _Shape]]] = _broadcast_object(
+        self._layout: dict[str, tuple[_Shape, dict[str, _Shape]]] = broadcast_object(
             None if source is None else {name: sent.describe() for name, sent in source.items()}
         )
         self._names = {id(tensor): name for name, tensor in _named_tensors(module)}
@@ -378,12 +380,3 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _shape(tensor: Tensor) -> _Shape:
     return tuple(tensor.shape), tensor.dtype
-
-
-def _broadcast_object(word: Any) -> Any:
-    """Rank 0's object on every rank."""
-    if not dist.is_initialized():
-        return word
-    words = [word]
-    dist.broadcast_object_list(words, src=0)
-    return words[0]

@@ -1,5 +1,6 @@
-"""The one training step, a function of the engine, its batches and the step's numbers; and its
-metrics, all-reduced over the ranks.
+"""The one training step, and the all-reduce of its metrics.
+
+The tracer runs `train_step` on fake tensors: prediction and run share this function.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from tightfit.train.batches import Batch
 
 
 class Engine(Protocol):
-    """What a step needs of whatever holds the model: plain torch, DDP, FSDP2 or DeepSpeed."""
+    """What a step needs of the model's holder: plain torch, DDP, FSDP2 or DeepSpeed."""
 
     module: nn.Module
     """The wrapped `Objective`."""
     world_size: int
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The arithmetic of the forward pass."""
+        """The autocast context of the forward pass."""
 
     def accumulate(self, *, is_last: bool) -> AbstractContextManager[object]:
-        """Around one micro-batch: gradients are exchanged with the last one only."""
+        """Wraps one micro-batch: gradients are all-reduced with the last one only."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradients to those of the micro-batches before it."""
+        """Accumulate the loss's gradients."""
 
     def update(self, learning_rate: float) -> Update:
         """Clip, step the optimizer, drop the gradients."""
@@ -38,29 +39,29 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What the optimizer did."""
+    """The result of one optimizer update."""
 
     grad_norm: Tensor | None
-    """Over all trained parameters, before clipping. None where the engine does not tell."""
+    """Over all trained parameters, before clipping. None if the engine does not report it."""
     is_skipped: bool | Tensor = False
-    """The gradients overflowed: fp16's scaler lowers its scale, anything else is a fault. A tensor
-    where the device decided it by itself: who reads it waits for the device."""
+    """The gradients were not finite: normal under fp16's scaler, an error otherwise. A tensor if
+    the update kernel decided it on the device; reading it synchronizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The numbers of one step."""
+    """The inputs of one step beside its batches."""
 
     num_trained_tokens: int
     """Over all ranks and micro-batches."""
     learning_rate: float
     seeds: tuple[int, ...]
-    """One per micro-batch, so that dropout needs no saved random state."""
+    """One per micro-batch: dropout is reproducible without saved random state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What one rank knows after a step."""
+    """One rank's result of a step."""
 
     loss_sum: Tensor
     """Of this rank's trained tokens."""
@@ -70,10 +71,9 @@ class StepOutcome:
 def train_step(engine: Engine, batches: Sequence[Batch], plan: StepPlan) -> StepOutcome:
     """Forward and backward over every micro-batch, then one update.
 
-    The loss is the mean over the step's trained tokens of all ranks: each token
-    weighs the same, however the rows are dealt. Ranks' gradients are averaged by
-    whatever wraps the module, so each rank counts its sum `world_size` times.
-    Only the loss outlives a forward pass.
+    The loss is the mean over the step's trained tokens of all ranks, so each token has the same
+    weight however rows are split. DDP, FSDP and ZeRO average gradients over ranks, so each rank
+    scales its sum by `world_size`.
     """
     scale = engine.world_size / plan.num_trained_tokens
     sums = []
@@ -89,20 +89,17 @@ def train_step(engine: Engine, batches: Sequence[Batch], plan: StepPlan) -> Step
     return StepOutcome(loss_sum=torch.stack(sums).sum(), update=update)
 
 
-def mix_seed(seed: int, *places: int) -> int:
-    """A seed for one place of the run, unlike that of any other place."""
+def mix_seed(seed: int, *numbers: int) -> int:
+    """A seed of its own for each combination of `numbers` (step, micro-batch, rank)."""
     mixed = seed
-    for place in places:
-        mixed = (mixed * 6_364_136_223_846_793_005 + place + 1_442_695_040_888_963_407) % 2**63
+    for number in numbers:
+        mixed = (mixed * 6_364_136_223_846_793_005 + number + 1_442_695_040_888_963_407) % 2**63
     return mixed
-
-
-# What all ranks must know of a step, in one small exchange.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducedMetrics:
-    """The same on every rank."""
+    """A step's metrics and flags after the all-reduce: the same on every rank."""
 
     loss: float
     """Mean over the step's trained tokens."""
@@ -115,17 +112,14 @@ class ReducedMetrics:
 def all_reduce_metrics(
     outcome: StepOutcome, *, num_trained_tokens: int, must_stop: bool, must_save: bool
 ) -> ReducedMetrics:
-    """Add up the ranks' losses; what one rank wishes, all do."""
+    """Sum losses and flags over ranks, in one collective; a flag set on one rank holds on all."""
     loss = outcome.loss_sum.double()
     is_skipped = torch.as_tensor(outcome.update.is_skipped, dtype=loss.dtype, device=loss.device)
-    told = torch.stack([loss, is_skipped])
-    stop, save = float(must_stop), float(must_save)
+    flags = loss.new_tensor([float(must_stop), float(must_save)])
+    values = torch.cat([torch.stack([loss, is_skipped]), flags])
     if dist.is_initialized():
-        told = torch.cat([told, told.new_tensor([stop, save])])
-        dist.all_reduce(told)
-        loss_sum, skipped, stop, save = told.tolist()
-    else:
-        loss_sum, skipped = told.tolist()
+        dist.all_reduce(values)
+    loss_sum, skipped, stop, save = values.tolist()
     norm = outcome.update.grad_norm
     return ReducedMetrics(
         loss=loss_sum / num_trained_tokens,
@@ -134,12 +128,3 @@ def all_reduce_metrics(
         must_stop=stop > 0,
         must_save=save > 0,
     )
-
-
-def sum_over_ranks(*values: float, device: torch.device) -> list[float]:
-    """Plain numbers added over all ranks."""
-    told = torch.tensor(values, dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(told)
-    summed: list[float] = told.tolist()
-    return summed

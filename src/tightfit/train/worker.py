@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tightfit.core.errors import SetupError, UserError
@@ -25,44 +27,65 @@ EXIT_REQUEUE = 75
 EXIT_OUT_OF_MEMORY = 76
 EXIT_BUG = 70
 _FIRST_ERROR_SECONDS = 3.0
-"""A rank that loses a neighbour waits so long for the neighbour to say why."""
+"""How long a rank that lost another waits for that one to write the reason."""
 
 
 def main(argv: list[str]) -> int:
     """Run or resume the job of a run folder; the exit code is in docs/exit-codes.md."""
     from tightfit.runtime.libraries import silence_libraries
-    from tightfit.train.signals import StopRequest
 
     silence_libraries()
-    asked = StopRequest()
-    asked.listen()
+    signals = StopSignals()
+    signals.listen()
     run = RunFolder(path=Path(argv[0]))
-    attempt = _Attempt(run, asked)
+    attempt = _Attempt(run, signals)
     try:
-        code = attempt.go()
-    except UserError as fault:
-        return attempt.fail(fault.problem, fault.remedy, fault.exit_code)
-    except BaseException as fault:
+        code = attempt.run()
+    except UserError as error:
+        return attempt.fail(error.problem, error.remedy, error.exit_code)
+    except BaseException as error:
         from tightfit.runtime.devices import is_out_of_memory
 
-        if not is_out_of_memory(fault):
-            return attempt.fail_unforeseen(fault)
-        fault.__traceback__ = None  # its frames hold the tensors that filled the device
+        if not is_out_of_memory(error):
+            return attempt.fail_unexpected(error)
+        error.__traceback__ = None  # its frames hold the tensors that filled the GPU
     else:
         return code
     return attempt.run_out_of_memory()
 
 
+class StopSignals:
+    """Records that a signal asked the run to save and stop: SIGTERM, SIGINT or Slurm's SIGUSR1."""
+
+    def __init__(self) -> None:
+        self.is_received = False
+
+    def listen(self) -> None:
+        """Install the handlers.
+
+        Under torchrun SIGTERM is ignored: torchrun sends it to restart its processes after one is
+        lost, which is no request to stop. The launcher sends SIGUSR1 for a real one, also when a
+        batch system sends SIGTERM to every process at once.
+        """
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._record)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _record(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_received = True
+
+
 class _Attempt:
     """One start of the worker: what it has built so far, and how it ends."""
 
-    def __init__(self, run: RunFolder, asked: Any) -> None:
+    def __init__(self, run: RunFolder, signals: StopSignals) -> None:
         self._run = run
-        self._asked = asked
+        self._signals = signals
         self._loop: Any = None
         self._state_before = self._read_state()
 
-    def go(self) -> int:
+    def run(self) -> int:
         plan, training = _read_plan(self._run)
         with fast_imports([plan.strategy]):
             from transformers import AutoModelForCausalLM  # noqa: F401
@@ -73,23 +96,25 @@ class _Attempt:
 
             if plan.strategy.method is Method.LORA:
                 import peft  # noqa: F401
-        place = init_dist_context(on_cpu=plan.hardware.node.gpu.is_cpu)
-        apply_memory_limit(place.device)
-        if place.is_first:
+        context = init_dist_context(on_cpu=plan.hardware.node.gpu.is_cpu)
+        apply_memory_limit(context.device)
+        if context.is_first:
             _log_staged_copy(training)
-        loop = self._loop = build_loop(self._run, plan, training, place, self._asked)
-        is_finished = loop.go()
+        loop = self._loop = build_loop(
+            self._run, plan, training, context, lambda: self._signals.is_received
+        )
+        is_finished = loop.train()
         if is_finished and training.keep_result:
-            write_artefact(self._run, loop.engine, plan, place)
+            write_artefact(self._run, loop.engine, plan, context)
         code = 0 if is_finished else EXIT_REQUEUE
         status = RunStatus.FINISHED if is_finished else RunStatus.STOPPED
-        loop.diary.set_state(status, loop.step, exit_code=code)
-        loop.diary.close()
+        loop.logger.set_state(status, loop.step, exit_code=code)
+        loop.logger.close()
         destroy_dist_context()
         return code
 
     def run_out_of_memory(self) -> int:
-        """Keep what has been learnt where this rank holds all of it, and say what happened."""
+        """Save the progress if this rank holds all of it, and report."""
         if self._loop is not None:
             self._free()
             self._keep_progress()
@@ -105,26 +130,26 @@ class _Attempt:
             torch.cuda.empty_cache()
 
     def _keep_progress(self) -> None:
-        """Save alone, unless the state is spread over ranks or half updated."""
+        """Save alone, unless the state is sharded over ranks or half updated."""
         loop = self._loop
         is_whole = not loop.plan.strategy.sharding.shards_optimizer
         if is_whole and not loop.engine.is_updating and loop.step > loop.saved_step:
             loop.engine.optimizer.zero_grad(set_to_none=True)
             try:
-                loop.save_alone()
+                loop.save(alone=True)
             except Exception:
                 traceback.print_exc()
 
-    def fail_unforeseen(self, fault: BaseException) -> int:
+    def fail_unexpected(self, error: BaseException) -> int:
         from tightfit.train.checkpoint import find_disk_error
 
-        cause = find_disk_error(fault)
+        cause = find_disk_error(error)
         if cause is not None:
             return self._fail_on_disk(cause)
-        traceback.print_exception(fault)
-        text = str(fault).strip().splitlines()
-        where = f"{type(fault).__name__}: {text[0] if text else 'no message'}"
-        if _is_lost_rank(fault):
+        traceback.print_exception(error)
+        text = str(error).strip().splitlines()
+        where = f"{type(error).__name__}: {text[0] if text else 'no message'}"
+        if _is_lost_rank(error):
             time.sleep(_FIRST_ERROR_SECONDS)
             return self.fail(
                 f"Another process of the job was lost ({where[:200]}).",
@@ -135,9 +160,9 @@ class _Attempt:
         return self.fail(f"Training failed with {where[:300]}.", remedy, EXIT_BUG)
 
     def _fail_on_disk(self, cause: OSError) -> int:
-        """Outside of a checkpoint, which names its own faults: the result or a tracker's file."""
+        """A disk error outside of a checkpoint: in the result or a tracker's file."""
         for partial in self._run.path.glob("*.partial"):
-            shutil.rmtree(partial, ignore_errors=True)  # or not even the reason could be written
+            shutil.rmtree(partial, ignore_errors=True)  # to make room for state.json
         saved = self._count_saved()
         kept = f"The checkpoint of step {saved} is intact" if saved else "Nothing was saved yet"
         return self.fail(
@@ -149,13 +174,13 @@ class _Attempt:
     def fail(
         self, problem: str, remedy: str, code: int, *, status: RunStatus = RunStatus.FAILED
     ) -> int:
-        """Write the reason, unless another rank has written the first one."""
+        """Print the reason, and write it unless another rank was first."""
         from tightfit.train.run_logger import now
 
         print(f"error: {problem}\n  try: {remedy}", file=sys.stderr, flush=True)
-        if self._is_told():
+        if self._is_reported():
             return code
-        with suppress(UserError):  # a disk that is full: the exit code has to do
+        with suppress(UserError):  # a full disk: the exit code must do
             self._run.write_state(
                 RunState(
                     status=status,
@@ -172,14 +197,14 @@ class _Attempt:
         return code
 
     def _count_saved(self) -> int:
-        """Steps in the newest checkpoint, which this attempt may not have come to load."""
+        """Steps in the newest checkpoint, loaded by this attempt or not."""
         if self._loop is not None:
             return max(0, int(self._loop.saved_step))
         from tightfit.train.checkpoint import find_checkpoint, read_progress
 
         try:
             folder = find_checkpoint(self._run)
-        except UserError:  # none is whole; this may be the very reason that is being written
+        except UserError:  # none is complete, which may be the reason being written
             return 0
         return 0 if folder is None else read_progress(folder).step
 
@@ -188,8 +213,8 @@ class _Attempt:
             return int(self._loop.num_steps)
         return 0 if self._state_before is None else self._state_before.num_steps
 
-    def _is_told(self) -> bool:
-        """By another rank of this attempt; an older one's reason is no longer the reason."""
+    def _is_reported(self) -> bool:
+        """Whether another rank of this attempt has written a reason; older ones do not count."""
         state = self._read_state()
         is_final = state and state.status in (RunStatus.FAILED, RunStatus.OUT_OF_MEMORY)
         return bool(is_final) and state != self._state_before
@@ -212,7 +237,7 @@ def _read_plan(run: RunFolder) -> tuple[Plan, Training]:
 
 
 def _log_staged_copy(training: Training) -> None:
-    """For the log: where the weights come from, where that is not the plan's folder."""
+    """Log a staged copy that the weights are read from."""
     from tightfit.runtime.staged import describe_use, find_staged
 
     copy = find_staged(Path(training.model_path))
@@ -220,15 +245,15 @@ def _log_staged_copy(training: Training) -> None:
         print(describe_use(copy), flush=True)
 
 
-def _is_lost_rank(fault: BaseException) -> bool:
+def _is_lost_rank(error: BaseException) -> bool:
     words = ("connection closed", "connection reset", "nccl", "gloo", "broken pipe", "timed out")
-    text = str(fault).lower()
-    return isinstance(fault, RuntimeError) and any(word in text for word in words)
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in words)
 
 
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Leaving normally would wait for threads and ranks that may never answer.
+    # A normal exit would wait for threads and ranks that may hang.
     os._exit(exit_code)

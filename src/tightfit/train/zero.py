@@ -178,14 +178,14 @@ def _read_model(folder: Path, config: Any, request: LoadRequest) -> Any:
             weights_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as fault:
-        if is_out_of_memory(fault):
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        if is_out_of_memory(error):
             raise
-        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
             f"transformers cannot load {folder}: {lines[0].rstrip('.')}.",
             remedy="fetch the model again, or name another: tightfit models",
-        ) from fault
+        ) from error
     # transformers only mentions a missing tensor, and fills it with noise.
     missing = sorted(info["missing_keys"])
     if missing:
@@ -199,7 +199,7 @@ def _read_model(folder: Path, config: Any, request: LoadRequest) -> Any:
 # Starting DeepSpeed: the right accelerator, no chatter, nothing compiled, a group to speak in.
 
 
-def start_deepspeed(place: DistContext) -> Any:
+def start_deepspeed(context: DistContext) -> Any:
     """The deepspeed module, bound to the place's device and to torch's process group.
 
     DeepSpeed is kept from compiling anything: the one extension it would build by
@@ -207,14 +207,14 @@ def start_deepspeed(place: DistContext) -> Any:
     lock behind when it is killed, on which every later start would hang.
     """
     # Read at import; a machine with a GPU would otherwise get it even for a plan on the CPU.
-    os.environ["DS_ACCELERATOR"] = place.device.type
+    os.environ["DS_ACCELERATOR"] = context.device.type
     deepspeed = _import_deepspeed()
     _silence_deepspeed()
     deepspeed.ops.__compatible_ops__ = {}
-    _match_accelerator(place)
-    os.environ.setdefault("LOCAL_RANK", str(place.local_rank))  # it asks for it without torchrun
+    _match_accelerator(context)
+    os.environ.setdefault("LOCAL_RANK", str(context.local_rank))  # it asks for it without torchrun
     if not dist.is_initialized():
-        init_single_process_group(place)
+        init_single_process_group(context)
     # Told not to look for MPI: the group is there.
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
@@ -223,11 +223,11 @@ def start_deepspeed(place: DistContext) -> Any:
 def _import_deepspeed() -> Any:
     try:
         import deepspeed
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
-            f"The plan uses ZeRO, and DeepSpeed cannot be imported: {fault}.",
+            f"The plan uses ZeRO, and DeepSpeed cannot be imported: {error}.",
             remedy="pip install 'tightfit[zero]', or --set sharding=fsdp",
-        ) from fault
+        ) from error
     return deepspeed
 
 
@@ -239,16 +239,16 @@ def _silence_deepspeed() -> None:
     )
 
 
-def _match_accelerator(place: DistContext) -> None:
+def _match_accelerator(context: DistContext) -> None:
     """What was imported before, by whomever, must agree."""
     from deepspeed.accelerator import get_accelerator
 
     name = get_accelerator().device_name()
-    if name.partition(":")[0] != place.device.type:
+    if name.partition(":")[0] != context.device.type:
         raise SetupError(
             f"DeepSpeed was started for {name} in this process, and the plan runs on "
-            f"{place.device.type}.",
-            remedy=f"export DS_ACCELERATOR={place.device.type}",
+            f"{context.device.type}.",
+            remedy=f"export DS_ACCELERATOR={context.device.type}",
         )
 
 
@@ -263,14 +263,14 @@ class ZeroEngine:
     """Never of use: no rank of a sharded run could save alone what is left."""
 
     def __init__(
-        self, engine: Any, *, strategy: Strategy, place: DistContext, loading: Any
+        self, engine: Any, *, strategy: Strategy, context: DistContext, loading: Any
     ) -> None:
         self.module: nn.Module = engine
         self.engine = engine
         self.strategy = strategy
-        self.device = place.device
-        self.world_size = place.world_size
-        self._place = place
+        self.device = context.device
+        self.world_size = context.world_size
+        self._context = context
         # transformers and peft ask it whether weights are partitioned, and hold it weakly.
         self._loading = loading
 
@@ -301,13 +301,13 @@ class ZeroEngine:
             group["lr"] = learning_rate
         try:
             self.engine.step()
-        except Exception as fault:
-            if "loss scale already at minimum" not in str(fault):
+        except Exception as error:
+            if "loss scale already at minimum" not in str(error):
                 raise
             raise UserError(
                 "The gradients overflow fp16 at any scale.",
                 remedy="calculate in bf16 or fp32, or lower the learning rate: --set compute=fp32",
-            ) from fault
+            ) from error
         is_skipped = bool(self.optimizer.overflow)
         norm = self.engine.get_global_grad_norm()
         told = float("inf") if is_skipped or norm is None else float(norm)
@@ -355,7 +355,7 @@ class ZeroEngine:
         with self._settled():
             for name, parameter in wanted.items():
                 with self._gathered(parameter):
-                    if self._place.is_first:
+                    if self._context.is_first:
                         kept[name] = parameter.detach().cpu().clone()
         return kept
 
@@ -384,7 +384,7 @@ class ZeroEngine:
             disable_zero3_init()
 
 
-def build_zero_engine(plan: Plan, place: DistContext) -> ZeroEngine:
+def build_zero_engine(plan: Plan, context: DistContext) -> ZeroEngine:
     """Load as the stage asks, finish, and hand all to `deepspeed.initialize`."""
     training = plan.training
     if training is None:
@@ -392,11 +392,11 @@ def build_zero_engine(plan: Plan, place: DistContext) -> ZeroEngine:
             "The plan says what would run, but not on which data.",
             remedy="tightfit train RECIPE.YAML",
         )
-    deepspeed = start_deepspeed(place)
+    deepspeed = start_deepspeed(context)
     strategy = to_deepspeed_strategy(plan.strategy)
     config = make_zero_config(plan)
     loading = enable_zero3_init(config) if _is_partitioned_at_once(strategy) else None
-    model = prepare_model(_load_model(strategy, training, place), strategy, training)
+    model = prepare_model(_load_model(strategy, training, context), strategy, training)
     objective = Objective.from_strategy(model, strategy)
     if strategy.sharding is Sharding.ZERO3 and strategy.loss is Loss.FUSED:
         # The fused loss reads the head's weight without calling the head, which is what gathers.
@@ -406,7 +406,7 @@ def build_zero_engine(plan: Plan, place: DistContext) -> ZeroEngine:
         model=objective, optimizer=optimizer, config=config, dist_init_required=False
     )
     engine.train()
-    return ZeroEngine(engine, strategy=plan.strategy, place=place, loading=loading)
+    return ZeroEngine(engine, strategy=plan.strategy, context=context, loading=loading)
 
 
 def to_deepspeed_strategy(strategy: Strategy) -> Strategy:
@@ -424,7 +424,7 @@ def _is_partitioned_at_once(strategy: Strategy) -> bool:
     return strategy.sharding is Sharding.ZERO3 and not strategy.weights.is_quantized
 
 
-def _load_model(strategy: Strategy, training: Training, place: DistContext) -> Any:
+def _load_model(strategy: Strategy, training: Training, context: DistContext) -> Any:
     # Weights that are drawn must be the same on every rank.
     torch.manual_seed(training.seed)
     request = LoadRequest.from_strategy(
@@ -436,7 +436,7 @@ def _load_model(strategy: Strategy, training: Training, place: DistContext) -> A
     if strategy.weights.is_quantized and strategy.sharding is Sharding.ZERO3:
         # Codes travel between ranks as values of the dtype that everything else has.
         request = replace(request, quant_storage=strategy.compute)
-    return load_base(folder, request, place.device)
+    return load_base(folder, request, context.device)
 
 
 def _cannot_resume(folder: Path, why: str) -> UserError:

@@ -17,9 +17,9 @@ from machine_pace import allow, children_seconds
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.local import probe_cpu
 from tightfit.runtime.calibrate.bench import Bench
+from tightfit.runtime.calibrate.context import _train_once, measure_context
 from tightfit.runtime.calibrate.kernels import CPU_SHAPES, measure_matmuls, measure_traffic
 from tightfit.runtime.calibrate.links import measure_collectives
-from tightfit.runtime.calibrate.measure import _train_once, measure_context
 
 
 def make_bench(seconds: float) -> Bench:

@@ -79,11 +79,11 @@ def list_changes(job: Job) -> list[dict[str, Any]]:
 
 PROBE = """
 import os, resource, sys
-import tightfit.train.assemble as assembling
+import tightfit.train.build as build
 from tightfit.runtime.devices import is_out_of_memory
 from tightfit.train.worker import main
 
-rehearse = assembling.rehearse
+warm_up_step = build.warm_up_step
 
 def fits(limit, *given):
     # In a process of its own, which no other try has left in pieces: as a run meets its limit.
@@ -93,7 +93,7 @@ def fits(limit, *given):
         try:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-            rehearse(*given)
+            warm_up_step(*given)
             code = 0
         except BaseException as fault:
             code = 1 if is_out_of_memory(fault) else 2
@@ -111,12 +111,12 @@ def find_least(*given):
         least, most = (least, middle) if fits(middle, *given) else (middle, most)
     return most
 
-def measure(engine, batch, place):
+def measure(engine, batch, context):
     half = {name: tensor[: len(tensor) // 2] for name, tensor in batch.items()}
-    print(find_least(engine, half, place), find_least(engine, batch, place), flush=True)
+    print(find_least(engine, half, context), find_least(engine, batch, context), flush=True)
     os._exit(0)
 
-assembling.rehearse = measure
+build.warm_up_step = measure
 main([sys.argv[1]])
 """
 

@@ -102,13 +102,13 @@ def record(folder: Path, strategy: Strategy) -> Recording:
     rows = make_rows(strategy)
     recorder = Recorder(NoWorkspace(), vocab_size=CONFIG["vocab_size"])
     with (
-        fake_process_group(strategy) as place,
+        fake_process_group(strategy) as context,
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         record_fsdp(recorder),
     ):
         engine = build_distributed_engine(
-            module, strategy, training, place=place, recorder=recorder
+            module, strategy, training, context=context, recorder=recorder
         )
         batch = make_fake_batch(rows, CPU)
         recorder.hold(batch.values(), INPUTS)
@@ -122,8 +122,8 @@ def run_for_real(folder: Path, strategy: Strategy, wrap: Callable[..., Any]) -> 
     module, training = make_skeleton(folder, strategy)
     with listening() as told:
         batch = make_rows(strategy)
-        with join_group(strategy) as place:
-            module = wrap(module, strategy, place)
+        with join_group(strategy) as context:
+            module = wrap(module, strategy, context)
             with torch.no_grad():
                 for tensor in list_local_tensors([*module.parameters(), *module.buffers()]):
                     tensor.fill_(0.01)
@@ -133,7 +133,7 @@ def run_for_real(folder: Path, strategy: Strategy, wrap: Callable[..., Any]) -> 
                 optimizer,
                 strategy=strategy,
                 device=CPU,
-                world_size=place.world_size,
+                world_size=context.world_size,
                 max_grad_norm=training.max_grad_norm,
             )
             run_two_steps(engine, batch)
@@ -143,24 +143,24 @@ def run_for_real(folder: Path, strategy: Strategy, wrap: Callable[..., Any]) -> 
 @contextmanager
 def join_group(strategy: Strategy) -> Iterator[DistContext]:
     """DDP's buckets are the same for one rank, and its reducer wants answers."""
-    with fake_process_group(strategy) as place:
+    with fake_process_group(strategy) as context:
         if strategy.sharding is Sharding.DDP:
-            init_single_process_group(replace(place, world_size=1, local_world_size=1))
+            init_single_process_group(replace(context, world_size=1, local_world_size=1))
         try:
-            yield place
+            yield context
         finally:
             if strategy.sharding is Sharding.DDP:
                 dist.destroy_process_group()
 
 
-def shard(module: Any, strategy: Strategy, place: DistContext) -> Any:
-    shard_fake(module, strategy, place)
+def shard(module: Any, strategy: Strategy, context: DistContext) -> Any:
+    shard_fake(module, strategy, context)
     return module
 
 
-def copy_everywhere(module: Any, _strategy: Strategy, place: DistContext) -> Any:
+def copy_everywhere(module: Any, _strategy: Strategy, context: DistContext) -> Any:
     module.to_empty(device=CPU)
-    return replicate(module, place)
+    return replicate(module, context)
 
 
 @pytest.mark.parametrize("changes", FSDP_CASES)

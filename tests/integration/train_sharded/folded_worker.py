@@ -32,10 +32,10 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
-def train(folder: Path, place: DistContext, changes: dict[str, Any]) -> dict[str, Any]:
+def train(folder: Path, context: DistContext, changes: dict[str, Any]) -> dict[str, Any]:
     fields = {"method": Method.LORA, "folded_adapters": True} | changes
-    plan = make_plan(folder / "model", gpus_per_node=place.world_size, **fields)
-    trainer = Trainer(plan, TokenStore(folder / "store" / "train"), place)
+    plan = make_plan(folder / "model", gpus_per_node=context.world_size, **fields)
+    trainer = Trainer(plan, TokenStore(folder / "store" / "train"), context)
     layers = [m for m in trainer.engine.module.modules() if hasattr(m, "lora_A")]
     losses = trainer.train(0, NUM_STEPS)
     # B starts at zero: what it has come to is all of training.
@@ -50,12 +50,12 @@ def train(folder: Path, place: DistContext, changes: dict[str, Any]) -> dict[str
 
 def main(folder: Path) -> None:
     quiet()
-    place = init_dist_context(on_cpu=True)
-    cases = ALONE if place.world_size == 1 else SHARDED
-    notes = {name: train(folder, place, changes) for name, changes in cases.items()}
-    if place.is_first:
-        (folder / f"{place.world_size}.json").write_text(json.dumps(notes))
-    place.barrier()
+    context = init_dist_context(on_cpu=True)
+    cases = ALONE if context.world_size == 1 else SHARDED
+    notes = {name: train(folder, context, changes) for name, changes in cases.items()}
+    if context.is_first:
+        (folder / f"{context.world_size}.json").write_text(json.dumps(notes))
+    context.barrier()
     destroy_dist_context()
 
 

@@ -54,23 +54,23 @@ FIRST_STOP, SECOND_STOP = 8, 14
 class Part:
     """What one launch does, and the notes it leaves."""
 
-    def __init__(self, folder: Path, place: DistContext) -> None:
+    def __init__(self, folder: Path, context: DistContext) -> None:
         self.folder = folder
-        self.place = place
+        self.context = context
         self.store = TokenStore(folder / "store" / "train")
         self.notes: dict[str, Any] = {}
 
     def plan(self, model: str = "model", **changes: Any) -> Any:
-        return make_plan(self.folder / model, gpus_per_node=self.place.world_size, **changes)
+        return make_plan(self.folder / model, gpus_per_node=self.context.world_size, **changes)
 
     def trainer(self, model: str = "model", **changes: Any) -> Trainer:
-        return Trainer(self.plan(model, **changes), self.store, self.place)
+        return Trainer(self.plan(model, **changes), self.store, self.context)
 
     def keep(self, name: str, trainer: Trainer, losses: list[float]) -> None:
         state = trainer.engine.trained_state()
-        assert bool(state) == self.place.is_first
+        assert bool(state) == self.context.is_first
         self.notes[name] = {"losses": losses}
-        if self.place.is_first:
+        if self.context.is_first:
             save_file(state, self.folder / f"{name}.safetensors")
 
     def run(self, name: str) -> RunFolder:
@@ -80,10 +80,10 @@ class Part:
         progress = Progress(
             step=step,
             num_steps=NUM_STEPS,
-            world_size=self.place.world_size,
+            world_size=self.context.world_size,
             sharding=trainer.plan.strategy.sharding,
         )
-        write_checkpoint(self.run(name), trainer.engine, progress, self.place, 2)
+        write_checkpoint(self.run(name), trainer.engine, progress, self.context, 2)
 
     def resume(self, name: str, trainer: Trainer) -> int:
         folder = find_checkpoint(self.run(name))
@@ -171,7 +171,7 @@ def _overflow_on_one_rank(part: Part) -> dict[str, Any]:
     kept = [_local(p).clone() for p in engine.module.parameters()]
     batches, _ = trainer.batches(2)
     engine.backward(engine.module(**batches[0]))
-    if part.place.rank == part.place.world_size - 1:
+    if part.context.rank == part.context.world_size - 1:
         _local(next(engine.module.parameters()).grad)[0] = float("inf")
     update = engine.update(1e-2)
     same = [
@@ -204,7 +204,7 @@ def _pack(part: Part) -> dict[str, Any]:
 
     Sharder.shard_layer = spoil  # type: ignore[method-assign]
     try:
-        build_engine(part.plan(sharding=Sharding.FSDP, **packed), part.place)
+        build_engine(part.plan(sharding=Sharding.FSDP, **packed), part.context)
         notes["refusal"] = None
     except UserError as fault:
         notes["refusal"] = [fault.problem, fault.remedy]
@@ -216,12 +216,12 @@ def _pack(part: Part) -> dict[str, Any]:
 def _load_large(part: Part) -> dict[str, Any]:
     """Peak memory that loading a model of some size adds to this process."""
     # Libraries that load with the first model are no part of what the second one costs.
-    build_engine(part.plan(sharding="fsdp"), part.place)
+    build_engine(part.plan(sharding="fsdp"), part.context)
     plan = part.plan("large", sharding="fsdp")
     with _Peak() as peak:
-        engine = build_engine(plan, part.place)
+        engine = build_engine(plan, part.context)
     whole = sum(p.numel() * p.element_size() for p in engine.module.parameters())
-    peaks: list[Any] = [None] * part.place.world_size
+    peaks: list[Any] = [None] * part.context.world_size
     dist.all_gather_object(peaks, peak.num_bytes)
     return {"model_bytes": whole, "peak_bytes": peaks}
 
@@ -274,9 +274,9 @@ def main(name: str, folder: Path) -> None:
     quiet()
     part = Part(folder, init_dist_context(on_cpu=True))
     PARTS[name](part)
-    path = folder / f"{name}.{part.place.rank}.json"
+    path = folder / f"{name}.{part.context.rank}.json"
     path.write_text(json.dumps(part.notes))
-    part.place.barrier()
+    part.context.barrier()
     destroy_dist_context()
 
 

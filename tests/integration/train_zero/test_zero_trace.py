@@ -86,13 +86,13 @@ def trace_steps(folder: Path, strategy: Strategy) -> tuple[int, int]:
     accumulated = strategy.grad_accum
     plan = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
     with (
-        fake_process_group(strategy) as place,
+        fake_process_group(strategy) as context,
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         record_fsdp(recorder),
     ):
         engine = build_distributed_engine(
-            module, strategy, training, place=place, recorder=recorder
+            module, strategy, training, context=context, recorder=recorder
         )
         batch = make_fake_batch(rows, torch.device("cpu"))
         recorder.hold(batch.values(), INPUTS)

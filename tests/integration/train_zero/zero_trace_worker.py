@@ -33,7 +33,7 @@ from tightfit.train.step import StepPlan, train_step
 from tightfit.train.zero import build_zero_engine
 
 
-def run(model: Path, strategy: Strategy, place: DistContext) -> Told:
+def run(model: Path, strategy: Strategy, context: DistContext) -> Told:
     from zero_cases import Case, make_plan
 
     case = Case(sharding=strategy.sharding, method=strategy.method, num_ranks=WORLD_SIZE)
@@ -42,7 +42,7 @@ def run(model: Path, strategy: Strategy, place: DistContext) -> Told:
     step = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
     with listening() as told:
         rows = make_rows(strategy)
-        engine = build_zero_engine(plan, place)
+        engine = build_zero_engine(plan, context)
         mark_start()
         for _ in range(NUM_STEPS):
             outcome = train_step(engine, [rows] * accumulated, step)
@@ -61,7 +61,7 @@ def main(out: Path) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD_SIZE)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    place = DistContext(
+    context = DistContext(
         rank=0,
         local_rank=0,
         world_size=WORLD_SIZE,
@@ -70,7 +70,7 @@ def main(out: Path) -> None:
     )
     found = {}
     for name, changes in ZERO_TRACES.items():
-        told = run(model, make_strategy(**changes), place)
+        told = run(model, make_strategy(**changes), context)
         found[name] = [told.peak_bytes, told.live_bytes]
     out.write_text(json.dumps(found), "utf-8")
 

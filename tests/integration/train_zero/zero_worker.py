@@ -36,13 +36,13 @@ from tightfit.train.zero import ZeroEngine, build_zero_engine
 class Rank:
     """The folders and the place of this process."""
 
-    def __init__(self, model: Path, out: Path, place: DistContext) -> None:
+    def __init__(self, model: Path, out: Path, context: DistContext) -> None:
         self.model = model
         self.out = out
-        self.place = place
+        self.context = context
 
     def build(self, case: Case) -> ZeroEngine:
-        return build_zero_engine(make_plan(self.model, case), self.place)
+        return build_zero_engine(make_plan(self.model, case), self.context)
 
     def train(self, engine: ZeroEngine, case: Case, steps: range) -> dict[str, list[float]]:
         """Mean losses and gradient norms of `steps`."""
@@ -51,7 +51,7 @@ class Rank:
         told: dict[str, list[float]] = {"losses": [], "norms": []}
         for step in steps:
             outcome = run_step(
-                engine, step, training, rank=self.place.rank, num_ranks=self.place.world_size
+                engine, step, training, rank=self.context.rank, num_ranks=self.context.world_size
             )
             total = outcome.loss_sum.double()
             dist.all_reduce(total)
@@ -61,7 +61,7 @@ class Rank:
         return told
 
     def write(self, name: str, facts: dict[str, Any]) -> None:
-        if self.place.is_first:
+        if self.context.is_first:
             (self.out / f"{name}.json").write_text(json.dumps(facts))
 
 
@@ -71,20 +71,20 @@ def compare(rank: Rank, case: Case, num_steps: int = NUM_STEPS) -> None:
     Some cases leave a checkpoint half-way, for another engine to go on from.
     """
     engine = rank.build(case)
-    warm_up_step(engine, make_batches(0)[rank.place.rank], rank.place)
+    warm_up_step(engine, make_batches(0)[rank.context.rank], rank.context)
     facts = describe(engine)
     facts["eval_before"] = evaluate(engine)
     folder = rank.out / f"checkpoint-{case.name}"
     told = rank.train(engine, case, range(min(SAVED_AT, num_steps)))
     if case in RESUMED:
         folder.mkdir(exist_ok=True)
-        rank.place.barrier()
+        rank.context.barrier()
         engine.save_state(folder)
     rest = rank.train(engine, case, range(SAVED_AT, num_steps))
     facts |= {name: told[name] + rest[name] for name in told}
     facts["eval_after"] = evaluate(engine)
     state = engine.trained_state()
-    assert bool(state) == rank.place.is_first
+    assert bool(state) == rank.context.is_first
     if state:
         save_file({name: t.contiguous() for name, t in state.items()}, rank.out / f"{case.name}.st")
     engine.close()
@@ -152,14 +152,14 @@ def resume(rank: Rank, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def on_ranks(engine: ZeroEngine, world_size: int) -> ZeroEngine:
-    place = DistContext(
+    context = DistContext(
         rank=0,
         local_rank=0,
         world_size=world_size,
         local_world_size=world_size,
         device=torch.device("cpu"),
     )
-    return ZeroEngine(engine.engine, strategy=engine.strategy, place=place, loading=None)
+    return ZeroEngine(engine.engine, strategy=engine.strategy, context=context, loading=None)
 
 
 def fault_of(action: Callable[[], None]) -> list[str]:

@@ -10,9 +10,9 @@ import pytest
 PROGRAM = """
 import gc, sys
 from tightfit.core.strategy import Strategy
-from tightfit.runtime.imports import quick_imports
+from tightfit.runtime.libraries import fast_imports
 
-with quick_imports([Strategy(method="lora", weights=sys.argv[1])]):
+with fast_imports([Strategy(method="lora", weights=sys.argv[1])]):
     assert not gc.isenabled()
     import peft
 assert gc.isenabled()

@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(path=tmp_path)
 
 
-def _place(rank: int = 0) -> DistContext:
+def _context(rank: int = 0) -> DistContext:
     return DistContext(
         rank=rank, local_rank=rank, world_size=1, local_world_size=1, device=torch.device("cpu")
     )
@@ -65,8 +65,8 @@ def _place(rank: int = 0) -> DistContext:
 
 def _write(run: RunFolder, engine: Any, step: int, *, keep: int = 2, **more: Any) -> Path:
     progress = Progress(step=step, num_steps=99, world_size=1, sharding=Sharding.SINGLE)
-    place = more.pop("place", _place())
-    return write_checkpoint(run, engine, progress, place, keep, **more)
+    context = more.pop("context", _context())
+    return write_checkpoint(run, engine, progress, context, keep, **more)
 
 
 def _names(run: RunFolder) -> list[str]:
@@ -162,10 +162,10 @@ def test_unfinished_folders_are_never_used_and_are_cleared_away(run: RunFolder) 
 
 def test_a_rank_writes_alone(run: RunFolder) -> None:
     """And a second one, which runs out of memory as well, does not spoil it."""
-    folder = _write(run, Toy(1), 5, alone=True, place=_place(1))
+    folder = _write(run, Toy(1), 5, alone=True, context=_context(1))
     assert find_checkpoint(run) == folder
 
-    assert _write(run, Toy(2), 5, alone=True, place=_place(0)) == folder
+    assert _write(run, Toy(2), 5, alone=True, context=_context(0)) == folder
     loaded = Toy()
     loaded.load_state(folder)
     assert loaded.number == 1

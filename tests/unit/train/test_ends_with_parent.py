@@ -26,8 +26,8 @@ HELPER = "from tightfit.core import with_parent\n{before}with_parent.end_with_pa
 WAIT = "import sys, time\nprint('ready', flush=True)\ntime.sleep(600)\n"
 POOL = """
 import os, time
-from tightfit.train.tracing.beside import fork_beside
-with fork_beside(1) as pool:
+from tightfit.train.tracing.trace import fork_pool
+with fork_pool(1) as pool:
     print(pool.submit(os.getpid).result(), flush=True)
     time.sleep(600)
 """

@@ -69,11 +69,11 @@ def run_steps(
     """Losses of a run over sixteen rows a step; packed, all rows share a step either way."""
     store = make_store(folder, draw_rows(16), seq_len=48)
     training = Training(model_path="none", learning_rate=1e-2, max_grad_norm=max_grad_norm)
-    feed = BatchSampler(
+    sampler = BatchSampler(
         store, effective_batch=16, seq_len=48, is_packed=is_packed, seed=0, shuffle=True
     )
     collate = choose_collate(store.description, is_packed=is_packed)
-    loader = BatchLoader(feed, collate, micro_batch=micro_batch, place=ALONE)
+    loader = BatchLoader(sampler, collate, micro_batch=micro_batch, context=ALONE)
     engine = make_engine(training, **fields)
     losses = []
     for ready in loader.steps(0, num_steps):

@@ -231,8 +231,8 @@ class _Loading:
         path = name.split(".")
         if _COPY in path:
             return self._plain
-        place = next(at for at, part in enumerate(path) if part.startswith(_ADAPTER))
-        base: Any = getattr(self._module.get_submodule(".".join(path[:place])), "base_layer", None)
+        index = next(at for at, part in enumerate(path) if part.startswith(_ADAPTER))
+        base: Any = getattr(self._module.get_submodule(".".join(path[:index])), "base_layer", None)
         if base is None:
             return wanted
         dtype: torch.dtype = getattr(base, "compute_dtype", None) or base.weight.dtype

@@ -165,11 +165,11 @@ def bitsandbytes_without_kernels() -> Iterator[None]:
     """
     try:
         import bitsandbytes
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "Tracing this plan runs bitsandbytes' own code, which cannot be imported here.",
             remedy="pip install bitsandbytes (no GPU needed), or --no-trace",
-        ) from fault
+        ) from error
     from bitsandbytes import functional
     from bitsandbytes.autograd import _functions
     from bitsandbytes.nn import Params4bit, modules

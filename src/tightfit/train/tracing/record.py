@@ -26,8 +26,7 @@ from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.recorder import Recorder, track_modules
 from tightfit.trace.recording import GRADIENTS, INPUTS, KV_CACHE, OPTIMIZER, WEIGHTS, Recording
 from tightfit.train.batches import Batch, collate_encoder_decoder, collate_packed, collate_padded
-from tightfit.train.engine import init_optimizer_state
-from tightfit.train.evaluation import evaluating
+from tightfit.train.engine import evaluating, init_optimizer_state
 from tightfit.train.step import StepPlan, train_step
 from tightfit.train.tracing.engine import (
     FAKE_DEVICE,
@@ -245,7 +244,7 @@ def _record(job: TraceJob, config: dict[str, Any], num_run: int) -> Recording:
     recorder = Recorder(GpuEmulation(job.compute_capability), vocab_size=text.vocab_size)
     real = make_real_batch(job, module.model.config)
     with (
-        fake_process_group(strategy) as place,
+        fake_process_group(strategy) as context,
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         record_fsdp(recorder),
@@ -254,7 +253,7 @@ def _record(job: TraceJob, config: dict[str, Any], num_run: int) -> Recording:
             engine = build_fake_engine(module, strategy, training, recorder)
         else:
             engine = build_distributed_engine(
-                module, strategy, training, place=place, recorder=recorder
+                module, strategy, training, context=context, recorder=recorder
             )
         track_modules(module, decoder_layers(module), recorder)
         recorder.hold(list_local_tensors([*module.parameters(), *module.buffers()]), WEIGHTS)

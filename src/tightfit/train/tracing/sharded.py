@@ -67,7 +67,7 @@ class GradientBuckets:
         self._views.clear()
         self._buckets.clear()
         for group in groups:
-            members = [parameters[place] for place in group]
+            members = [parameters[index] for index in group]
             first = members[0]
             bucket: Any = torch.empty(
                 sum(p.numel() for p in members), dtype=first.dtype, device=first.device
@@ -129,7 +129,7 @@ def fake_process_group(strategy: Strategy) -> Iterator[DistContext]:
     A process has one group at a time: it is left at the end, and DTensor forgets what it had
     worked out for its meshes.
     """
-    place = DistContext(
+    context = DistContext(
         rank=0,
         local_rank=0,
         world_size=strategy.world_size,
@@ -140,16 +140,16 @@ def fake_process_group(strategy: Strategy) -> Iterator[DistContext]:
         from tightfit.train.tracing.zero3 import deepspeed_linear
 
         with deepspeed_linear():
-            yield place
+            yield context
         return
     if not strategy.sharding.is_fsdp:
-        yield place
+        yield context
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=place.world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=context.world_size)
     try:
-        yield place
+        yield context
     finally:
         dist.destroy_process_group()
         _clear_mesh_caches()
@@ -160,39 +160,39 @@ def build_distributed_engine(
     strategy: Strategy,
     training: Training,
     *,
-    place: DistContext,
+    context: DistContext,
     recorder: Recorder,
 ) -> Any:
     """The engine of rank 0 among several. Call inside the fake mode, with the recorder watching."""
     if strategy.sharding.is_zero:
         from tightfit.train.tracing.zero import build_fake_zero
 
-        return build_fake_zero(module, strategy, training, place=place, recorder=recorder)
+        return build_fake_zero(module, strategy, training, context=context, recorder=recorder)
     settings: dict[str, Any] = {
         "strategy": strategy,
-        "device": place.device,
-        "world_size": place.world_size,
+        "device": context.device,
+        "world_size": context.world_size,
         "max_grad_norm": training.max_grad_norm,
     }
     if strategy.sharding is Sharding.DDP:
         load_fake_weights(
-            module, strategy, place.device, recorder=recorder, is_drawn=training.random_weights
+            module, strategy, context.device, recorder=recorder, is_drawn=training.random_weights
         )
         optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
         return FakeDdpEngine(module, optimizer, recorder=recorder, **settings)
-    shard_fake(module, strategy, place)
+    shard_fake(module, strategy, context)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
     return TorchEngine(module, optimizer, **settings)
 
 
-def shard_fake(module: nn.Module, strategy: Strategy, place: DistContext) -> None:
+def shard_fake(module: nn.Module, strategy: Strategy, context: DistContext) -> None:
     """As `load_sharded` does: each layer filled, then sharded, then what is left."""
     with _disable_current_modes():
-        sharder = Sharder(strategy, place)  # a mesh reads its own numbers
+        sharder = Sharder(strategy, context)  # a mesh reads its own numbers
     for layer in decoder_layers(module):
-        materialize_empty(layer, place.device)
+        materialize_empty(layer, context.device)
         sharder.shard_layer(layer)
-    materialize_empty(module, place.device)
+    materialize_empty(module, context.device)
     sharder.shard_rest(module)
 
 

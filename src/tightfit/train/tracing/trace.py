@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 from tightfit.core.strategy import Strategy
+from tightfit.core.with_parent import end_with_parent
 from tightfit.trace.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
@@ -35,11 +40,27 @@ from tightfit.trace.recording import (
 from tightfit.trace.result import TracedMemory
 from tightfit.trace.tracer import TraceResponse, list_versions
 from tightfit.train.tracing.fake_kernels import import_libraries
-from tightfit.train.tracing.fork_pool import fork_pool
 from tightfit.train.tracing.job import TraceJob, find_trace_obstacle
 from tightfit.train.tracing.record import record_job
 
-# Recordings of a job at any depth, from as few traced layers as will do.
+
+def fork_pool(num_processes: int) -> ProcessPoolExecutor:
+    """A pool of forked processes: they share what is imported here, and end with this process.
+
+    Without that, one would wait for work forever: it holds both ends of the pipe that its work
+    comes through.
+    """
+    return ProcessPoolExecutor(
+        num_processes,
+        mp_context=get_context("fork"),
+        initializer=_start_child,
+        initargs=(os.getpid(),),
+    )
+
+
+def _start_child(parent_pid: int) -> None:
+    end_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +111,8 @@ class DepthTracer:
         if not self.refusal:
             try:
                 return self._extend(kinds, is_recomputed=num_recomputed > 0)
-            except CannotExtend as fault:
-                self.refusal = str(fault)
+            except CannotExtend as error:
+                self.refusal = str(error)
         return self._run(kinds, is_recomputed=num_recomputed > 0)
 
     def _split(self, num_recomputed: int) -> tuple[int, ...]:

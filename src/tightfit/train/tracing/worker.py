@@ -14,7 +14,6 @@ from tightfit.core.with_parent import end_with_parent
 from tightfit.hardware.machine import read_machine
 from tightfit.runtime.libraries import fast_imports
 from tightfit.trace.tracer import TraceResponse
-from tightfit.train.tracing.fork_pool import fork_pool
 from tightfit.train.tracing.job import TraceJob
 
 CORES_PER_JOB = 3
@@ -47,6 +46,8 @@ def answer_all(jobs: Sequence[TraceJob], *, num_cores: int) -> Iterator[TraceRes
     if num_beside < 2:
         yield from map(_answer, jobs)
         return
+    from tightfit.train.tracing.trace import fork_pool
+
     with fork_pool(num_beside) as beside:
         yield from beside.map(_answer, jobs)
 
@@ -57,13 +58,13 @@ def _answer(job: TraceJob) -> TraceResponse:
 
     try:
         return trace(job)
-    except CannotTraceError as fault:
-        return TraceResponse(problem=str(fault))
-    except UserError as fault:
-        return TraceResponse(problem=fault.problem.rstrip("."), remedy=fault.remedy)
-    except Exception as fault:  # the closed form still stands: no fault of a library may end a plan
-        first = (str(fault).strip().splitlines() or [""])[0]
-        return TraceResponse(problem=_describe(type(fault).__name__, first[:200]))
+    except CannotTraceError as error:
+        return TraceResponse(problem=str(error))
+    except UserError as error:
+        return TraceResponse(problem=error.problem.rstrip("."), remedy=error.remedy)
+    except Exception as error:  # the closed form still stands: no fault of a library may end a plan
+        first = (str(error).strip().splitlines() or [""])[0]
+        return TraceResponse(problem=_describe(type(error).__name__, first[:200]))
 
 
 _VALUES_MISSING = ("DynamicOutputShapeException", "DataDependentOutputException")

@@ -37,17 +37,17 @@ def build_fake_zero(
     strategy: Strategy,
     training: Training,
     *,
-    place: DistContext,
+    context: DistContext,
     recorder: Recorder,
 ) -> Any:
     """The engine of the strategy's stage. Inside the fake mode, with the recorder watching."""
-    settings: dict[str, Any] = {"strategy": strategy, "place": place, "recorder": recorder}
+    settings: dict[str, Any] = {"strategy": strategy, "context": context, "recorder": recorder}
     if strategy.sharding is Sharding.ZERO3:
         from tightfit.train.tracing.zero3 import FakeZero3Engine
 
         return FakeZero3Engine(module, training, **settings)
     is_drawn = training.random_weights
-    load_fake_weights(module, strategy, place.device, recorder=recorder, is_drawn=is_drawn)
+    load_fake_weights(module, strategy, context.device, recorder=recorder, is_drawn=is_drawn)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
     return FakeZeroEngine(module, optimizer, **settings)
 
@@ -56,12 +56,12 @@ class FakeZeroBase:
     """What a step asks of an engine, for all stages."""
 
     def __init__(
-        self, module: nn.Module, *, strategy: Strategy, place: DistContext, recorder: Recorder
+        self, module: nn.Module, *, strategy: Strategy, context: DistContext, recorder: Recorder
     ) -> None:
         self.module = module
         self.strategy = strategy
-        self.device = place.device
-        self.world_size = place.world_size
+        self.device = context.device
+        self.world_size = context.world_size
         self.recorder = recorder
         self.is_boundary = True
 
@@ -222,9 +222,9 @@ class FakeZeroEngine(FakeZeroBase):
         if parameter.numel() <= ZERO_BUCKET_VALUES:
             assert self._bucket is not None
             assert parameter.grad is not None
-            place = self._bucket.narrow(0, self._num_waiting, parameter.numel())
-            place.copy_(parameter.grad.view(-1))
-            parameter.grad = place.view(parameter.shape)
+            slot = self._bucket.narrow(0, self._num_waiting, parameter.numel())
+            slot.copy_(parameter.grad.view(-1))
+            parameter.grad = slot.view(parameter.shape)
         self._waiting.append(parameter)
         self._num_waiting += parameter.numel()
 
@@ -275,9 +275,9 @@ class FakeZeroEngine(FakeZeroBase):
             size = sum(p.numel() for group in self._groups for p in group.updated)
             self._kept, self._num_kept = self.make(size, self._dtype, GRADIENTS), 0
         assert parameter.grad is not None
-        place = self._kept.narrow(0, self._num_kept, parameter.numel())
-        place.copy_(parameter.grad.view(-1))
-        parameter.grad = place.view(parameter.shape)
+        slot = self._kept.narrow(0, self._num_kept, parameter.numel())
+        slot.copy_(parameter.grad.view(-1))
+        parameter.grad = slot.view(parameter.shape)
         self._num_kept += parameter.numel()
 
     def _settle(self) -> None:

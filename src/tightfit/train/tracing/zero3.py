@@ -517,9 +517,9 @@ class FakeZero3Engine(FakeZeroBase):
             self._reduce()
         assert parameter.grad is not None
         if self._num_waiting + size <= self._bucket_size:
-            place = self._bucket.narrow(0, self._num_waiting, size).view(piece.shape)
-            place.copy_(parameter.grad)
-            parameter.grad = place
+            slot = self._bucket.narrow(0, self._num_waiting, size).view(piece.shape)
+            slot.copy_(parameter.grad)
+            parameter.grad = slot
         self._waiting.append(parameter)
         self._num_waiting += size
 

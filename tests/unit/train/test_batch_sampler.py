@@ -22,7 +22,9 @@ def store_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_feed(folder: Path, *, effective_batch: int = 8, is_packed: bool = False) -> BatchSampler:
+def make_sampler(
+    folder: Path, *, effective_batch: int = 8, is_packed: bool = False
+) -> BatchSampler:
     from tightfit.data.token_store import TokenStore
 
     return BatchSampler(
@@ -35,7 +37,7 @@ def make_feed(folder: Path, *, effective_batch: int = 8, is_packed: bool = False
     )
 
 
-def place_of(rank: int, world_size: int) -> DistContext:
+def context_of(rank: int, world_size: int) -> DistContext:
     return DistContext(
         rank=rank,
         local_rank=rank,
@@ -46,24 +48,24 @@ def place_of(rank: int, world_size: int) -> DistContext:
 
 
 def rows_of_step(
-    feed: BatchSampler, step: int, *, world_size: int, micro_batch: int
+    sampler: BatchSampler, step: int, *, world_size: int, micro_batch: int
 ) -> Counter[int]:
     found: Counter[int] = Counter()
     for rank in range(world_size):
-        items = feed.deal(step, rank=rank, world_size=world_size, micro_batch=micro_batch)
+        items = sampler.deal(step, rank=rank, world_size=world_size, micro_batch=micro_batch)
         found.update(row for batch in items.micro_batches for item in batch for row in item)
     return found
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_an_epoch_shows_every_row_once(store_folder: Path, is_packed: bool) -> None:
-    feed = make_feed(store_folder, is_packed=is_packed)
+    sampler = make_sampler(store_folder, is_packed=is_packed)
 
     for epoch in range(2):
         seen: Counter[int] = Counter()
-        for step in range(feed.steps_per_epoch):
+        for step in range(sampler.steps_per_epoch):
             seen += rows_of_step(
-                feed, epoch * feed.steps_per_epoch + step, world_size=2, micro_batch=2
+                sampler, epoch * sampler.steps_per_epoch + step, world_size=2, micro_batch=2
             )
         assert seen == Counter(range(23))
 
@@ -76,15 +78,15 @@ def test_an_epoch_shows_every_row_once(store_folder: Path, is_packed: bool) -> N
 def test_ranks_and_micro_batches_do_not_change_a_step(
     store_folder: Path, world_size: int, micro_batch: int, step: int
 ) -> None:
-    feed = make_feed(store_folder)
+    sampler = make_sampler(store_folder)
 
-    whole = rows_of_step(feed, step, world_size=1, micro_batch=8)
+    whole = rows_of_step(sampler, step, world_size=1, micro_batch=8)
 
-    assert rows_of_step(feed, step, world_size=world_size, micro_batch=micro_batch) == whole
+    assert rows_of_step(sampler, step, world_size=world_size, micro_batch=micro_batch) == whole
 
 
 def test_epochs_differ_and_repeat(store_folder: Path) -> None:
-    first, again = make_feed(store_folder), make_feed(store_folder)
+    first, again = make_sampler(store_folder), make_sampler(store_folder)
 
     orders = [[rows_of_step(first, step, world_size=1, micro_batch=8) for step in range(6)]]
     orders += [[rows_of_step(again, step, world_size=1, micro_batch=8) for step in range(6)]]
@@ -96,13 +98,13 @@ def test_epochs_differ_and_repeat(store_folder: Path) -> None:
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_the_tensors_hold_what_the_step_counts(store_folder: Path, is_packed: bool) -> None:
     """The divisor of the loss is known before any tensor is made; here both are counted."""
-    feed = make_feed(store_folder, is_packed=is_packed)
-    collate = choose_collate(feed.store.description, is_packed=is_packed)
+    sampler = make_sampler(store_folder, is_packed=is_packed)
+    collate = choose_collate(sampler.store.description, is_packed=is_packed)
 
-    for step in range(feed.steps_per_epoch):
+    for step in range(sampler.steps_per_epoch):
         num_trained = []
         for rank in range(2):
-            loader = BatchLoader(feed, collate, micro_batch=2, place=place_of(rank, 2))
+            loader = BatchLoader(sampler, collate, micro_batch=2, context=context_of(rank, 2))
             [ready] = loader.steps(step, step + 1)
             assert len(ready.batches) == 2
             num_trained += [count_trained(b, is_encoder_decoder=False) for b in ready.batches]
@@ -110,30 +112,30 @@ def test_the_tensors_hold_what_the_step_counts(store_folder: Path, is_packed: bo
 
 
 def test_the_longest_batch_is_the_longest(store_folder: Path) -> None:
-    feed = make_feed(store_folder)
+    sampler = make_sampler(store_folder)
 
-    longest = feed.longest(2)
+    longest = sampler.longest(2)
 
-    lengths = sorted(feed.store.lengths.tolist(), reverse=True)
-    assert [int(feed.store.lengths[item[0]]) for item in longest] == lengths[:2]
+    lengths = sorted(sampler.store.lengths.tolist(), reverse=True)
+    assert [int(sampler.store.lengths[item[0]]) for item in longest] == lengths[:2]
 
 
 @given(num_epochs=st.floats(0.01, 5))
 def test_epochs_become_whole_steps(store_folder: Path, num_epochs: float) -> None:
-    feed = make_feed(store_folder)  # 23 rows in steps of 8: three an epoch
+    sampler = make_sampler(store_folder)  # 23 rows in steps of 8: three an epoch
 
-    num_steps = feed.count_steps(num_epochs)
+    num_steps = sampler.count_steps(num_epochs)
 
     assert num_steps - 1 < num_epochs * 3 <= num_steps
 
 
 def test_a_fault_in_the_thread_reaches_the_trainer(store_folder: Path) -> None:
-    feed = make_feed(store_folder)
+    sampler = make_sampler(store_folder)
 
     def broken(_sequences: object) -> dict[str, torch.Tensor]:
         raise ValueError("no tensors today")
 
-    loader = BatchLoader(feed, broken, micro_batch=2, place=place_of(0, 1))
+    loader = BatchLoader(sampler, broken, micro_batch=2, context=context_of(0, 1))
 
     with pytest.raises(ValueError, match="no tensors today"):
         list(loader.steps(0, 2))
