@@ -31,7 +31,6 @@ from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import (
     LoadRequest,
     _make_random_quantized,
-    bitsandbytes_config,
     list_quantizable,
     load_meta,
 )
@@ -252,8 +251,7 @@ class DrawnSource:
 
     def _pack(self, owner: Any) -> _SentTensor:
         plain = nn.Linear(owner.in_features, owner.out_features, bias=False, device="meta")
-        packing = bitsandbytes_config(self._request)
-        drawn: Any = _make_random_quantized(plain, self._request, packing, self._device)
+        drawn: Any = _make_random_quantized(plain, self._request, self._device)
         values, statistics = split_quantized(drawn.weight)
         return _SentTensor(values=values, statistics=statistics)
 

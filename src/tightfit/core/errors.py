@@ -76,3 +76,9 @@ class CheckFailedError(UserError):
     """A model was checked against the one it came from, and did not pass."""
 
     exit_code = 8
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without its full stop; its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

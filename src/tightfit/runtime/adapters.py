@@ -67,11 +67,11 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, is_trainable: bool = F
             autocast_adapter_dtype=False,
             local_files_only=True,
         )
-    except (RuntimeError, ValueError, KeyError, TypeError) as fault:
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
-            f"The adapter in {folder} does not fit this model: {str(fault).splitlines()[0]}",
+            f"The adapter in {folder} does not fit this model: {str(error).splitlines()[0]}",
             remedy="load it on the base model it was trained on: see its adapter_config.json",
-        ) from fault
+        ) from error
     return adapted
 
 
@@ -186,10 +186,10 @@ def _check_adapter_files(folder: Path) -> None:
         )
     try:
         json.loads(settings.read_bytes())
-    except ValueError as fault:
+    except ValueError as error:
         raise InvalidInputError(
-            f"{settings} is not JSON: {fault}.", remedy="copy the adapter again"
-        ) from fault
+            f"{settings} is not JSON: {error}.", remedy="copy the adapter again"
+        ) from error
     weights = folder / "adapter_model.safetensors"
     problem = find_safetensors_error(weights)
     if problem is not None:

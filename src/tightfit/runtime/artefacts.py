@@ -137,12 +137,12 @@ def _find_base(adapter: Path) -> Path:
     name = _base_name(adapter)
     try:
         return locate_model(name)
-    except NotFoundError as fault:
+    except NotFoundError as error:
         raise NotFoundError(
             f"The adapter {adapter} was trained on {name}, which is not on this machine.",
             remedy=f"put the base model there, or write its folder as base_model_name_or_path into "
             f"{adapter / 'adapter_config.json'}",
-        ) from fault
+        ) from error
 
 
 def _base_name(adapter: Path) -> str:

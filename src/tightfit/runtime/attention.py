@@ -550,12 +550,12 @@ def choose_inference_attention(folder: Path) -> str:
         config: Any = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
             f"transformers cannot read {folder / 'config.json'}: {lines[0].rstrip('.')}.",
             remedy="name a model of a family that transformers knows: tightfit models",
-        ) from fault
+        ) from error
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
         return "eager"
     try:

@@ -29,9 +29,9 @@ def main() -> int:
     """Build it, or find it built."""
     try:
         folder = build_rpc()
-    except UserError as fault:
-        print(f"error: {fault.problem}\n  try: {fault.remedy}", file=sys.stderr)
-        return fault.exit_code
+    except UserError as error:
+        print(f"error: {error.problem}\n  try: {error.remedy}", file=sys.stderr)
+        return error.exit_code
     print(f"llama.cpp's RPC backend is in {folder.path}")
     return 0
 
@@ -55,11 +55,11 @@ def build_rpc() -> RpcFolder:
             made.path.mkdir()
             _compile(_fetch_source(Path(home)), made)
             _put(made, folder)
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"{folder.path} cannot be made: {fault.strerror or fault}.",
+            f"{folder.path} cannot be made: {error.strerror or error}.",
             remedy="export TIGHTFIT_CACHE=/a/folder/with/space",
-        ) from fault
+        ) from error
     return folder
 
 

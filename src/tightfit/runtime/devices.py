@@ -50,7 +50,7 @@ def local_device(rank: int, *, is_cpu: bool = False) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def is_out_of_memory(fault: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, of the GPU or of the host, anywhere in the chain of causes."""
     import torch
 
@@ -58,19 +58,19 @@ def is_out_of_memory(fault: BaseException) -> bool:
         isinstance(link, (MemoryError, torch.cuda.OutOfMemoryError))
         or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
         or (isinstance(link, RuntimeError) and _speaks_of_memory(link))
-        for link in _chain(fault)
+        for link in _chain(error)
     )
 
 
-def _speaks_of_memory(fault: RuntimeError) -> bool:
-    text = str(fault).lower()
+def _speaks_of_memory(error: RuntimeError) -> bool:
+    text = str(error).lower()
     return any(words in text for words in _OUT_OF_MEMORY_WORDS)
 
 
-def _chain(fault: BaseException) -> Iterator[BaseException]:
+def _chain(error: BaseException) -> Iterator[BaseException]:
     """The fault, and what it came from."""
     seen: set[int] = set()
-    link: BaseException | None = fault
+    link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link

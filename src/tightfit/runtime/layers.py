@@ -123,11 +123,11 @@ def apply_fused_kernels(model: PreTrainedModel) -> None:
     """
     try:
         from liger_kernel.transformers import monkey_patch
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "The plan's fused kernels need liger-kernel, which cannot be imported here.",
             remedy="pip install liger-kernel, or --set fused_kernels=false",
-        ) from fault
+        ) from error
     kind = model.config.model_type
     if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UsageError(

@@ -50,10 +50,10 @@ def load_library() -> ctypes.CDLL:
         library.llama_log_set.argtypes = [_LogHandler, ctypes.c_void_p]
         library.llama_log_set(_drop, None)
         library.llama_backend_init()
-    except (OSError, AttributeError) as fault:
+    except (OSError, AttributeError) as error:
         raise SetupError(
-            f"llama.cpp cannot be loaded from {found[0].name}: {fault}.", remedy=REMEDY
-        ) from fault
+            f"llama.cpp cannot be loaded from {found[0].name}: {error}.", remedy=REMEDY
+        ) from error
     return library
 
 

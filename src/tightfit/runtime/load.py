@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError, first_line
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.attention import choose_attention_name, register_attention, resolve_attention
 from tightfit.runtime.devices import is_out_of_memory, torch_dtype
@@ -21,28 +21,265 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
+_QUANTIZED = (Dtype.NF4, Dtype.INT8)
 
-# Does this bitsandbytes unpack what it packs? Tried before a model is trusted to it.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """How to hold a base model in memory."""
+
+    weights: Dtype
+    compute: Dtype
+    """Compute dtype of quantized weights, and the dtype of what is not quantized."""
+    double_quant: bool = True
+    attention: str = "sdpa"
+    """A name that transformers has, or one of `attention.py`."""
+    upcast_unquantized: bool = False
+    random_weights: bool = False
+    quant_storage: Dtype | None = None
+    """Storage dtype of nf4 codes, for sharding together with values of that dtype. None: uint8."""
+
+    @classmethod
+    def from_strategy(
+        cls, strategy: Strategy, *, is_packed: bool, random_weights: bool = False
+    ) -> LoadRequest:
+        return cls(
+            weights=strategy.weights,
+            compute=strategy.compute,
+            double_quant=strategy.double_quant,
+            attention=choose_attention_name(strategy, is_packed=is_packed),
+            upcast_unquantized=strategy.upcast_unquantized,
+            random_weights=random_weights,
+        )
+
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """The dtype of every value that is not quantized."""
+        return torch_dtype(self.compute if self.weights.is_quantized else self.weights)
+
+
+def load_base(folder: Path, request: LoadRequest, device: torch.device) -> PreTrainedModel:
+    """The base model on `device`, in training mode, without a key-value cache.
+
+    Weights go from the file to the device tensor by tensor and are quantized on the way, so there
+    is never a second whole copy. Reads local files only.
+    """
+    silence_libraries()
+    register_attention()
+    config = read_config(folder, request)
+    _check_quantization(folder, config, request)
+    if request.random_weights:
+        model = make_random_model(config, request, device)
+    else:
+        model = read_model(folder, config, request, device_map={"": device})
+    if request.weights is Dtype.NF4:
+        check_dequantization(model, device)
+    return _finish_load(model, request)
+
+
+def load_meta(folder: Path, request: LoadRequest) -> PreTrainedModel:
+    """The same model without values: every tensor on the meta device, none quantized."""
+    import torch
+
+    silence_libraries()
+    register_attention()
+    config = read_config(folder, request)
+    with torch.device("meta"):
+        model = build_model(config, request)
+    return _finish_load(model, request)
+
+
+def read_config(folder: Path, request: LoadRequest) -> PretrainedConfig:
+    """The model's config, with the attention that both the plan and the family allow."""
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError(
+            f"transformers cannot read {folder / 'config.json'}: {first_line(error)}.",
+            remedy="name a model of a family that transformers knows: tightfit models",
+        ) from error
+    config.use_cache = False
+    config._attn_implementation = resolve_attention(config, request.attention)
+    return config
+
+
+def build_model(config: PretrainedConfig, request: LoadRequest) -> PreTrainedModel:
+    """The family's model on the current default device, not quantized."""
+    auto = auto_class(config)
+    model: PreTrainedModel = auto.from_config(
+        config,
+        dtype=request.plain_dtype,
+        attn_implementation=config._attn_implementation,
+        trust_remote_code=False,
+    )
+    return model
+
+
+def bitsandbytes_config(request: LoadRequest) -> Any:
+    """transformers' BitsAndBytesConfig; None if the weights are not quantized."""
+    if request.weights not in _QUANTIZED:
+        return None
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    make: Any = BitsAndBytesConfig  # not annotated
+    if request.weights is Dtype.INT8:
+        return make(load_in_8bit=True)
+    storage = request.quant_storage
+    return make(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=request.double_quant,
+        bnb_4bit_compute_dtype=torch_dtype(request.compute),
+        bnb_4bit_quant_storage=torch.uint8 if storage is None else torch_dtype(storage),
+    )
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' auto class for a causal or an encoder-decoder model."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def read_model(
+    folder: Path, config: PretrainedConfig, request: LoadRequest, **options: Any
+) -> PreTrainedModel:
+    """`from_pretrained` with local files and without remote code; `options` are added to it.
+
+    Raises a UserError for unreadable files and missing tensors; out of memory is passed on.
+    """
+    quantization = bitsandbytes_config(request)
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    try:
+        model, info = auto_class(config).from_pretrained(
+            str(folder),
+            config=config,
+            dtype=request.plain_dtype,
+            attn_implementation=config._attn_implementation,
+            local_files_only=True,
+            trust_remote_code=False,
+            weights_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (
+        *(OSError, ValueError, RuntimeError, KeyError, ImportError),
+        pickle.UnpicklingError,
+    ) as error:
+        if is_out_of_memory(error):
+            raise
+        raise _unreadable(folder, error) from error
+    # transformers only logs a missing tensor, and initializes it at random.
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InvalidInputError(
+            f"{folder} lacks {len(missing)} tensors of the model, {missing[0]} first.",
+            remedy="fetch the model again; these weights are not those of its config.json",
+        )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    if isinstance(error, ImportError):
+        return SetupError(
+            f"Loading {folder} needs a package that is missing: {first_line(error)}.",
+            remedy="pip install 'tightfit[train]'",
+        )
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error).lower():
+        return InvalidInputError(
+            f"The weights of {folder} are a pickle that holds more than tensors, which could run "
+            "any code.",
+            remedy="fetch the model's safetensors files instead",
+        )
+    return InvalidInputError(
+        f"transformers cannot load {folder}: {first_line(error)}.",
+        remedy="fetch the model again, or name another: tightfit models",
+    )
+
+
+def _check_quantization(folder: Path, config: PretrainedConfig, request: LoadRequest) -> None:
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and not request.random_weights:
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        raise InvalidInputError(
+            f"{folder} is already quantized ({getattr(method, 'value', method)}), and training "
+            "quantizes the original weights itself.",
+            remedy="name the model it was made from",
+        )
+    if not request.weights.is_quantized:
+        return
+    if request.weights not in _QUANTIZED:
+        raise UsageError(
+            f"{request.weights.value} weights cannot be loaded for training.",
+            remedy="--set weights=nf4, or int8, bf16, fp16, fp32",
+        )
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise SetupError(
+            f"{request.weights.value} weights need bitsandbytes, which cannot be imported: "
+            f"{first_line(error)}.",
+            remedy="pip install bitsandbytes",
+        ) from error
+
+
+def _finish_load(model: PreTrainedModel, request: LoadRequest) -> PreTrainedModel:
+    model.config.use_cache = False
+    if request.weights is Dtype.NF4:
+        disable_cpu_repacking(model)
+    if request.weights.is_quantized and request.upcast_unquantized:
+        _upcast(model)
+    # bitsandbytes and dropout depend on the mode; transformers returns eval mode.
+    model.train()
+    return model
+
+
+def disable_cpu_repacking(model: Any) -> None:
+    """Stop bitsandbytes from repacking nf4 codes for CPUs with AVX512-bf16.
+
+    It does so in eval mode, in place, into a layout that can be neither trained nor sharded.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _upcast(model: PreTrainedModel) -> None:
+    """Norms, embeddings and head in fp32, as peft's `prepare_model_for_kbit_training` has them."""
+    import torch
+
+    for parameter in model.parameters():
+        is_packed = type(parameter).__name__ in ("Params4bit", "Int8Params")
+        if not is_packed and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+
 
 MAX_NF4_ERROR = 0.15
-"""Of normal values, as a share of their norm. nf4 loses 0.092 with blocks of 64; bitsandbytes
-0.50.2 loses 0.2 to 0.4 on a CPU where rows are no multiple of a block."""
+"""Relative error of normal values. nf4 loses 0.092 with blocks of 64; bitsandbytes 0.50.2 loses
+0.2 to 0.4 on a CPU where the row length is no multiple of the block size."""
 
 
 def check_dequantization(model: Any, device: torch.device) -> None:
-    """Pack and unpack a few rows of every width that the model has; raise where they differ."""
+    """Raise if this bitsandbytes does not return what it quantized, for any width of the model."""
     for width in list_4bit_widths(model):
-        error = measure_dequantization_error(width, device)
+        error = float(quantize_and_dequantize(width, device))
         if error > MAX_NF4_ERROR:
             raise SetupError(
-                f"bitsandbytes does not unpack nf4 matrices of width {width} rightly on this "
-                f"{device.type}: {error:.0%} of the values' size is lost, where 9% is nf4's own.",
+                f"bitsandbytes dequantizes nf4 matrices of width {width} wrongly on this "
+                f"{device.type}: the relative error is {error:.0%}, where nf4's own is 9%.",
                 remedy="--set weights=bf16, or train on a GPU",
             )
 
 
 def list_4bit_widths(model: Any) -> list[int]:
-    """Widths of the matrices that are packed in 4 bits, each once."""
+    """The distinct input widths of the 4-bit matrices."""
     widths = {
         module.in_features
         for module in model.modules()
@@ -51,13 +288,8 @@ def list_4bit_widths(model: Any) -> list[int]:
     return sorted(widths)
 
 
-def measure_dequantization_error(width: int, device: torch.device) -> float:
-    """Norm of what is lost by packing normal values, as a share of their norm."""
-    return float(quantize_and_dequantize(width, device))
-
-
 def quantize_and_dequantize(width: int, device: torch.device) -> torch.Tensor:
-    """`measure_dequantization_error`'s answer while it is still on `device`."""
+    """The relative error of normal values after a round trip, as a tensor on `device`."""
     import torch
     from bitsandbytes import functional
 
@@ -70,36 +302,31 @@ def quantize_and_dequantize(width: int, device: torch.device) -> torch.Tensor:
     return share
 
 
-# A model with weights drawn at random, for measuring a shape: packed layer by layer.
-
-
 def make_random_model(
     config: PretrainedConfig, request: LoadRequest, device: torch.device
 ) -> PreTrainedModel:
-    """As loaded from disk would be, values apart. Never holds more than one unpacked matrix."""
+    """The model with random weights, otherwise as loaded from disk: for measuring.
+
+    Quantized layer by layer, so no more than one matrix is held unquantized.
+    """
     import torch
 
     with torch.device("meta"):
         model: Any = build_model(config, request)
     if request.weights.is_quantized:
-        packing = bitsandbytes_config(request)
         for name, linear in list_quantizable(model):
-            model.set_submodule(name, _make_random_quantized(linear, request, packing, device))
-        kind = "is_loaded_in_8bit" if request.weights is Dtype.INT8 else "is_loaded_in_4bit"
-        setattr(model, kind, True)
-        model.is_quantized = True
-        model.quantization_method = packing.quant_method
-        model.config.quantization_config = packing
+            model.set_submodule(name, _make_random_quantized(linear, request, device))
+        mark_quantized(model, request)
     materialize_empty(model, device)
     with torch.no_grad():
         model.initialize_weights()
     model.tie_weights()
-    drawn: PreTrainedModel = model
-    return drawn
+    random_model: PreTrainedModel = model
+    return random_model
 
 
 def materialize_empty(model: nn.Module, device: torch.device) -> None:
-    """Put every tensor that is still on the meta device on `device`, ties kept, values not."""
+    """Allocate every tensor of the meta device on `device`, without values; tied ones stay tied."""
     import torch
     from torch import nn
 
@@ -119,13 +346,17 @@ def materialize_empty(model: nn.Module, device: torch.device) -> None:
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute the buffers that no checkpoint holds (rotary frequencies, masks) on `device`.
+    """Compute buffers that no checkpoint holds (rotary frequencies, masks) on `device`.
 
-    For a model whose parameters come from elsewhere: they are left alone.
+    Parameters are left alone.
     """
     import torch
 
-    owners = [module for module in model.modules() if any(b.is_meta for b in _own_buffers(module))]
+    owners = [
+        module
+        for module in model.modules()
+        if any(b is not None and b.is_meta for b in module._buffers.values())
+    ]
     parameters: list[Any] = list(model.parameters())
     for parameter in parameters:
         parameter._is_hf_initialized = True  # transformers' mark of values to keep
@@ -137,10 +368,6 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
             _family_of(model, module)._init_weights(module)
     for parameter in parameters:
         del parameter._is_hf_initialized
-
-
-def _own_buffers(module: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in module._buffers.values() if buffer is not None]
 
 
 def _family_of(model: nn.Module, module: nn.Module) -> Any:
@@ -156,7 +383,7 @@ def _family_of(model: nn.Module, module: nn.Module) -> Any:
 
 
 def list_quantizable(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """What transformers packs when it loads: every linear layer but the head and fp32 keepers."""
+    """The layers transformers quantizes: every linear one but the head and those kept in fp32."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
@@ -172,289 +399,75 @@ def list_quantizable(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _make_random_quantized(
-    linear: Any, request: LoadRequest, packing: Any, device: torch.device
-) -> nn.Module:
+def make_quantized_linear(linear: Any, request: LoadRequest) -> Any:
+    """bitsandbytes' layer of the same shape on the meta device; its weight is to be set."""
     import torch
-    from bitsandbytes import nn as packed
+    from bitsandbytes import nn as quantized
     from torch import nn
 
-    bnb: Any = packed  # not annotated
-
+    bnb: Any = quantized  # not annotated
+    config = bitsandbytes_config(request)
     is_linear = type(linear) is nn.Linear
     num_out, num_in = linear.weight.shape if is_linear else reversed(linear.weight.shape)
-    values = torch.empty(num_out, num_in, dtype=request.plain_dtype, device=device)
-    values.normal_(0.0, 0.02)
     shape = (num_in, num_out, linear.bias is not None)
+    meta = torch.device("meta")
     if request.weights is Dtype.INT8:
-        new = bnb.Linear8bitLt(
-            *shape,
-            has_fp16_weights=False,
-            threshold=packing.llm_int8_threshold,
-            device=torch.device("meta"),
+        layer = bnb.Linear8bitLt(
+            *shape, has_fp16_weights=False, threshold=config.llm_int8_threshold, device=meta
         )
-        # bitsandbytes packs int8 only on the way from the CPU.
-        new.weight = bnb.Int8Params(values.cpu(), requires_grad=False).to(device)
     else:
-        new = bnb.Linear4bit(
-            *shape,
-            packing.bnb_4bit_compute_dtype,
-            compress_statistics=packing.bnb_4bit_use_double_quant,
-            quant_type="nf4",
-            quant_storage=packing.bnb_4bit_quant_storage,
-            device=torch.device("meta"),
+        layer = bnb.Linear4bit(
+            *shape, config.bnb_4bit_compute_dtype, **_nf4_options(config), device=meta
         )
-        new.weight = bnb.Params4bit(
-            values,
-            requires_grad=False,
-            compress_statistics=packing.bnb_4bit_use_double_quant,
-            quant_type="nf4",
-            quant_storage=packing.bnb_4bit_quant_storage,
-            module=new,
-        ).to(device)
-    new.weight._is_hf_initialized = True  # transformers' mark of values to keep
+        disable_cpu_repacking(layer)
+    layer.bias = linear.bias
+    layer.source_cls = type(linear)
+    layer.requires_grad_(False)
+    return layer
+
+
+def quantized_parameter(values: torch.Tensor, layer: Any, request: LoadRequest) -> Any:
+    """bitsandbytes' parameter of these values, quantized once it is moved to its device."""
+    from bitsandbytes import nn as quantized
+
+    bnb: Any = quantized  # not annotated
+    if request.weights is Dtype.INT8:
+        return bnb.Int8Params(values, requires_grad=False)
+    options = _nf4_options(bitsandbytes_config(request))
+    return bnb.Params4bit(values, requires_grad=False, **options, module=layer)
+
+
+def mark_quantized(model: Any, request: LoadRequest) -> None:
+    """Set what transformers sets on a model that it has quantized; peft reads it."""
+    config = bitsandbytes_config(request)
+    is_int8 = request.weights is Dtype.INT8
+    setattr(model, "is_loaded_in_8bit" if is_int8 else "is_loaded_in_4bit", True)
+    model.is_quantized = True
+    model.quantization_method = config.quant_method
+    model.config.quantization_config = config
+
+
+def _nf4_options(config: Any) -> dict[str, Any]:
+    return {
+        "compress_statistics": config.bnb_4bit_use_double_quant,
+        "quant_type": config.bnb_4bit_quant_type,
+        "quant_storage": config.bnb_4bit_quant_storage,
+    }
+
+
+def _make_random_quantized(linear: Any, request: LoadRequest, device: torch.device) -> nn.Module:
+    import torch
+    from torch import nn
+
+    layer = make_quantized_linear(linear, request)
+    shape = (layer.out_features, layer.in_features)
+    values = torch.empty(shape, dtype=request.plain_dtype, device=device).normal_(0.0, 0.02)
+    if request.weights is Dtype.INT8:
+        values = values.cpu()  # bitsandbytes quantizes to int8 only on the way from the CPU
+    layer.weight = quantized_parameter(values, layer, request).to(device)
+    layer.weight._is_hf_initialized = True  # transformers' mark of values to keep
     if linear.bias is not None:
-        new.bias = nn.Parameter(
-            torch.zeros(num_out, dtype=request.plain_dtype, device=device), requires_grad=False
-        )
-    new.source_cls = type(linear)
-    new.requires_grad_(False)
-    module: nn.Module = new
+        zeros = torch.zeros(layer.out_features, dtype=request.plain_dtype, device=device)
+        layer.bias = nn.Parameter(zeros, requires_grad=False)
+    module: nn.Module = layer
     return module
-
-
-_QUANTIZED = (Dtype.NF4, Dtype.INT8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """What a base model is to be in memory."""
-
-    weights: Dtype
-    compute: Dtype
-    """Arithmetic of packed weights, and the format of what stays unpacked beside them."""
-    double_quant: bool = True
-    attention: str = "sdpa"
-    """A name that transformers knows, or one of `attention.py`'s."""
-    upcast_unquantized: bool = False
-    random_weights: bool = False
-    quant_storage: Dtype | None = None
-    """What nf4 codes are stored as, for sharding beside values of that dtype. None: bytes."""
-
-    @classmethod
-    def from_strategy(
-        cls, strategy: Strategy, *, is_packed: bool, random_weights: bool = False
-    ) -> LoadRequest:
-        return cls(
-            weights=strategy.weights,
-            compute=strategy.compute,
-            double_quant=strategy.double_quant,
-            attention=choose_attention_name(strategy, is_packed=is_packed),
-            upcast_unquantized=strategy.upcast_unquantized,
-            random_weights=random_weights,
-        )
-
-    @property
-    def plain_dtype(self) -> torch.dtype:
-        """Of every value that is not packed."""
-        return torch_dtype(self.compute if self.weights.is_quantized else self.weights)
-
-
-def load_base(folder: Path, request: LoadRequest, device: torch.device) -> PreTrainedModel:
-    """The base model on `device`, in training mode, without a key-value cache.
-
-    Weights go from the file to the device tensor by tensor, and are packed on the
-    way, so that no second copy is ever whole. Reads local files only.
-    """
-    silence_libraries()
-    register_attention()
-    config = read_config(folder, request)
-    _check_quantization(folder, config, request)
-    if request.random_weights:
-        model = make_random_model(config, request, device)
-    else:
-        model = _read_model(folder, config, request, device)
-    if request.weights is Dtype.NF4:
-        check_dequantization(model, device)
-    return _finish_load(model, request)
-
-
-def load_meta(folder: Path, request: LoadRequest) -> PreTrainedModel:
-    """The same model without values: every tensor on the meta device, nothing packed."""
-    import torch
-
-    silence_libraries()
-    register_attention()
-    config = read_config(folder, request)
-    with torch.device("meta"):
-        model = build_model(config, request)
-    return _finish_load(model, request)
-
-
-def read_config(folder: Path, request: LoadRequest) -> PretrainedConfig:
-    """The model's config, with the attention that both the plan and the family allow."""
-    from transformers import AutoConfig
-
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise InvalidInputError(
-            f"transformers cannot read {folder / 'config.json'}: {_first_line(fault)}.",
-            remedy="name a model of a family that transformers knows: tightfit models",
-        ) from fault
-    config.use_cache = False
-    config._attn_implementation = resolve_attention(config, request.attention)
-    return config
-
-
-def build_model(config: PretrainedConfig, request: LoadRequest) -> PreTrainedModel:
-    """The family's module tree on the current default device, unpacked."""
-    auto = _auto_class(config)
-    model: PreTrainedModel = auto.from_config(
-        config,
-        dtype=request.plain_dtype,
-        attn_implementation=config._attn_implementation,
-        trust_remote_code=False,
-    )
-    return model
-
-
-def bitsandbytes_config(request: LoadRequest) -> Any:
-    """transformers' BitsAndBytesConfig for packed weights; None where nothing is packed."""
-    if request.weights not in _QUANTIZED:
-        return None
-    import torch
-    from transformers import BitsAndBytesConfig
-
-    make: Any = BitsAndBytesConfig  # not annotated
-    if request.weights is Dtype.INT8:
-        return make(load_in_8bit=True)
-    storage = request.quant_storage
-    return make(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=request.double_quant,
-        bnb_4bit_compute_dtype=torch_dtype(request.compute),
-        bnb_4bit_quant_storage=torch.uint8 if storage is None else torch_dtype(storage),
-    )
-
-
-def _auto_class(config: PretrainedConfig) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-
-
-def _read_model(
-    folder: Path, config: PretrainedConfig, request: LoadRequest, device: torch.device
-) -> PreTrainedModel:
-    packing = bitsandbytes_config(request)
-    extra = {} if packing is None else {"quantization_config": packing}
-    try:
-        model, info = _auto_class(config).from_pretrained(
-            str(folder),
-            config=config,
-            dtype=request.plain_dtype,
-            attn_implementation=config._attn_implementation,
-            device_map={"": device},
-            local_files_only=True,
-            trust_remote_code=False,
-            weights_only=True,
-            output_loading_info=True,
-            **extra,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError, pickle.UnpicklingError) as fault:
-        if is_out_of_memory(fault):
-            raise
-        raise _unreadable(folder, fault) from fault
-    # transformers only mentions a missing tensor, and fills it with noise.
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InvalidInputError(
-            f"{folder} lacks {len(missing)} tensors of the model, {missing[0]} first.",
-            remedy="fetch the model again; these weights are not those of its config.json",
-        )
-    loaded: PreTrainedModel = model
-    return loaded
-
-
-def _unreadable(folder: Path, fault: Exception) -> UserError:
-    if isinstance(fault, ImportError):
-        return SetupError(
-            f"Loading {folder} needs a package that is missing: {_first_line(fault)}.",
-            remedy="pip install 'tightfit[train]'",
-        )
-    if isinstance(fault, pickle.UnpicklingError) or "weights_only" in str(fault).lower():
-        return InvalidInputError(
-            f"The weights of {folder} are a pickle that holds more than tensors, which could run "
-            "any code.",
-            remedy="fetch the model's safetensors files instead",
-        )
-    return InvalidInputError(
-        f"transformers cannot load {folder}: {_first_line(fault)}.",
-        remedy="fetch the model again, or name another: tightfit models",
-    )
-
-
-def _check_quantization(folder: Path, config: PretrainedConfig, request: LoadRequest) -> None:
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None and not request.random_weights:
-        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-        raise InvalidInputError(
-            f"{folder} is already quantized ({getattr(method, 'value', method)}), and training "
-            "packs the original weights itself.",
-            remedy="name the model it was made from",
-        )
-    if not request.weights.is_quantized:
-        return
-    if request.weights not in _QUANTIZED:
-        raise UsageError(
-            f"{request.weights.value} weights cannot be loaded for training.",
-            remedy="--set weights=nf4, or int8, bf16, fp16, fp32",
-        )
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as fault:
-        raise SetupError(
-            f"{request.weights.value} weights need bitsandbytes, which cannot be imported: "
-            f"{_first_line(fault)}.",
-            remedy="pip install bitsandbytes",
-        ) from fault
-
-
-def _finish_load(model: PreTrainedModel, request: LoadRequest) -> PreTrainedModel:
-    model.config.use_cache = False
-    if request.weights is Dtype.NF4:
-        _disable_cpu_repacking(model)
-    if request.weights.is_quantized and request.upcast_unquantized:
-        _upcast(model)
-    # bitsandbytes and dropout both look at the mode; transformers hands out eval mode.
-    model.train()
-    return model
-
-
-def _disable_cpu_repacking(model: Any) -> None:
-    """Stop bitsandbytes from repacking nf4 codes for CPUs with bf16 units.
-
-    It does so in eval mode, in place, into a layout that neither trains nor shards.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
-def _upcast(model: PreTrainedModel) -> None:
-    """Norms, embeddings and head in fp32, as peft's `prepare_model_for_kbit_training` has them."""
-    import torch
-
-    for parameter in model.parameters():
-        is_packed = type(parameter).__name__ in ("Params4bit", "Int8Params")
-        if not is_packed and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.float()
-
-
-def _first_line(fault: BaseException) -> str:
-    lines = str(fault).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(fault).__name__

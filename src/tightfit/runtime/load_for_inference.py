@@ -17,10 +17,11 @@ from tightfit.runtime.gptq import load_gptq, read_gptq_config
 from tightfit.runtime.libraries import silence_libraries
 from tightfit.runtime.load import (
     LoadRequest,
-    bitsandbytes_config,
     check_dequantization,
+    disable_cpu_repacking,
     load_base,
     read_config,
+    read_model,
 )
 from tightfit.runtime.model_files import import_gguf
 
@@ -66,14 +67,14 @@ def load_for_inference(
     home = choose_device(device)
     try:
         loaded = _load(artefact, weights, home, can_spread=device in ("auto", "cuda"))
-    except (RuntimeError, MemoryError) as fault:
-        if not is_out_of_memory(fault):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
         raise DoesNotFitError(
             f"{artefact.name} does not fit the memory of {home}.",
             remedy="--weights nf4 (or int8), another --device, or a quantized version: "
             "tightfit quantize",
-        ) from fault
+        ) from error
     model = loaded.model
     model.config.use_cache = True
     model.generation_config.use_cache = True
@@ -160,7 +161,11 @@ def _load(
     attention = choose_inference_attention(folder)
     request = replace(choose_load(artefact, weights, device), attention=attention)
     spread = can_spread and device.type == "cuda" and _needs_several(folder, request, device)
-    plain: Any = _spread(folder, request) if spread else load_base(folder, request, device)
+    if spread:  # layers over all GPUs, by accelerate
+        config = read_config(folder, request)
+        plain: Any = read_model(folder, config, request, device_map="auto")
+    else:
+        plain = load_base(folder, request, device)
     if artefact.kind is ArtefactKind.ADAPTER:
         plain = _with_adapter(plain, artefact.path)
     return LoadedModel(
@@ -185,44 +190,24 @@ def _with_adapter(model: Any, folder: Path) -> Any:
 
 def _load_bitsandbytes(folder: Path, device: torch.device) -> LoadedModel:
     """A folder that was saved with bitsandbytes' weights."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     try:
         import bitsandbytes  # noqa: F401
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             f"{folder} holds bitsandbytes weights, and bitsandbytes cannot be imported.",
             remedy="pip install bitsandbytes",
-        ) from fault
+        ) from error
     compute = choose_dtype(device)
     attention = choose_inference_attention(folder)
-    config = read_config(folder, LoadRequest(weights=compute, compute=compute, attention=attention))
+    request = LoadRequest(weights=compute, compute=compute, attention=attention)
+    config = read_config(folder, request)
     stored: Any = config.quantization_config
     settings = stored if isinstance(stored, dict) else stored.to_dict()
-    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        model = auto.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=torch_dtype(compute),
-            attn_implementation=attention,
-            device_map={"": device},
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as fault:
-        if is_out_of_memory(fault):
-            raise
-        raise InvalidInputError(
-            f"transformers cannot load {folder}: {(str(fault).splitlines() or ['?'])[0]}",
-            remedy="quantize the model again: tightfit quantize",
-        ) from fault
+    model = read_model(folder, config, request, device_map={"": device})
     name = "int8"
     if settings.get("load_in_4bit"):
         name = str(settings.get("bnb_4bit_quant_type", "nf4"))
-        for module in model.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False  # see `load.py`
+        disable_cpu_repacking(model)
         check_dequantization(model, device)
     return LoadedModel(model=model, format=name, device=str(device))
 
@@ -249,35 +234,6 @@ def _needs_several(folder: Path, request: LoadRequest, device: torch.device) -> 
             remedy="--weights nf4, or a quantized version: tightfit quantize",
         )
     return True
-
-
-def _spread(folder: Path, request: LoadRequest) -> Any:
-    """Layers over all GPUs, by accelerate."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    config = read_config(folder, request)
-    packing = bitsandbytes_config(request)
-    extra = {} if packing is None else {"quantization_config": packing}
-    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        return auto.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=request.plain_dtype,
-            attn_implementation=config._attn_implementation,
-            device_map="auto",
-            local_files_only=True,
-            trust_remote_code=False,
-            weights_only=True,
-            **extra,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError) as fault:
-        if is_out_of_memory(fault):
-            raise
-        raise InvalidInputError(
-            f"transformers cannot load {folder}: {(str(fault).splitlines() or ['?'])[0]}",
-            remedy="fetch the model again, or name another: tightfit models",
-        ) from fault
 
 
 def _render_devices(model: Any) -> str:

@@ -99,8 +99,8 @@ def _check_index(index: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         homes = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
-        return [f"{index.name} cannot be read as an index of shards ({fault!r})"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{index.name} cannot be read as an index of shards ({error!r})"]
     files = [index.parent / name for name in sorted(set(homes.values()))]
     faults = _check_files(files)
     if faults or files[0].suffix != ".safetensors":
@@ -157,8 +157,8 @@ def _find_common_error(path: Path) -> str | None:
             start = stream.read(len(_LFS_START))
     except FileNotFoundError:
         return "is missing"
-    except OSError as fault:
-        return f"cannot be read ({(fault.strerror or str(fault)).lower()})"
+    except OSError as error:
+        return f"cannot be read ({(error.strerror or str(error)).lower()})"
     if start == _LFS_START:
         return "is a Git LFS pointer, not the file itself (git lfs pull)"
     return None if start else "is empty"
@@ -307,8 +307,8 @@ def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=home.parent, prefix=f"{home.name}.", suffix=".partial"))
-    except OSError as fault:
-        raise _cannot_write(home, fault) from fault
+    except OSError as error:
+        raise _cannot_write(home, error) from error
     try:
         fill(work)
         for path in work.iterdir():
@@ -317,16 +317,16 @@ def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
         work.chmod(0o755)
         work.rename(home)
         sync(home.parent)
-    except OSError as fault:
+    except OSError as error:
         if not home.is_dir():
-            raise _cannot_write(home, fault) from fault
+            raise _cannot_write(home, error) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _cannot_write(home: Path, fault: OSError) -> SetupError:
+def _cannot_write(home: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot write the converted model to {home}: {fault.strerror or fault}.",
+        f"Cannot write the converted model to {home}: {error.strerror or error}.",
         remedy="set TIGHTFIT_CACHE to a folder that is writable and has free space",
     )
 
@@ -373,8 +373,8 @@ def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype) -> None
                 str(path.parent), dtype=dtype, **options, **extra
             )
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
-    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as fault:
-        raise _unconvertible(path, fault) from fault
+    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as error:
+        raise _unconvertible(path, error) from error
     model.hf_quantizer = None  # or saving would write what is no longer there
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
@@ -399,21 +399,21 @@ def _write_gguf_tokenizer(path: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(path.parent), gguf_file=path.name, local_files_only=True
             )
-    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as fault:
-        raise _unconvertible(path, fault) from fault
+    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as error:
+        raise _unconvertible(path, error) from error
     tokenizer.save_pretrained(str(folder))
 
 
 def _require_gguf(path: Path) -> None:
     try:
         import gguf  # noqa: F401
-    except ImportError as fault:
-        raise _unconvertible(path, fault) from fault
+    except ImportError as error:
+        raise _unconvertible(path, error) from error
 
 
-def _unconvertible(path: Path, fault: Exception) -> UserError:
-    lines = str(fault).strip().splitlines() or [type(fault).__name__]
-    if isinstance(fault, ImportError):
+def _unconvertible(path: Path, error: Exception) -> UserError:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, ImportError):
         return SetupError(
             f"Unpacking {path.name} needs a package that is missing: {lines[0].rstrip('.')}.",
             remedy="pip install gguf",
@@ -433,12 +433,12 @@ def _write_tokenizer(folder: Path, new: Path) -> None:
             str(folder), local_files_only=True, trust_remote_code=False
         )
         tokenizer.save_pretrained(str(new))
-    except Exception as fault:  # a converter per family, each with faults of its own
-        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+    except Exception as error:  # a converter per family, each with faults of its own
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
             f"The tokenizer of {folder} cannot be converted: {lines[0].rstrip('.')}.",
             remedy="pip install sentencepiece tiktoken protobuf, or put a tokenizer.json there",
-        ) from fault
+        ) from error
     if not (new / "tokenizer.json").is_file():
         raise InvalidInputError(
             f"The tokenizer of {folder} has no fast form, which training needs.",

@@ -64,11 +64,11 @@ def begin_folder(target: Path) -> Path:
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot write {target}: {fault.strerror or fault}.",
+            f"Cannot write {target}: {error.strerror or error}.",
             remedy="--out a folder that is writable",
-        ) from fault
+        ) from error
     return work
 
 
@@ -162,19 +162,19 @@ def _remove_on_error(path: Path) -> Iterator[None]:
 def _report_errors(target: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot write {str(target)!r}: {fault.strerror or fault}.",
+            f"Cannot write {str(target)!r}: {error.strerror or error}.",
             remedy="--out a path that is writable and has free space",
-        ) from fault
+        ) from error
 
 
 def _claim(handle: int, target: Path) -> None:
     """One writer at a time; the lock goes with the process, however it ends."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as fault:
+    except BlockingIOError as error:
         raise UsageError(
             f"Another command is writing {target} right now.",
             remedy="wait for it to end, or --out another path",
-        ) from fault
+        ) from error

@@ -164,11 +164,11 @@ def load_pickle(path: Path) -> dict[str, Any]:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # written before torch 1.6: no map, so it is read whole
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as fault:
+    except pickle.UnpicklingError as error:
         raise InvalidInputError(
             f"{path} is a pickle that holds more than tensors, which could run any code.",
             remedy="fetch the model's safetensors files instead",
-        ) from fault
+        ) from error
     return dict(loaded)
 
 

@@ -1,5 +1,6 @@
-"""DDP and FSDP2: replicate or shard a model, and load weights into shards. Rank 0 reads the
-files, every rank keeps its part, no node holds two copies.
+"""DDP and FSDP2: replicate or shard a model, and load weights into shards.
+
+Rank 0 reads the files and every rank keeps its shard, so no node holds two copies.
 """
 
 from __future__ import annotations
@@ -29,55 +30,40 @@ from tightfit.core.training import Training
 from tightfit.planning.plan import Plan
 from tightfit.runtime.devices import torch_dtype
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.load import LoadRequest, bitsandbytes_config, load_base, load_meta
+from tightfit.runtime.load import (
+    LoadRequest,
+    load_base,
+    load_meta,
+    make_quantized_linear,
+    mark_quantized,
+)
 from tightfit.runtime.staged import prefer_staged
 from tightfit.train.distributed import DistContext, broadcast_object, init_single_process_group
 from tightfit.train.model import Objective, prepare_model
 
-# nf4 weights in shards: how they travel, and the check that they compute what they did whole.
+# nf4 weights in shards
 
 QUANTIZED_TOLERANCE = 1e-3
-"""Of the largest output. The same kernel on the same codes gives the same bits; wrong codes or
-scales are off by the size of the outputs themselves."""
+"""Relative to the largest output. The same kernel on the same codes gives the same bits; wrong
+codes or scales give errors as large as the outputs."""
 
 
 def list_4bit_modules(model: nn.Module) -> list[str]:
-    """Names of the modules whose weights are packed in 4 bits."""
+    """Names of the modules with 4-bit weights."""
     return [name for name, module in model.named_modules() if _is_4bit(module)]
 
 
 def quantize_meta_model(model: Any, names: list[str], request: LoadRequest) -> None:
-    """Put packed modules without values where rank 0's model has packed ones."""
+    """Replace the modules that are 4-bit in rank 0's model by 4-bit ones without values."""
     if not names:
         return
-    from bitsandbytes.nn import modules
-
-    linear_4bit: Any = modules.Linear4bit
-    packing = bitsandbytes_config(request)
     for name in names:
-        plain = model.get_submodule(name)
-        packed = linear_4bit(
-            plain.in_features,
-            plain.out_features,
-            plain.bias is not None,
-            packing.bnb_4bit_compute_dtype,
-            compress_statistics=packing.bnb_4bit_use_double_quant,
-            quant_type=packing.bnb_4bit_quant_type,
-            quant_storage=packing.bnb_4bit_quant_storage,
-            device=torch.device("meta"),
-        )
-        packed.bias = plain.bias
-        packed.requires_grad_(False)
-        _keep_codes(packed)
-        model.set_submodule(name, packed)
-    model.is_loaded_in_4bit = True
-    model.is_quantized = True
-    model.quantization_method = packing.quant_method
-    model.config.quantization_config = packing
+        model.set_submodule(name, make_quantized_linear(model.get_submodule(name), request))
+    mark_quantized(model, request)
 
 
 def split_quantized(tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Codes as plain values, and the scales beside them; of a plain tensor itself and nothing."""
+    """Codes as a plain tensor, and their scales; a plain tensor has no scales."""
     state = getattr(tensor, "quant_state", None)
     plain = tensor.detach()
     if state is None:
@@ -86,7 +72,7 @@ def split_quantized(tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def rebuild_quantized(codes: Tensor, statistics: dict[str, Tensor], owner: nn.Module) -> Tensor:
-    """bitsandbytes' parameter again; `owner` remembers the scales when sharding drops them."""
+    """bitsandbytes' parameter from codes and scales; `owner` keeps the scales that FSDP drops."""
     from bitsandbytes.nn import modules
 
     params_4bit: Any = modules.Params4bit
@@ -97,36 +83,36 @@ def rebuild_quantized(codes: Tensor, statistics: dict[str, Tensor], owner: nn.Mo
 
 
 class QuantizedShardCheck:
-    """One fixed input through every packed matrix, before it is sharded and after.
+    """Compares every 4-bit layer's output for one fixed input before and after sharding.
 
-    Sharding takes bitsandbytes' parameters apart and puts them together again at each
-    use, in ways that differ with versions of both libraries.
+    FSDP2 splits bitsandbytes' parameters and rebuilds them at each use, in ways that differ
+    between versions of both libraries.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wanted: dict[int, Tensor] = {}
+        self._expected: dict[int, Tensor] = {}
 
     def note(self, layer: nn.Module) -> None:
-        """Keep what the whole matrices of `layer` answer."""
-        for packed in _list_4bit(layer):
-            self._wanted[id(packed)] = self._answer(packed)
+        """Record the outputs of the layer's unsharded matrices."""
+        for matrix in _list_4bit(layer):
+            self._expected[id(matrix)] = self._run(matrix)
 
     def compare(self, layers: list[nn.Module]) -> None:
-        """Raise on every rank where a sharded matrix answers anything else on any of them."""
-        if not self._wanted:
+        """Raise on every rank if any rank's sharded outputs differ from the recorded ones."""
+        if not self._expected:
             return
         worst = torch.zeros((), device=self._device)
         for layer in layers:
             gathered: Any = layer
             gathered.unshard()
-            for packed in _list_4bit(layer):
-                worst = torch.maximum(worst, self._distance(packed))
+            for matrix in _list_4bit(layer):
+                worst = torch.maximum(worst, self._distance(matrix))
             gathered.reshard()
-        self._wanted.clear()
+        self._expected.clear()
         if dist.is_initialized():
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        # Written so that a nan is refused too.
+        # Not `>`: a NaN must be refused too.
         if not float(worst) <= QUANTIZED_TOLERANCE:
             raise UserError(
                 f"4-bit weights do not survive sharding with these versions of torch and "
@@ -134,21 +120,21 @@ class QuantizedShardCheck:
                 remedy="--sharding ddp, which keeps them whole, or --weights bf16",
             )
 
-    def _distance(self, packed: nn.Module) -> Tensor:
-        wanted = self._wanted[id(packed)]
+    def _distance(self, layer: nn.Module) -> Tensor:
+        expected = self._expected[id(layer)]
         if dist.is_initialized():
-            dist.broadcast(wanted, src=0)
-        answer = self._answer(packed)
-        distance: Tensor = (answer - wanted).abs().max() / wanted.abs().max()
+            dist.broadcast(expected, src=0)
+        output = self._run(layer)
+        distance: Tensor = (output - expected).abs().max() / expected.abs().max()
         return torch.nan_to_num(distance, nan=float("inf"))
 
-    def _answer(self, packed: Any) -> Tensor:
-        generator = torch.Generator().manual_seed(packed.in_features)
-        question = torch.randn(1, packed.in_features, generator=generator)
-        # With a gradient wanted, as in training: bitsandbytes has another kernel without.
-        question = question.to(self._device, packed.compute_dtype).requires_grad_(True)
-        answer: Tensor = packed(question).detach().float()
-        return answer
+    def _run(self, layer: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(layer.in_features)
+        x = torch.randn(1, layer.in_features, generator=generator)
+        # As in training: bitsandbytes uses another kernel if x needs no gradient.
+        x = x.to(self._device, layer.compute_dtype).requires_grad_(True)
+        output: Tensor = layer(x).detach().float()
+        return output
 
 
 def _list_4bit(module: nn.Module) -> list[nn.Module]:
@@ -156,22 +142,15 @@ def _list_4bit(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_4bit(module: nn.Module) -> bool:
-    # By name: most jobs have no bitsandbytes. peft's wrapper of the same name has no codes itself.
+    # By name: bitsandbytes may not be installed. peft's wrapper has the same class name.
     is_bitsandbytes = type(module).__module__.startswith("bitsandbytes.")
     return is_bitsandbytes and type(module).__name__ == "Linear4bit"
 
 
-def _keep_codes(packed: Any) -> None:
-    """As `runtime/load.py` does: bitsandbytes may not repack codes for the CPU."""
-    if hasattr(packed, "support_avx512bf16_for_cpu"):
-        packed.support_avx512bf16_for_cpu = False
-
-
 def replicate(module: nn.Module, context: DistContext) -> DistributedDataParallel:
-    """A copy on every rank, gradients averaged.
+    """Wrap in DDP, after broadcasting the trained parameters.
 
-    Every rank has read the same files, so only what was drawn is sent: DDP by
-    itself would send the whole frozen model.
+    Every rank has read the same files; with `init_sync` DDP would send the whole frozen model.
     """
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -188,13 +167,13 @@ def replicate(module: nn.Module, context: DistContext) -> DistributedDataParalle
 
 
 def _buffer_option() -> str:
-    """torch 2.13 renamed it and warns of the old name."""
+    """torch 2.13 renamed the option and warns about the old name."""
     known = inspect.signature(DistributedDataParallel).parameters
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
 class Sharder:
-    """`fully_shard` with one plan's settings: first each layer, then what is left."""
+    """`fully_shard` with one plan's settings: first each layer, then the rest."""
 
     def __init__(self, strategy: Strategy, context: DistContext) -> None:
         self._settings: dict[str, Any] = {
@@ -208,12 +187,12 @@ class Sharder:
         fully_shard(layer, reshard_after_forward=self._reshards, **self._settings)
 
     def shard_rest(self, module: nn.Module) -> None:
-        """Embeddings, last norm and head; used first and last, they stay gathered in between."""
+        """Shard embeddings, last norm and head; used first and last, they stay gathered."""
         fully_shard(module, reshard_after_forward=False, **self._settings)
 
 
 def make_mesh(strategy: Strategy, context: DistContext) -> DeviceMesh:
-    """All ranks in a row; for hybrid sharding a row of shards per node."""
+    """A 1-D mesh of all ranks; for hybrid sharding nodes (replicated) by ranks (sharded)."""
     kind = context.device.type
     if not dist.is_initialized():
         init_single_process_group(context)
@@ -224,9 +203,9 @@ def make_mesh(strategy: Strategy, context: DistContext) -> DeviceMesh:
 
 
 def choose_precision(strategy: Strategy) -> MixedPrecisionPolicy:
-    """fp32 weights with 16-bit arithmetic are cast as they are gathered, and reduced in fp32.
+    """Cast fp32 weights to a 16-bit compute dtype as they are gathered, and reduce in fp32.
 
-    Everything else computes in the dtype it is stored in, or under autocast.
+    Other strategies compute in the stored dtype or under autocast.
     """
     is_mixed = strategy.weights is Dtype.FP32 and strategy.compute is not Dtype.FP32
     if not is_mixed:
@@ -242,13 +221,13 @@ def choose_offload(strategy: Strategy, context: DistContext) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
 
 
-# Weights into shards: one rank reads them, every rank keeps its part, no node holds two copies.
+# Loading into shards
 
 _Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 def make_load_request(strategy: Strategy, training: Training) -> LoadRequest:
-    """How the base model is loaded; weights that are drawn are the same on every rank."""
+    """How to load the base model. Seeds torch: random weights are the same on every rank."""
     torch.manual_seed(training.seed)
     return LoadRequest.from_strategy(
         strategy, is_packed=strategy.packing, random_weights=training.random_weights
@@ -258,44 +237,44 @@ def make_load_request(strategy: Strategy, training: Training) -> LoadRequest:
 def load_sharded(plan: Plan, training: Training, context: DistContext) -> Objective:
     """The plan's Objective, sharded by FSDP2.
 
-    Rank 0 reads the model into host memory; all ranks build it without values.
-    Layer by layer rank 0 sends the values and drops its own, and each rank keeps its
-    shard: a device holds its shards and one whole layer, then the embeddings.
+    Rank 0 reads the model into host memory; all ranks build it on the meta device. Layer by layer
+    rank 0 broadcasts its values and frees them, and each rank keeps its shard: a device never
+    holds more than its shards and one whole layer (then the embeddings).
     """
     strategy = plan.strategy
     request = make_load_request(strategy, training)
     folder = prefer_staged(Path(training.model_path))
     whole = load_base(folder, request, torch.device("cpu")) if context.is_first else None
-    packed_names = broadcast_object(None if whole is None else list_4bit_modules(whole))
-    skeleton = load_meta(folder, request)
-    quantize_meta_model(skeleton, packed_names, request)
+    quantized_names = broadcast_object(None if whole is None else list_4bit_modules(whole))
+    meta_model = load_meta(folder, request)
+    quantize_meta_model(meta_model, quantized_names, request)
     source = None
     if whole is not None:
-        finished = prepare_model(whole, strategy, training)
-        source = _take_tensors(Objective.from_strategy(finished, strategy))
+        prepared = prepare_model(whole, strategy, training)
+        source = _take_tensors(Objective.from_strategy(prepared, strategy))
         whole = None
-    module = Objective.from_strategy(prepare_model(skeleton, strategy, training), strategy)
+    module = Objective.from_strategy(prepare_model(meta_model, strategy, training), strategy)
     _fill_and_shard(
         module, WeightReceiver(module, source, context.device), Sharder(strategy, context)
     )
     return module
 
 
-def _fill_and_shard(module: Objective, filler: WeightReceiver, sharder: Sharder) -> None:
-    check = QuantizedShardCheck(filler.device)
+def _fill_and_shard(module: Objective, receiver: WeightReceiver, sharder: Sharder) -> None:
+    check = QuantizedShardCheck(receiver.device)
     layers = decoder_layers(module)
     for layer in layers:
-        filler.fill(layer)
+        receiver.fill(layer)
         check.note(layer)
         sharder.shard_layer(layer)
-    filler.fill(module)
+    receiver.fill(module)
     sharder.shard_rest(module)
     check.compare(layers)
 
 
 @dataclass(slots=True, kw_only=True)
 class _SentTensor:
-    """One parameter or buffer as it travels: its values and, if packed, its statistics."""
+    """One parameter or buffer to broadcast: its values and, if quantized, its scales."""
 
     values: Tensor
     statistics: dict[str, Tensor]
@@ -305,7 +284,7 @@ class _SentTensor:
 
 
 class WeightReceiver:
-    """Gives a model without values those of rank 0, part by part."""
+    """Fills a meta-device model with rank 0's values, part by part."""
 
     def __init__(
         self, module: nn.Module, source: dict[str, _SentTensor] | None, device: torch.device
@@ -324,7 +303,7 @@ class WeightReceiver:
                         self._homes.setdefault(id(tensor), []).append((owner, name))
 
     def fill(self, part: nn.Module) -> None:
-        """All of `part` that is still without values; a tied tensor everywhere at once."""
+        """Fill every tensor of `part` still on the meta device; a tied one in all its places."""
         for _, empty in list(_named_tensors(part)):
             if not empty.is_meta:
                 continue
@@ -361,7 +340,7 @@ class WeightReceiver:
 
 
 def _take_tensors(module: nn.Module) -> dict[str, _SentTensor]:
-    """All tensors by name, so that each can be dropped when it is sent; the module is used up."""
+    """Move all tensors out of the module, so that each can be freed when it is sent."""
     taken = {}
     for name, tensor in _named_tensors(module):
         values, statistics = split_quantized(tensor)
@@ -374,7 +353,7 @@ def _take_tensors(module: nn.Module) -> dict[str, _SentTensor]:
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers, tied ones once."""
+    """Parameters and buffers; tied ones once."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,9 +24,8 @@ from tightfit.core.training import Training
 from tightfit.estimate.state import ZERO3_LIVE_VALUES, ZERO_BUCKET_VALUES
 from tightfit.planning.plan import Plan
 from tightfit.runtime.attention import register_attention
-from tightfit.runtime.devices import is_out_of_memory
 from tightfit.runtime.libraries import silence_libraries
-from tightfit.runtime.load import LoadRequest, build_model, load_base, read_config
+from tightfit.runtime.load import LoadRequest, build_model, load_base, read_config, read_model
 from tightfit.runtime.staged import prefer_staged
 from tightfit.train.distributed import DistContext, init_single_process_group
 from tightfit.train.model import Objective, prepare_model
@@ -158,42 +156,9 @@ def load_partitioned(folder: Path, request: LoadRequest) -> Any:
     if request.random_weights:
         model = build_model(config, request)
     else:
-        model = _read_model(folder, config, request)
+        model = read_model(folder, config, request)
     model.config.use_cache = False
     return model.train()
-
-
-def _read_model(folder: Path, config: Any, request: LoadRequest) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        model, info = auto.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=request.plain_dtype,
-            attn_implementation=config._attn_implementation,
-            local_files_only=True,
-            trust_remote_code=False,
-            weights_only=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        if is_out_of_memory(error):
-            raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InvalidInputError(
-            f"transformers cannot load {folder}: {lines[0].rstrip('.')}.",
-            remedy="fetch the model again, or name another: tightfit models",
-        ) from error
-    # transformers only mentions a missing tensor, and fills it with noise.
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise InvalidInputError(
-            f"{folder} lacks {len(missing)} tensors of the model, {missing[0]} first.",
-            remedy="fetch the model again; these weights are not those of its config.json",
-        )
-    return model
 
 
 # Starting DeepSpeed: the right accelerator, no chatter, nothing compiled, a group to speak in.

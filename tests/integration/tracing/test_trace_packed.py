@@ -23,9 +23,9 @@ from tightfit.train.model import Objective, prepare_model
 from tightfit.train.optimizers import build_optimizer
 from tightfit.train.tracing.engine import FAKE_DEVICE, build_meta_module, make_training
 from tightfit.train.tracing.fake_kernels import (
+    _wrap_fake,
     is_quantized_parameter,
     list_quantization_state,
-    place_quantized,
     quantize_meta_fake,
     without_kernels,
 )
@@ -33,6 +33,28 @@ from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.record import record_job
 
 CARD = (9, 0)
+
+
+def place_quantized(model: Any, device: torch.device) -> None:
+    """Put codes and their scales from the meta device on `device`. Inside the fake mode."""
+
+    def copy(tensor: Any) -> Any:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.is_meta or not is_quantized_parameter(weight):
+            continue
+        placed = _wrap_fake(copy(weight), weight)
+        if type(weight).__name__ == "Int8Params":
+            placed.CB, placed.SCB = placed.data, copy(weight.SCB)
+        state = getattr(weight, "quant_state", None)
+        while state is not None:
+            for name in ("absmax", "code", "offset"):
+                if getattr(state, name) is not None:
+                    setattr(state, name, copy(getattr(state, name)))
+            state = state.state2
+        module._parameters["weight"] = placed
 
 
 @pytest.fixture(scope="module")

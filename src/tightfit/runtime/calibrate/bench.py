@@ -73,8 +73,8 @@ class Bench:
         """Seconds of what `make` prepares; None where memory does not suffice."""
         try:
             return self.seconds(make())
-        except RuntimeError as fault:
-            if not is_out_of_memory(fault):
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
                 raise
             return None
         finally:

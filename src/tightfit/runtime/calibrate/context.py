@@ -34,8 +34,8 @@ def measure_context() -> tuple[int | None, str]:
             timeout=TIMEOUT_SECONDS,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired) as fault:
-        return None, f"the CUDA context: {fault}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"the CUDA context: {error}"
     last = done.stdout.strip().splitlines()[-1:] or [""]
     if done.returncode != 0 or not last[0].isdecimal():
         told = done.stderr.strip().splitlines()[-1:] or ["nothing was said"]

@@ -123,10 +123,10 @@ def _measure_dtype(bench: Bench, dtype: str, shapes: tuple[MatmulShape, ...]) ->
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
         rows = _measure_shapes(bench, dtype, shapes)
-    except (RuntimeError, AttributeError, TypeError) as fault:
+    except (RuntimeError, AttributeError, TypeError) as error:
         if dtype not in FP8_KINDS:  # torch has no public function for fp8 yet
             raise
-        bench.skipped.append(f"{dtype} products: {str(fault).splitlines()[0][:200]}")
+        bench.skipped.append(f"{dtype} products: {str(error).splitlines()[0][:200]}")
         return []
     finally:
         torch.set_float32_matmul_precision(before)
@@ -450,8 +450,8 @@ def measure_nf4(bench: Bench) -> float | None:
         weight = bench.randn(rows, columns)
         packed, state = bits.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
         seconds = bench.seconds(lambda: bits.dequantize_4bit(packed, state))
-    except (RuntimeError, AttributeError, NotImplementedError) as fault:
-        bench.skipped.append(f"unpacking nf4: {str(fault).splitlines()[0][:200]}")
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        bench.skipped.append(f"unpacking nf4: {str(error).splitlines()[0][:200]}")
         return None
     return rows * columns / seconds
 
@@ -523,9 +523,9 @@ def _is_fit_for_use(bench: Bench, name: str, dtype: torch.dtype) -> bool:
         return False
     try:
         is_alike = updates_alike(bench.device, dtype)
-    except Exception as fault:  # compilers fail in ways of their own
-        first = (str(fault).splitlines() or [""])[0]
-        bench.skipped.append(f"the AdamW kernel in {name}: {type(fault).__name__}: {first}")
+    except Exception as error:  # compilers fail in ways of their own
+        first = (str(error).splitlines() or [""])[0]
+        bench.skipped.append(f"the AdamW kernel in {name}: {type(error).__name__}: {first}")
         return False
     if not is_alike:
         bench.skipped.append(f"the AdamW kernel in {name}: its update is not torch's")

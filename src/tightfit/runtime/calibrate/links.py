@@ -67,31 +67,31 @@ def measure_collectives(
             )
             for rank in range(num_ranks)
         ]
-        fault = _wait(workers, timeout_seconds)
+        error = _wait(workers, timeout_seconds)
         result = Path(folder) / "rows.json"
         if not result.exists():
-            return [], f"collectives: {fault or 'the workers left no result'}"
+            return [], f"collectives: {error or 'the workers left no result'}"
         return [CollectiveTime.model_validate(row) for row in json.loads(result.read_text())], ""
 
 
 def _wait(workers: Sequence[subprocess.Popen[str]], timeout_seconds: float) -> str:
     """What went wrong; none of the workers outlives this."""
     end = time.monotonic() + timeout_seconds
-    fault = ""
+    error = ""
     try:
         for worker in workers:
             try:
                 _, told = worker.communicate(timeout=max(end - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 return f"no answer within {timeout_seconds:.0f} s"
-            if worker.returncode != 0 and not fault:
-                fault = (told.strip().splitlines()[-1:] or ["a worker failed"])[0][:200]
+            if worker.returncode != 0 and not error:
+                error = (told.strip().splitlines()[-1:] or ["a worker failed"])[0][:200]
     finally:
         for worker in workers:
             if worker.poll() is None:
                 worker.kill()
                 worker.communicate()
-    return fault
+    return error
 
 
 def run_worker(folder: Path, backend: str, num_ranks: int, rank: int) -> None:

@@ -110,11 +110,11 @@ def check_config(model_type: str, config: Any) -> None:
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"{folder / 'config.json'} cannot be read ({fault}).",
+            f"{folder / 'config.json'} cannot be read ({error}).",
             remedy="name a folder with config.json and weights",
-        ) from fault
+        ) from error
     return found if isinstance(found, dict) else {}
 
 

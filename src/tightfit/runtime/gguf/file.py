@@ -25,11 +25,11 @@ class GgufFile:
         self.path = path
         try:
             reader: Any = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as fault:  # values behind the file's end
+        except (ValueError, IndexError, KeyError) as error:  # values behind the file's end
             raise InvalidInputError(
-                f"{path} is cut short or damaged ({fault}).",
+                f"{path} is cut short or damaged ({error}).",
                 remedy="fetch or convert the file again",
-            ) from fault
+            ) from error
         self.metadata: dict[str, Any] = {
             name: field.contents() for name, field in reader.fields.items()
         }
@@ -69,11 +69,11 @@ class GgufFile:
         rows = np.frombuffer(buffer, dtype=np.uint8).reshape(*place.shape[:-1], -1)
         try:
             unpacked = gguf.quants.dequantize(rows, place.kind)
-        except NotImplementedError as fault:
+        except NotImplementedError as error:
             raise InvalidInputError(
                 f"{self.path} holds {name} as {place.kind.name}, which cannot be unpacked here.",
                 remedy="convert the model that it was made from",
-            ) from fault
+            ) from error
         return torch.from_numpy(unpacked).reshape(place.shape)
 
 

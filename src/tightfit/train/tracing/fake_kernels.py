@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import SetupError
 from tightfit.core.strategy import Loss, Strategy
 from tightfit.planning.requirements import BITSANDBYTES
 from tightfit.runtime.kernels import fp8
 from tightfit.runtime.libraries import silence_libraries
-from tightfit.runtime.load import LoadRequest, bitsandbytes_config, list_quantizable
+from tightfit.runtime.load import (
+    LoadRequest,
+    list_quantizable,
+    make_quantized_linear,
+    mark_quantized,
+    quantized_parameter,
+)
 from tightfit.trace.kernel_stubs import (
     liger_without_kernels,
     redirect_autocast,
@@ -41,30 +46,10 @@ def quantize_meta_fake(model: Any, request: LoadRequest) -> None:
     """Pack a model on the meta device as loading would have packed it, sizes and all."""
     if not request.weights.is_quantized:
         return
-    packing = bitsandbytes_config(request)
     for name, linear in list_quantizable(model):
-        model.set_submodule(name, _quantize_linear(linear, request, packing))
-    is_int8 = request.weights is Dtype.INT8
-    setattr(model, "is_loaded_in_8bit" if is_int8 else "is_loaded_in_4bit", True)
-    model.is_quantized = True
-    model.quantization_method = packing.quant_method
-    model.config.quantization_config = packing
+        model.set_submodule(name, _quantize_linear(linear, request))
+    mark_quantized(model, request)
     model.train()
-
-
-def place_quantized(model: nn.Module, device: torch.device) -> None:
-    """Put codes and their statistics from the meta device on `device`. Inside the fake mode."""
-    for module in model.modules():
-        weight: Any = module._parameters.get("weight")
-        if weight is None or not weight.is_meta or not is_quantized_parameter(weight):
-            continue
-        values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-        placed = _wrap_fake(values, weight)
-        if type(weight).__name__ == "Int8Params":
-            placed.CB, placed.SCB = values, _empty_on(weight.SCB, device)
-        else:
-            _place_state(weight.quant_state, device)
-        module._parameters["weight"] = placed
 
 
 def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
@@ -243,31 +228,11 @@ def _make_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32)
         return torch.empty_like(p, dtype=dtype)
 
 
-def _quantize_linear(linear: Any, request: LoadRequest, packing: Any) -> nn.Module:
-    from bitsandbytes import nn as packed
-
-    bnb: Any = packed  # not annotated
-    is_linear = type(linear) is nn.Linear
-    num_out, num_in = linear.weight.shape if is_linear else reversed(linear.weight.shape)
-    shape = (num_in, num_out, linear.bias is not None)
-    values = torch.empty(num_out, num_in, dtype=request.plain_dtype, device=_META)
-    if request.weights is Dtype.INT8:
-        new = bnb.Linear8bitLt(
-            *shape, has_fp16_weights=False, threshold=packing.llm_int8_threshold, device=_META
-        )
-        new.weight = bnb.Int8Params(values, requires_grad=False)
-    else:
-        kind = {
-            "compress_statistics": packing.bnb_4bit_use_double_quant,
-            "quant_type": packing.bnb_4bit_quant_type,
-            "quant_storage": packing.bnb_4bit_quant_storage,
-        }
-        new = bnb.Linear4bit(*shape, packing.bnb_4bit_compute_dtype, **kind, device=_META)
-        new.support_avx512bf16_for_cpu = False  # a habit of CPUs, as in `runtime.load`
-        new.weight = bnb.Params4bit(values, requires_grad=False, **kind, module=new)
-    new.weight = new.weight._quantize(_META)
-    new.bias = linear.bias
-    new.source_cls = type(linear)
+def _quantize_linear(linear: Any, request: LoadRequest) -> nn.Module:
+    new = make_quantized_linear(linear, request)
+    shape = (new.out_features, new.in_features)
+    values = torch.empty(shape, dtype=request.plain_dtype, device=_META)
+    new.weight = quantized_parameter(values, new, request)._quantize(_META)
     new.requires_grad_(False)
     module: nn.Module = new
     return module
