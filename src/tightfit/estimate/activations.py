@@ -1,4 +1,4 @@
-"""Activations: what autograd keeps of each layer, what its backward pass needs on top, and their
+"""Activations: tensors that autograd keeps per layer, those of its backward pass, and their
 sum over the micro-batch.
 
 Counted tensor by tensor as transformers 5 layers make them; `docs/formulas.md` lists each with
@@ -17,21 +17,21 @@ from tightfit.estimate.fused_projections import augmented_token_bytes
 from tightfit.estimate.weights import is_dora, is_lora_target
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
-# How wide values are where, for one strategy.
+# Bytes per value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueWidths:
-    """How wide values are where, for one strategy."""
+    """Bytes per value in the parts of a model, for one strategy."""
 
     value: int
     """Results of matrix products."""
     residual: int
-    """The stream between layers: fp32 wherever weights or norms are, else as `value`."""
+    """The residual stream: fp32 where weights or norms are, else as `value`."""
     is_autocast: bool
     is_full: bool
     adapter: int
-    """Width in which adapters read their input."""
+    """Inputs of adapters."""
     is_cpu: bool = False
 
 
@@ -57,7 +57,7 @@ def find_value_widths(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = Fal
 
 
 def _has_one_dtype(strategy: Strategy) -> bool:
-    """Whether modules see weights and adapters in the compute dtype alone, and nothing is cast.
+    """Whether modules see weights and adapters in the compute dtype only, without casts.
 
     DeepSpeed knows no autocast and wants one dtype throughout; FSDP casts fp32 shards as it
     gathers them, adapters among them.
@@ -70,7 +70,7 @@ def _has_one_dtype(strategy: Strategy) -> bool:
 EAGER_ONLY_FAMILIES = frozenset({"bloom", "codegen", "mpt"})
 """Families whose modelling code has no fused attention. Source: transformers 5 modelling files."""
 POSITION_BIAS_FAMILIES = frozenset({"t5", "mt5"})
-"""Families whose learned score bias sends SDPA to its math kernel, which keeps the scores."""
+"""Families whose learned score bias makes SDPA use its math kernel, which keeps the scores."""
 FUSED_ROTARY_FAMILIES = frozenset(
     {"gpt_neox", "phi3", "codegen", "falcon", "qwen", "chatglm", "baichuan"}
 )
@@ -89,9 +89,9 @@ class LayerBytes:
     checkpoint: int
     """Kept when the layer is recomputed: its input."""
     working: int
-    """Held on top of `saved` at the worst moment of this layer's own backward pass."""
+    """On top of `saved` at the peak of this layer's own backward pass."""
     adapted_weights: int
-    """Bytes that do not grow with tokens: sums of weights and adapters that the graph keeps."""
+    """Total bytes, whatever the tokens: sums of weights and adapters that the graph keeps."""
 
 
 def estimate_layer_bytes(
@@ -138,7 +138,7 @@ def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
 
 
 def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
-    """peft adapts bare parameters by adding the adapter's product to them: a copy of each.
+    """peft adapts bare parameters by adding the adapter's product, which makes a copy of each.
 
     Source: peft ParamWrapper; h200_steps.json, Mixtral and Qwen3-MoE under `all-linear`.
     """
@@ -152,7 +152,7 @@ def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
 
 
 def _dora_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
-    """What DoRA keeps of each target's output: the base's and the adapter's, for the magnitude.
+    """Outputs of base and adapter that DoRA keeps per target, for the magnitude's gradient.
 
     With dropout the base's result is computed again from the dropped input, which the adapter
     keeps already. Source: peft `DoraLinearLayer.forward`, counted by saved-tensor hooks.
@@ -168,7 +168,7 @@ def _dora_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
 
 
 def _outlier_bytes(block: Block, strategy: Strategy) -> int:
-    """Columns that LLM.int8 multiplies in 16 bit and holds for its backward pass.
+    """Columns that LLM.int8 multiplies in 16 bit and keeps for its backward pass.
 
     Which they are depends on values: none here, or all of an MLP's product.
     Source: bitsandbytes MatMul8bitLt `subA`; h200_steps.json, Llama-2-7b with random weights.
@@ -182,7 +182,7 @@ def _outlier_bytes(block: Block, strategy: Strategy) -> int:
 def _held_input_bytes(
     block: Block, strategy: Strategy, numerics: ValueWidths, *, is_recomputed: bool
 ) -> int:
-    """Inputs that 4-bit matrices of old bitsandbytes hold on the autograd context.
+    """Inputs that 4-bit matrices of old bitsandbytes keep on the autograd context.
 
     While the layer's own tensors live, those are left out that an adapter or fused attention
     keeps anyway. Only reentrant checkpointing drops them with the layer.
@@ -196,11 +196,11 @@ def _held_input_bytes(
     total = 0
     for role in (Role.ATTENTION, Role.MLP):
         parts = [part for part in block.linears if part.role is role]
-        for readers in filter(None, (parts[:-1], parts[-1:])):
-            is_adapted = any(is_lora_target(part, strategy.lora_targets) for part in readers)
-            is_output = role is Role.ATTENTION and readers == parts[-1:]
+        for group in filter(None, (parts[:-1], parts[-1:])):
+            is_adapted = any(is_lora_target(part, strategy.lora_targets) for part in group)
+            is_output = role is Role.ATTENTION and group == parts[-1:]
             if is_recomputed or not (is_output or (shares and is_adapted)):
-                total += numerics.value * readers[0].in_features
+                total += numerics.value * group[0].in_features
     return total
 
 
@@ -218,7 +218,7 @@ def _context_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: 
 
 
 def fuses_pointwise(strategy: Strategy) -> bool:
-    """Whether norms and activations keep their inputs only, and are computed again in backward.
+    """Whether norms and activations keep only their inputs and are recomputed in backward.
 
     torch.compile cuts the graph so that pointwise results are recomputed. Counted on a Llama
     layer under full tuning, per token and hidden unit: 42 bytes eager, 29 compiled.
@@ -228,7 +228,7 @@ def fuses_pointwise(strategy: Strategy) -> bool:
 
 
 def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
-    """What the layer's norms keep of the stream; their outputs are counted as inputs of matrices.
+    """Tensors that the layer's norms keep; their outputs are counted as inputs of matrices.
 
     RMSNorm upcasts to fp32 and keeps that copy; where its weight is trained it
     keeps the normalised values too. LayerNorm and fused norms keep their input.
@@ -245,9 +245,9 @@ def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Val
 
 
 def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: ValueWidths) -> int:
-    """Copies of one input that the matrices reading it keep.
+    """Copies of one input that its matrices keep.
 
-    A trained matrix keeps its input; all readers share one copy, except under
+    A trained matrix keeps its input; all matrices share one copy, except under
     autocast, which casts for each. A frozen one keeps nothing, its adapter does.
     """
     if numerics.is_full:
@@ -262,7 +262,7 @@ def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: 
 
 
 def _shares_inputs(strategy: Strategy, numerics: ValueWidths) -> bool:
-    """Whether adapters read the very tensor that their matrices read, and no cast or dropped copy.
+    """Whether adapters read the same tensor as their matrices, without cast or dropout.
 
     Source: peft lora/layer.py; h200_steps.json, Llama-2-7b with and without `lora_dropout`.
     """
@@ -307,12 +307,12 @@ MATH_SCORE_BYTES = 4
 """Per query, key and head that SDPA's math kernel keeps: probabilities in fp32, beside
 fp32 queries, keys, values. Source: torch `_scaled_dot_product_attention_math`; h200_steps.json."""
 BIASED_SCORE_BYTES = 8
-"""The same with a learned bias and dropout: the bias as a mask, and what was dropped.
+"""The same with a learned bias and dropout: the bias as a mask, and the dropout mask.
 Source: h200_steps.json, t5-large."""
 
 
 def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> bool:
-    """Whether SDPA falls back to the kernel that holds the scores.
+    """Whether SDPA falls back to the math kernel, which keeps the scores.
 
     FlashAttention has no fp32 and, as Falcon calls it, a mask; the
     memory-efficient kernel has no grouped heads. A CPU's kernel takes them all.
@@ -328,14 +328,14 @@ def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths
 
 
 def has_padding_mask(strategy: Strategy) -> bool:
-    """Whether padded rows come with a mask: not as we train, see `collate_padded`."""
+    """Whether padded rows come with a mask; not in tightfit's own jobs, see `collate_padded`."""
     return strategy.quirks.padding_mask and strategy.micro_batch > 1 and not strategy.packing
 
 
 def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
-    """Of the layers, those where SDPA gets grouped keys and values as wide as queries.
+    """Share of layers where grouped keys and values are repeated before SDPA.
 
-    transformers repeats them wherever there is a mask, as for a window that is no longer than
+    transformers repeats them where there is a mask, as for a window that is no longer than
     the row; Falcon lets SDPA broadcast. Source: transformers `use_gqa_in_sdpa`, modeling_falcon.
     """
     if strategy.attention is not Attention.SDPA or spec.model_type == "falcon":
@@ -351,7 +351,7 @@ def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
 def find_unfused_attention(
     spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
 ) -> Literal["eager", "math"] | None:
-    """Which attention writes its scores out; None for a fused kernel."""
+    """The attention implementation, if it writes its scores to memory; None for a fused kernel."""
     if _is_eager(spec, strategy):
         return "eager"
     numerics = find_value_widths(spec, strategy, is_cpu=is_cpu)
@@ -363,7 +363,8 @@ def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> 
     query = spec.num_heads * spec.head_dim
     repeated = _repeated_fraction(spec, strategy) * (spec.num_heads - spec.num_kv_heads)
     key = round((spec.num_kv_heads + repeated) * spec.head_dim)
-    # What the view of the values keeps alive beside them. Falcon without grouped heads has ALiBi.
+    # The values are a view that keeps the whole projection alive, where queries and keys are
+    # rotated copies. Falcon without grouped heads uses ALiBi instead.
     is_rotary = spec.model_type != "falcon" or spec.num_kv_heads < spec.num_heads
     is_split = spec.model_type in FUSED_ROTARY_FAMILIES and is_rotary
     projection = numerics.value * (query + key) if is_split else 0
@@ -410,7 +411,7 @@ def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Valu
 
 
 def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
-    """Kept per unit of MLP width, the input of the last matrix left out.
+    """Kept per unit of MLP width, without the input of the last matrix.
 
     Gated: both branches and the activated one; a fused kernel recomputes the
     latter. Plain: the activation's input, more where it is composed of ops.
@@ -422,7 +423,7 @@ def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> 
 
 
 def _mlp_working(spec: ModelSpec, block: Block, numerics: ValueWidths) -> int:
-    """Gradients of the two branches and of the stream."""
+    """Gradients of the two branches and of the residual stream."""
     parts = [part for part in block.linears if part.role in (Role.MLP, Role.EXPERT)]
     if not parts:
         return 2 * numerics.residual * spec.hidden_size
@@ -440,7 +441,7 @@ def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: ValueWidth
     return fused + (of_probabilities + 8) * spec.num_heads * strategy.seq_len
 
 
-# Activations of the whole micro-batch: what layers, the final norm and recomputing leave.
+# The whole micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,16 +451,16 @@ class ActivationBytes:
     kept: int
     """Everything alive at the end of the forward pass."""
     in_layers: int
-    """Of it, what is there when the forward pass is in the last layer but one."""
+    """The part alive when the forward pass is in the last layer but one."""
     first_layer: int
-    """What is left of it at the end of the backward pass: the first layer's own."""
+    """The part alive at the end of the backward pass: the first layer's own."""
     recomputed: int
-    """With some layers recomputed and some not: all that is alive in the backward pass of the
-    last recomputed one, when the others' activations are gone. 0 otherwise."""
+    """With selective checkpointing: all activations alive in the backward pass of the last
+    recomputed layer, when those of the other layers are freed. 0 otherwise."""
     of_recomputed: int
-    """The inputs of the recomputed layers among it."""
+    """Inputs of the recomputed layers, a part of `recomputed`."""
     dropped: int
-    """What recomputed layers made and freed in the forward pass."""
+    """Activations that recomputed layers freed in the forward pass."""
     working: int
     """Gradients of activations inside the worst layer, recomputed tensors included."""
     cache: int
@@ -469,7 +470,7 @@ class ActivationBytes:
 def list_layers(
     spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
 ) -> list[tuple[int, LayerBytes]]:
-    """How many layers there are of each kind, and the bytes of one per token."""
+    """Number of layers of each kind, and the bytes of one per token."""
     return [
         (b.num_layers, estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu)) for b in spec.blocks
     ]
@@ -478,7 +479,7 @@ def list_layers(
 def estimate_activation_bytes(
     spec: ModelSpec, strategy: Strategy, layers: list[tuple[int, LayerBytes]]
 ) -> ActivationBytes:
-    """Sum over layers of what checkpointing keeps of each, and of the final norm."""
+    """Sum over all layers with their checkpointing, and the final norm."""
     tokens = strategy.tokens_per_micro_batch
     worst = max((layer for _, layer in layers), key=lambda layer: layer.saved + layer.working)
     final = _final_norm_bytes(spec, strategy, worst)
@@ -505,14 +506,14 @@ def estimate_activation_bytes(
         recomputed=of_recomputed + again + tokens * worst.working if is_selective else 0,
         of_recomputed=of_recomputed,
         dropped=dropped,
-        # Where the last layers are not recomputed, the backward pass begins without.
+        # If the last layers are not recomputed, the backward pass begins without recomputation.
         working=(0 if is_selective else again) + tokens * worst.working,
         cache=tokens * sum(b.num_layers * cache_bytes(spec, b, strategy) for b in spec.blocks),
     )
 
 
 def _pins_layer_inputs(strategy: Strategy) -> bool:
-    """Whether each layer's input, and its gradient beside it, outlives the layer's backward.
+    """Whether each layer's input and its gradient outlive the layer's backward pass.
 
     FSDP1 frees a frozen layer's gathered weights by a hook on the layer's inputs, and holds
     that hook until the whole backward pass is over. A reentrant checkpoint hands the layer

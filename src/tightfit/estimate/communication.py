@@ -23,23 +23,26 @@ INSIDE_LATENCY_SECONDS = 20e-6
 NETWORK_LATENCY_SECONDS = 35e-6
 """The same over 4 nodes: 32 KiB at 0.48e9 B/s. As above."""
 ASSUMED_NETWORK_BYTES_PER_SECOND = 1.25e9
-"""10 Gbit/s Ethernet: what a cluster that states nothing surely has."""
+"""10 Gbit/s Ethernet: a lower bound for a cluster that states nothing."""
 UNSTATED_NETWORK = (
     "the network between nodes was not stated: 10 Gbit/s is assumed (--network 100Gb/s states it)"
 )
 
 OVERLAP_FRACTION = 0.80
-"""Share of the compute time that transfers can hide behind: prefetching is one layer deep."""
+"""Share of the compute time that can hide transfers. Assumed: prefetching is one layer deep."""
 LEAST_EXPOSED_FRACTION = 0.20
 """Share of a transfer that is never hidden: the first and last layers, and the slower kernels
 beside which a collective runs."""
 
 HOST_BYTES_PER_SECOND_PER_CORE = 8e9
+"""Assumed."""
 MOST_HOST_BYTES_PER_SECOND = 150e9
-"""Two sockets of DDR4, as a streaming program sees them."""
+"""Assumed: two sockets of DDR4, as a streaming program sees them."""
 ASSUMED_HOST_BYTES_PER_SECOND = 100e9
+"""Where the number of cores is unknown."""
 HOST_ADAM_BYTES = 30.0
-"""Weight, gradient and two moments in fp32 read, all but the gradient written, 16-bit copy made."""
+"""Weight, gradient and two moments in fp32 read, all but the gradient written, a 16-bit copy made.
+Source: ZeRO-Offload, arXiv:2101.06840."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What has to move, for one whole copy of the model."""
+    """Bytes to move for one whole copy of the model."""
 
     weight_bytes: float
     """As gathered for one pass."""
@@ -74,7 +77,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """Seconds on the wire, before any of it hides behind compute."""
+    """Seconds of transfers, before any overlap with compute."""
 
     forward: float = 0.0
     """In each forward pass."""
@@ -83,11 +86,11 @@ class Transfers:
     last_backward: float = 0.0
     """Beside the last backward pass of the step only."""
     update: float = 0.0
-    """After the backward pass; nothing hides it."""
+    """After the backward pass, without overlap."""
 
 
 def find_links(node: Node, *, network_bytes_per_second: float | None) -> Links:
-    """Effective speeds of a node's links; see `describe_network` for what an unstated one means."""
+    """Effective speeds of a node's links; an unstated network is assumed (`describe_network`)."""
     paper, measured = node.link_bytes_per_second, node.gpu.measured
     over_nvlink = paper == node.gpu.nvlink_bytes_per_second
     network = network_bytes_per_second or ASSUMED_NETWORK_BYTES_PER_SECOND
@@ -113,7 +116,7 @@ def find_links(node: Node, *, network_bytes_per_second: float | None) -> Links:
 
 
 def describe_network(strategy: Strategy, network_bytes_per_second: float | None) -> str | None:
-    """The sentence to show where a plan over several nodes rests on an assumed network."""
+    """The note for plans over several nodes whose network is assumed."""
     if strategy.num_nodes == 1 or network_bytes_per_second is not None:
         return None
     return UNSTATED_NETWORK
@@ -226,5 +229,5 @@ def estimate_offload(strategy: Strategy, links: Links, payload: Payload) -> Tran
 
 
 def exposed_seconds(transfer: float, *, compute: float) -> float:
-    """The part of a transfer that the compute beside it does not hide."""
+    """The part of a transfer that does not overlap with compute."""
     return max(transfer - OVERLAP_FRACTION * compute, LEAST_EXPOSED_FRACTION * transfer)

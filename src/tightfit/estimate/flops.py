@@ -1,4 +1,4 @@
-"""Floating point operations: of one forward pass, and of one training step."""
+"""Floating point operations of one forward pass and of one training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayers:
-    """Layers whose tokens look at the same set of other tokens."""
+    """Layers with the same attention mask."""
 
     num_layers: int
     causal: bool
@@ -27,7 +27,7 @@ class AttentionLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Sums over a model's matrices: all that time needs to know of a spec, computed once.
+    """Sums over a model's matrices that the time formulas need, computed once per spec.
 
     "Used" counts what one token passes through, "held" counts every expert.
     """
@@ -46,10 +46,10 @@ class Workload:
     """Linear weights inside the blocks that one token is multiplied with."""
     weights_held: int
     inputs_used: int
-    """Input widths of those matrices, summed: what one token makes them read."""
+    """Input widths of those matrices, summed."""
     outputs_used: int
     module_inputs_used: int
-    """The same of modules alone, with an input that several are given counted once."""
+    """The same for modules only, a shared input counted once."""
     module_outputs_used: int
     num_expert_layers: int
     expert_weights_held: int
@@ -67,7 +67,7 @@ class Workload:
     num_params: int
 
     def packed_weights(self, dtype: Dtype) -> int:
-        """Weights that quantized loading packs: experts that are bare parameters only by GPTQ."""
+        """Weights that quantized loading packs; experts as bare parameters only with GPTQ."""
         if dtype is Dtype.GPTQ4:
             return self.weights_held
         return self.weights_held - self.expert_weights_held
@@ -80,10 +80,10 @@ class AdapterSums:
     num_used: int
     inputs_used: int
     outputs_used: int
-    outputs_spared: int = 0
-    """Of those, to which nothing is added afterwards: their adapter is part of the product."""
-    inputs_spared: int = 0
-    """Of the inputs, those that another adapter goes through for this one too."""
+    outputs_saved: int = 0
+    """Outputs whose product includes the adapter (augmented weight)."""
+    inputs_saved: int = 0
+    """Inputs that a fused projection has read already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +107,9 @@ class StepFlops:
     """One optimizer step of all ranks."""
 
     model: float
-    """What the mathematics of the method needs; the numerator of MFU."""
+    """FLOPs that the method needs; the numerator of MFU."""
     recomputed: float
-    """Done a second time because of checkpointing; not part of `model`."""
+    """FLOPs of activation recomputation; not part of `model`."""
 
     @property
     def executed(self) -> float:
@@ -117,7 +117,7 @@ class StepFlops:
 
 
 class _PerSpec(Generic[T]):
-    """Remembers sums by a spec's identity: hashing a whole spec costs more than an estimate."""
+    """Caches sums by a spec's identity: hashing a whole spec costs more than an estimate."""
 
     def __init__(self, compute: Callable[[ModelSpec, tuple[str, ...]], T]) -> None:
         self._compute = compute
@@ -128,7 +128,7 @@ class _PerSpec(Generic[T]):
         if found is None:
             if len(self._seen) >= 1024:
                 self._seen.clear()
-            # The spec is held beside its sums, so its id cannot be given to another one.
+            # Keeps the spec alive, so that its id is not reused.
             found = (spec, self._compute(spec, names))
             self._seen[id(spec), names] = found
         return found[1]
@@ -183,8 +183,8 @@ def _sum_matrices(spec: ModelSpec, _names: tuple[str, ...]) -> Workload:
 
 
 def _sum_inputs(block: Block) -> int:
-    """Widths of what a layer's modules are given: in each part of it one input for all of a width,
-    and one for the last, which gives the part's result."""
+    """Input widths of a layer's modules: in each part (attention, MLP) modules of one width share
+    their input, and the last has its own."""
     total = 0
     for role in Role:
         parts = [part for part in block.linears if part.role is role and part.is_module]
@@ -241,8 +241,8 @@ def sum_adapters(spec: ModelSpec, strategy: Strategy) -> AdapterSums:
     if strategy.method is not Method.LORA:
         return NO_ADAPTERS
     found = _adapters.get(spec, strategy.lora_targets)
-    spared = count_saved_traffic(spec, strategy)
-    return replace(found, outputs_spared=spared.outputs, inputs_spared=spared.inputs)
+    saved = count_saved_traffic(spec, strategy)
+    return replace(found, outputs_saved=saved.outputs, inputs_saved=saved.inputs)
 
 
 def count_pairs(seq_len: float, *, causal: bool, window: int | None = None) -> float:

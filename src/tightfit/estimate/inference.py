@@ -1,4 +1,4 @@
-"""Answering prompts: memory by part, bytes and FLOPs of a pass, and the rate that follows."""
+"""Inference: memory by part, bytes and FLOPs of a pass, and tokens per second."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from tightfit.hardware.types import Gpu
 from tightfit.models.spec import ModelSpec, Role
 
 INFERENCE_SLACK_FRACTION = 0.02
-"""Rounding of the allocator's blocks, as a share of what is not weights; as in training."""
+"""Rounding of the allocator's blocks, as a share of all but the weights; as in training."""
 HOST_KERNELS_PER_LAYER = 40
 HOST_KERNEL_SECONDS = 20e-6
-"""A step of transformers' eager decoder, started from Python without gradients: its kernels by
-`launches.count_forward_kernels`, each between the 13 us of the smallest operation and the 35 us
+"""A step of transformers' eager decoder, launched from Python without gradients: its kernels by
+`step_time.count_forward_kernels`, each between the 13 us of the smallest operation and the 35 us
 of training on our H200 machine."""
 REPLAYED_LAYER_SECONDS = 120e-6
-"""The small kernels between a layer's products, started as one recording: a step of Llama-2-7B for
-one row took 7.05 ms on our H200, of which reading the weights is 3.2 (benchmarks/results,
-h200_generation.json)."""
+"""The small kernels between a layer's products in a CUDA graph: a step of Llama-2-7B for one row
+took 7.05 ms on our H200, of which reading the weights is 3.2 (h200_generation.json)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceJob:
-    """One engine's way of answering many prompts."""
+    """How one engine answers many prompts."""
 
     weight_bytes: int
-    """As they lie in memory, scales included."""
+    """In memory, scales included."""
     compute: Dtype
     num_slots: int
-    """Answers under way together."""
+    """Answers generated at the same time."""
     num_columns: int
     """Tokens that each slot keeps keys and values for."""
     prompt_tokens: float
@@ -41,25 +40,25 @@ class InferenceJob:
     new_tokens: float
     """Of one answer, on average."""
     pass_tokens: int
-    """Most tokens that one pass takes, prompts included."""
+    """Most tokens of one pass, prompts included."""
     kv_value_bytes: int = 2
     joining_tokens: int = 0
-    """Tokens whose keys and values exist twice while their prompts join the others."""
+    """Tokens whose keys and values exist twice while their prompts are added to the batch."""
     expands_heads: bool = False
     """One layer's keys and values are repeated for every query head that shares them."""
     is_quantized: bool = False
-    """A matrix is unpacked whole before it is used."""
+    """Whole matrices are dequantized before use."""
     replays_steps: bool = False
-    """A step's kernels are recorded once and started as one."""
+    """Steps run as CUDA graphs."""
     compute_fraction: float = 1.0
-    """What the engine's kernels reach of the device's sustained rate."""
+    """Rate of the engine's kernels, of the device's sustained rate."""
     drives_from_python: bool = False
-    """Each kernel is started from Python, which a fast card has to wait for."""
+    """Each kernel is launched from Python, which a fast GPU has to wait for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceEstimate:
-    """What a job is predicted to take."""
+    """The estimate of an inference job."""
 
     components: dict[str, int]
     """Name to bytes, summing to `peak_bytes`."""
@@ -68,7 +67,7 @@ class InferenceEstimate:
     new_tokens_per_second: float
     """Of all slots together, the time for reading prompts included."""
     bound: str
-    """`memory bandwidth`, `compute` or `host`: what a step waits for."""
+    """What limits a step: `memory bandwidth`, `compute` or `host`."""
 
     @property
     def peak_bytes(self) -> int:
@@ -154,8 +153,8 @@ def kv_row_bytes(spec: ModelSpec, num_tokens: int, value_bytes: int = 2) -> int:
 def estimate_read_fraction(spec: ModelSpec, *, num_active: float) -> float:
     """Share of all weights that one pass over `num_active` tokens reads.
 
-    An embedding of its own is looked up, not read. Of experts, those that some token chose, if
-    they choose alike: 1 - (1 - k/E)^tokens.
+    An untied embedding is looked up, not read. Of experts, those that some token chose, if
+    they choose uniformly: 1 - (1 - k/E)^tokens.
     """
     unread = 0.0 if spec.tie_embeddings else float(spec.embedding_params)
     for block in spec.blocks:
@@ -192,10 +191,10 @@ def estimate_answer_flops(
 
 
 def _pass_times(spec: ModelSpec, job: InferenceJob, gpu: Gpu) -> dict[str, float]:
-    """Seconds of one step of all slots, halfway through their answers, by what it waits for."""
+    """Seconds of one step of all slots, halfway through their answers, by limiting resource."""
     context = job.prompt_tokens + job.new_tokens / 2
     weights = job.weight_bytes * estimate_read_fraction(spec, num_active=job.num_slots)
-    if job.is_quantized and job.num_slots > 1:  # unpacked to memory, and read again from there
+    if job.is_quantized and job.num_slots > 1:  # dequantized to memory, and read again from there
         weights += 2 * job.compute.value_bytes * spec.num_params
     cache = job.num_slots * kv_row_bytes(spec, max(1, round(context)), job.kv_value_bytes)
     grown = round(context) + 1

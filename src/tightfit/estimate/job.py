@@ -51,7 +51,7 @@ from tightfit.estimate.weights import (
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec, Role
 
-# Phases around the training step: load, eval, save, merge, quantize, inference.
+# Phases around the training step: load, eval, save, merge, quantize, inference
 
 LOAD = "load"
 CALIBRATION_ROWS = 128
@@ -60,7 +60,7 @@ CALIBRATION_LENGTH = 2048
 
 
 def estimate_phases(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> list[Moment]:
-    """Peaks of everything a job does beside the step, on the fullest GPU."""
+    """Peaks of all phases but the training step, on the fullest GPU."""
     state = estimate_state_bytes(spec, strategy)
     phases = [estimate_load(spec, strategy, state)]
     if strategy.is_trained:
@@ -75,19 +75,19 @@ def _make_moment(name: str, **parts: int) -> Moment:
 
 
 def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None = None) -> Moment:
-    """Weights arrive matrix by matrix; a quantized one exists unpacked while it is packed.
+    """Weights are loaded matrix by matrix; each is held in 16 bit while it is quantized.
 
-    An unpacked base comes packed too. The last matrix is unpacked beside its codes and scales,
-    which with double quantization are unpacked first. fp8 comes last, matrix by matrix: scaled in
-    bf16 on the way, from bf16 in which all are there, or from codes that are unpacked for it.
+    A dequantized base is loaded in nf4: the last matrix exists beside its codes and scales, which
+    double quantization dequantizes first. fp8 is cast last, matrix by matrix, with a scaled bf16
+    copy; from a bf16 base all matrices are there, from nf4 only the one being cast.
     """
-    unpacked = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    temporary = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
     if strategy.stores_fp8:
         others = 0 if strategy.unpacked_base else spec.linear_params - largest_matrix(spec)
-        unpacked = others + 4 * largest_matrix(spec)
+        temporary = others + 4 * largest_matrix(spec)
     elif strategy.unpacked_base:
         scales = largest_matrix(spec) // NF4_BLOCK
-        unpacked = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
+        temporary = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
     state = state or estimate_state_bytes(spec, strategy)
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
     return _make_moment(
@@ -96,7 +96,7 @@ def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None 
         quantization=state.quantization,
         adapters=state.adapters,
         communication=gathered,
-        dequantized=unpacked,
+        dequantized=temporary,
     )
 
 
@@ -120,7 +120,7 @@ def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes, *, is_cpu: boo
 
 
 def _save(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
-    """Each sharded tensor is gathered on its own, then copied to the host."""
+    """Sharded tensors are gathered one at a time, then copied to the host."""
     gathered = 0
     if strategy.sharding.shards_weights:
         trained = min(num_trainable(spec, strategy), spec.embedding_params)
@@ -162,7 +162,7 @@ def kv_cache_bytes(spec: ModelSpec, strategy: Strategy) -> int:
 def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
     """Generation on one GPU with the base weights as stored and a full KV cache.
 
-    fp8 is for training alone: what answers is the base as it was read.
+    fp8 is used for training only: inference uses the base as stored.
     """
     strategy = as_used_for_inference(strategy)
     weights = estimate_weight_bytes(spec, strategy)
@@ -180,11 +180,11 @@ def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
 
 
 HOST_SHARE_FRACTION = 0.95
-"""What a job may take of a node's memory; the rest belongs to the system."""
+"""Share of a node's memory that a job may use; the rest is the system's."""
 
 
 def exceeds_host_memory(host: HostMemory) -> bool:
-    """Whether the node's processes need more memory than a job may take. Not stated: no."""
+    """Whether the job needs more host memory than it may use; False if the node's is unknown."""
     capacity = host.capacity_bytes
     return capacity is not None and host.peak_bytes > HOST_SHARE_FRACTION * capacity
 
@@ -197,7 +197,7 @@ def estimate_job_summary(
     network_bytes_per_second: float | None = None,
     profile: DataProfile | None = None,
 ) -> EstimateSummary:
-    """Whether `strategy` fits on nodes like `node`, and how long its step takes."""
+    """Whether `strategy` fits on nodes like `node`, and the time of its step."""
     strategy = as_loaded(spec, strategy)
     return _summarize(
         spec, strategy, node, _list_moments(spec, strategy, node), network_bytes_per_second, profile
@@ -213,7 +213,7 @@ def estimate_job(
     profile: DataProfile | None = None,
     num_checkpoints: int = DEFAULT_CHECKPOINTS,
 ) -> Estimate:
-    """Everything predicted for `strategy` on nodes like `node`. Legality is judged elsewhere.
+    """The estimate of `strategy` on nodes like `node`. Does not check whether it is legal.
 
     `num_checkpoints` are kept on disk beside the one being written.
     """
@@ -250,7 +250,7 @@ def _describe_unquantized(spec: ModelSpec, asked: Strategy, loaded: Strategy) ->
 
 
 def _list_moments(spec: ModelSpec, strategy: Strategy, node: Node) -> list[Moment]:
-    """Of the step; none where nothing is trained."""
+    """Moments of the step; none for method `load`."""
     if not strategy.is_trained:
         return []
     return estimate_moments(spec, strategy, is_cpu=node.gpu.is_cpu)
@@ -292,7 +292,7 @@ def _gpu_memory(
 ) -> GpuMemory:
     is_cpu = node.gpu.is_cpu
     context = node.gpu.measured_context_bytes
-    # A frozen base that becomes fp8 is larger before: nothing else loads more than it trains with.
+    # A frozen fp8 base is larger while loading; otherwise training needs at least as much.
     is_loading = not moments or strategy.stores_fp8
     peak = peak_moment([*moments, *([estimate_load(spec, strategy)] if is_loading else [])])
     others = moments if peak in moments else []
@@ -341,14 +341,14 @@ def _phases(
 
 
 def _within(gpu: GpuMemory, held: dict[str, int]) -> dict[str, int]:
-    """The same, with no more slack than the step's reserve leaves: it never grows past its peak."""
+    """The same with slack limited to the step's peak reserve, which no moment exceeds."""
     over = max(0, sum(held.values()) - gpu.peak_reserved_bytes)
     return held | {"allocator_slack": max(0, held["allocator_slack"] - over)}
 
 
 def _host_memory(spec: ModelSpec, strategy: Strategy, node: Node, gpu: GpuMemory) -> HostMemory:
     components = estimate_host_components(spec, strategy)
-    if node.gpu.is_cpu:  # the processes are all there is
+    if node.gpu.is_cpu:  # host memory is device memory
         components = {"processes": strategy.gpus_per_node * gpu.peak_reserved_bytes}
     return HostMemory(
         peak_bytes=sum(components.values()),

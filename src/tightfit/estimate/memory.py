@@ -28,39 +28,39 @@ from tightfit.estimate.state import (
 from tightfit.estimate.weights import as_loaded
 from tightfit.models.spec import ModelSpec
 
-# The allocator's share: slack above live tensors, the CUDA context, and the verdict.
+# The allocator: slack above live tensors, the CUDA context, and the verdict
 
 CONTEXT_BYTES = 3 * GIB // 4
 """CUDA context, loaded kernels and cuBLAS outside torch's allocator.
-Source: benchmarks/results/h200_steps.json, the process's use of the card less torch's reserve."""
+Source: benchmarks/results/h200_steps.json, memory of the process less torch's reserve."""
 CPU_CONTEXT_BYTES = 400 * MIB
 """Python with torch 2.13 (CPU), transformers 5.22, peft 0.21, torch's distributed checkpoints and
 TensorBoard imported: 395 MiB resident, before any model."""
 NCCL_BYTES = GIB // 4
 """Channels and buffers of one NCCL communicator. Source: NCCL_BUFFSIZE 4 MiB x channels x peers."""
 TRANSIENT_SLACK_FRACTION = 0.02
-"""Rounding, as a share of all tensors of the peak that come and go within a step.
+"""Rounding, as a share of the peak's tensors that live within a step.
 Source of this and the next three: fit to reserved over allocated in
 benchmarks/results/h200_steps.json, 150 training steps."""
 BATCH_SLACK_FRACTION = 0.06
-"""Holes between tensors whose size follows the batch, which come in many sizes."""
+"""Fragmentation between tensors whose size depends on the batch."""
 IDLE_SLACK_FRACTION = 0.7
-"""Blocks of another moment's tensors, which stay cached and mostly fit nothing of the peak:
-the reserve of a recomputing job holds both the loss and a recomputed layer."""
+"""Cached blocks of another moment's tensors, which mostly fit no tensor of the peak: the reserve of
+a recomputing job holds both the loss and a recomputed layer."""
 STREAM_SLACK_FRACTION = 0.75
 """Gathered weights live on a stream of their own, whose free blocks no other stream may use."""
 OUTGROWN_SLACK_FRACTION = 1.0
-"""Blocks of outgrown sizes where batch lengths vary and segments cannot expand.
+"""Cached blocks of smaller batches where lengths vary and segments cannot expand.
 Source: benchmarks/results/h200_fragmentation.json, 4096 tokens."""
 
 CPU_SLACK_FRACTION = 0.6
-"""On a CPU, as a share of all tensors of the peak that come and go within a step: glibc keeps freed
+"""On a CPU, as a share of the peak's tensors that live within a step: glibc keeps freed
 blocks below 32 MiB, and holes between kept tensors do not fit the next layer's.
 Source of this and the next: peak resident memory of SmolLM2-135M, table in docs/formulas.md."""
 CPU_HOLES_FRACTION = 0.4
-"""Likewise, of what recomputed layers made and dropped in the forward pass."""
+"""The same for activations that recomputed layers freed in the forward pass."""
 MODEL_ERROR_FRACTION = 0.05
-"""How far the closed form itself may be off before a verdict would be a guess."""
+"""Error of the closed form within which the verdict is `tight`."""
 
 
 def estimate_slack_bytes(
@@ -71,11 +71,10 @@ def estimate_slack_bytes(
     stream_bytes: int,
     varying_lengths: bool,
 ) -> int:
-    """Reserved over allocated at the peak of a step that repeats.
+    """Reserved minus allocated bytes at the peak of a steady step.
 
-    `batch_bytes` are those of the peak's tensors that follow the batch in size,
-    `stream_bytes` those that belong to communication; `idle_bytes` are tensors
-    of another moment that the peak has not.
+    `batch_bytes` are tensors of the peak whose size depends on the batch, `stream_bytes` those of
+    communication; `idle_bytes` are tensors of another moment that are not alive at the peak.
     """
     batch_share = BATCH_SLACK_FRACTION + (OUTGROWN_SLACK_FRACTION if varying_lengths else 0.0)
     return int(
@@ -89,20 +88,20 @@ def estimate_slack_bytes(
 def estimate_context_bytes(
     world_size: int, *, is_cpu: bool = False, measured_bytes: int | None = None
 ) -> int:
-    """What the process holds outside torch's allocator; `measured_bytes` without NCCL's share."""
+    """Memory of the process outside torch's allocator; `measured_bytes` is without NCCL's."""
     if is_cpu:
         return measured_bytes or CPU_CONTEXT_BYTES
     return (measured_bytes or CONTEXT_BYTES) + (NCCL_BYTES if world_size > 1 else 0)
 
 
 def estimate_cpu_slack_bytes(*, transient_bytes: int, dropped_bytes: int) -> int:
-    """Resident memory over live tensors at the peak of a step on a CPU, under glibc's malloc."""
+    """Resident memory minus live tensors at the peak of a step on a CPU, with glibc's malloc."""
     return int(CPU_SLACK_FRACTION * transient_bytes + CPU_HOLES_FRACTION * dropped_bytes)
 
 
 def judge_fit(*, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int) -> Verdict:
-    """`fits` if the whole reserve does, with room for our own error; `does_not_fit` if live
-    tensors alone do not; `tight` between: the allocator may manage by retrying, or fail."""
+    """`fits` if the whole reserve does, with a margin for the formula's error; `does_not_fit` if
+    live tensors alone do not; `tight` between: the allocator may succeed by retrying, or fail."""
     if reserved_bytes * (1 + MODEL_ERROR_FRACTION) <= capacity_bytes:
         return Verdict.FITS
     if allocated_bytes * (1 - MODEL_ERROR_FRACTION) > capacity_bytes:
@@ -111,19 +110,19 @@ def judge_fit(*, allocated_bytes: int, reserved_bytes: int, capacity_bytes: int)
 
 
 BATCH_SIZED = ("activations", "logits")
-"""Components whose size follows the batch."""
+"""Components whose size depends on the batch."""
 PERSISTENT = frozenset({"weights", "quantization", "adapters", "optimizer"})
-"""Components that stay from step to step and so leave no holes in the allocator's segments."""
+"""Components that live from step to step and so cause no fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """One instant of the step. Components sum to what torch has allocated."""
+    """One moment of the step. Components sum to torch's allocated bytes."""
 
     name: str
     components: dict[str, int]
     dropped_bytes: int = 0
-    """Activations that were made and freed on the way here, because they are recomputed."""
+    """Activations that were freed before this moment, because they are recomputed."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -135,18 +134,18 @@ class Moment:
 
 
 class BatchIndependentBytes(NamedTuple):
-    """What does not follow the micro-batch: a search that tries several finds it once."""
+    """Parts that do not depend on the micro-batch, computed once for a search over several."""
 
     state: StateBytes
     buffers: BufferBytes
-    """Under fp8 these do follow it, and are found anew."""
+    """With fp8 these do depend on it, and are computed again."""
     layers: list[tuple[int, LayerBytes]]
 
 
 def estimate_batch_independent_bytes(
     spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
 ) -> BatchIndependentBytes:
-    """`strategy` at any micro-batch."""
+    """The batch-independent parts of `strategy`."""
     strategy = as_loaded(spec, strategy)
     return BatchIndependentBytes(
         state=estimate_state_bytes(spec, strategy),
@@ -160,7 +159,7 @@ def estimate_moments(
     strategy: Strategy,
     *,
     is_cpu: bool = False,
-    standing: BatchIndependentBytes | None = None,
+    independent: BatchIndependentBytes | None = None,
 ) -> list[Moment]:
     """Each moment of a steady training step that can be its peak, on the fullest GPU.
 
@@ -169,7 +168,7 @@ def estimate_moments(
     so the peak is at one of them.
     """
     strategy = as_loaded(spec, strategy)
-    state, buffers, layers = standing or estimate_batch_independent_bytes(
+    state, buffers, layers = independent or estimate_batch_independent_bytes(
         spec, strategy, is_cpu=is_cpu
     )
     if strategy.has_fp8:
@@ -245,7 +244,7 @@ def _list_backward(
     buffers: BufferBytes,
 ) -> list[Moment]:
     """From the last layer to the embedding."""
-    # The weight norms of one adapted matrix, where layers are computed.
+    # DoRA's weight norms are computed again where layers are recomputed.
     norms_again = buffers.weight_norms if strategy.checkpointing else 0
     recompute = moment(
         "recompute",
@@ -284,7 +283,7 @@ def _list_backward(
 
 
 def _with_offloaded_state(state: StateBytes) -> StateBytes:
-    """Offloaded state counted where it is: on a CPU, the host's memory is the device's."""
+    """Offloaded state added back: on a CPU, the host's memory is the device's."""
     return replace(
         state,
         weights=state.weights + state.host_weights,
@@ -293,7 +292,7 @@ def _with_offloaded_state(state: StateBytes) -> StateBytes:
 
 
 def _last_working(activations: ActivationBytes) -> int:
-    """What the first layer's own backward pass needs on top of its input."""
+    """Working memory of the first layer's backward pass on top of its input."""
     if not activations.recomputed:
         return activations.working
     return activations.recomputed - activations.of_recomputed
@@ -316,23 +315,23 @@ class _Gradients:
     start: int
     """Before the backward pass."""
     backward: int
-    """When it reaches the layers."""
+    """When the backward pass reaches the layers."""
     recompute: int
-    """When it reaches the last recomputed one."""
+    """When it reaches the last recomputed layer."""
     end: int
-    """When it reaches the first one."""
+    """When it reaches the first layer."""
     embedding: int
-    """On top, while the embedding's own is made."""
+    """On top, while the embedding's gradient is computed."""
     step: int
-    """In the optimizer's step."""
+    """In the optimizer step."""
 
 
 def _estimate_gradients(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> _Gradients:
-    """Gradients appear layer by layer; those of earlier micro-batches are there from the start.
+    """Gradients appear layer by layer; those of earlier micro-batches exist from the start.
 
-    DDP's buckets stand throughout the step, and a gradient is copied into its place as soon as it
-    is made; while micro-batches are accumulated without exchange, gradients stay beside them.
-    ZeRO-3 has a place for its part's from start to end.
+    DDP's buckets exist throughout the step, and each gradient is copied into its bucket; while
+    micro-batches are accumulated without reduction, the gradients remain beside the buckets.
+    ZeRO-3 keeps a buffer for its shard's gradients throughout.
     Source: torch reducer.cpp, `initialize_buckets`, `mark_variable_ready_dense`; DeepSpeed stage3.
     """
     embedding = _embedding_gradient_bytes(spec, strategy)
@@ -358,23 +357,23 @@ def _estimate_gradients(spec: ModelSpec, strategy: Strategy, state: StateBytes) 
         recompute=max(accumulated, head + int(share * (state.gradients - head))),
         end=max(accumulated, state.gradients),
         embedding=embedding,
-        # ZeRO-1 makes whole gradients, and keeps its own part of them.
+        # ZeRO-1 computes whole gradients and keeps its own shard of them.
         step=state.gradients // (strategy.num_shards if is_first_stage else 1),
     )
 
 
 def _head_gradient_bytes(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> int:
-    """The head's weight gradient, made before any layer's."""
+    """The head's weight gradient, computed before any layer's."""
     if strategy.method is not Method.FULL or strategy.sharding.shards_gradients:
         return 0
     return state.gradients * spec.embedding_params // max(1, spec.num_params)
 
 
 def _embedding_gradient_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """Gradients of the embedding that exist beside those counted, at the end of the backward pass.
+    """Additional gradients of the embedding at the end of the backward pass.
 
     Tied to the head: its own, and the sum of the two in 16 bit; in fp32 it is added in place.
-    DDP: all of them on top of their place in a bucket.
+    DDP: in addition to their bucket.
     Source: h200_steps.json, Llama-3.2-1B full tuning in bf16 and fp32; torch InputBuffer.
     """
     if strategy.method is not Method.FULL or strategy.sharding.shards_gradients:
@@ -385,7 +384,7 @@ def _embedding_gradient_bytes(spec: ModelSpec, strategy: Strategy) -> int:
 
 
 def peak_moment(moments: list[Moment]) -> Moment:
-    """The fullest one."""
+    """The moment of most allocated bytes."""
     return max(moments, key=lambda moment: moment.allocated_bytes)
 
 
@@ -397,7 +396,7 @@ def list_reserved_components(
     is_cpu: bool = False,
     measured_context_bytes: int | None = None,
 ) -> dict[str, int]:
-    """Components of what the process holds on the card: tensors, slack and context."""
+    """Components of the process's GPU memory: tensors, slack and context."""
     context = estimate_context_bytes(
         strategy.world_size, is_cpu=is_cpu, measured_bytes=measured_context_bytes
     )
@@ -421,12 +420,15 @@ def list_reserved_components(
 
 
 def _missing_bytes(moment: Moment, other: Moment) -> int:
-    """What `other` holds beyond `moment` in tensors of the batch and gathered weights.
+    """Bytes of `other` beyond `moment` in batch-sized tensors and gathered weights.
 
-    Gradients are left out: they take the blocks that activations leave.
+    Gradients are left out: they reuse blocks of freed activations.
     """
     missing = 0
-    for name in (*BATCH_SIZED, "communication"):  # no generator: a search asks this by the thousand
+    for name in (
+        *BATCH_SIZED,
+        "communication",
+    ):  # no generator: a search calls this thousands of times
         more = other.components.get(name, 0) - moment.components.get(name, 0)
         if more > 0:
             missing += more
@@ -439,10 +441,10 @@ def estimate_step_peak_bytes(
     *,
     is_cpu: bool = False,
     measured_context_bytes: int | None = None,
-    standing: BatchIndependentBytes | None = None,
+    independent: BatchIndependentBytes | None = None,
 ) -> int:
-    """What the process holds at the worst moment of the step: the planner's quick question."""
-    moments = estimate_moments(spec, strategy, is_cpu=is_cpu, standing=standing)
+    """Memory of the process at the peak of the step, for searches."""
+    moments = estimate_moments(spec, strategy, is_cpu=is_cpu, independent=independent)
     held = list_reserved_components(
         peak_moment(moments),
         moments,

@@ -31,17 +31,18 @@ Source: fit to the causal rows 191, 260, 298, 319, 333, 335e12 at 512 to 16k, of
 H100 (arXiv:2407.08608 figure 5).
 """
 NUM_NEIGHBOURS = 4
-"""Measured products that one between them is told by."""
+"""Number of nearest measured products to interpolate between. Leave-one-out on h200_rates.json: a
+median error of 8.1%."""
 SAME_SHAPE_DISTANCE = 1e-3
-"""In squared doublings: below it a shape is the measured one."""
+"""Squared distance in doublings, below which a shape counts as the measured one."""
 
 
 class MatmulTable:
-    """Seconds of any (m x k) by (k x n) product, from some that were measured.
+    """Seconds of any (m x k) by (k x n) product, interpolated from measured ones.
 
-    A roofline of the best rate and the bandwidth gives the scale; what the nearest measured
-    shapes took beside theirs corrects it, weighed by the inverse square of the distance in
-    doublings. Leaves out: memory layouts, which libraries hide well.
+    A roofline of the best rate and the bandwidth, corrected by the ratio of measured to roofline
+    time of the nearest shapes, weighted by the inverse square of their distance in doublings.
+    Leaves out memory layouts, which make little difference.
     """
 
     def __init__(
@@ -71,26 +72,26 @@ class MatmulTable:
 
     def _correction(self, m: float, n: float, k: float) -> float:
         near = sorted(
-            ((a - m) ** 2 + (b - n) ** 2 + (c - k) ** 2, told) for a, b, c, told in self._rows
+            ((a - m) ** 2 + (b - n) ** 2 + (c - k) ** 2, ratio) for a, b, c, ratio in self._rows
         )[:NUM_NEIGHBOURS]
         weights = [1.0 / (distance + SAME_SHAPE_DISTANCE) for distance, _ in near]
-        return sum(w * told for w, (_, told) in zip(weights, near, strict=True)) / sum(weights)
+        return sum(w * ratio for w, (_, ratio) in zip(weights, near, strict=True)) / sum(weights)
 
 
 _tables: dict[tuple[int, str], tuple[MeasuredRates, MatmulTable | None]] = {}
 
 
 def find_matmul_table(measured: MeasuredRates | None, dtype: Dtype) -> MatmulTable | None:
-    """The table of one dtype, made once; None where it was not measured."""
+    """The table of one dtype, cached; None where it was not measured."""
     return _find_named_table(measured, dtype.value)
 
 
 def find_fp8_matmul_table(
     measured: MeasuredRates | None, *, is_exact: bool = False
 ) -> MatmulTable | None:
-    """The same of fp8 operands; results, which are wider, are corrected by what was measured.
+    """The same for fp8 operands; the measurements account for the wider results.
 
-    `is_exact`: as the backward pass sums; where that was not measured, as the forward pass does.
+    `is_exact`: with the backward pass's exact accumulation, if it was measured.
     """
     exact = _find_named_table(measured, FP8_EXACT) if is_exact else None
     return exact or _find_named_table(measured, FP8)
@@ -103,7 +104,7 @@ def _find_named_table(measured: MeasuredRates | None, name: str) -> MatmulTable 
     if found is None:
         if len(_tables) >= 256:
             _tables.clear()
-        # Held beside its table, so that its id cannot become another one's.
+        # Keeps the rates alive, so that their id is not reused.
         found = (measured, _make_table(measured, name))
         _tables[id(measured), name] = found
     return found[1]
@@ -119,12 +120,12 @@ def _make_table(measured: MeasuredRates, name: str) -> MatmulTable | None:
 
 
 def stream_rate(measured: MeasuredRates | None) -> float | None:
-    """Copies of the largest tensor that was tried."""
+    """Bandwidth of copying the largest measured tensor."""
     return measured.copies[-1][1] if measured is not None and measured.copies else None
 
 
 def bandwidth_at(rows: Sequence[BandwidthRow], tensor_bytes: float) -> float:
-    """Between two sizes by their logarithms; the ends hold beyond."""
+    """Bandwidth at a tensor size, interpolated on a log scale and constant beyond the ends."""
     points = [(float(size), rate) for size, rate in rows]
     return _between(points, tensor_bytes)
 
@@ -134,8 +135,8 @@ def attention_rates(
 ) -> tuple[float, float] | None:
     """Causal FLOP/s forward and backward.
 
-    Kernels are made for a few head widths: another one takes as long as the next wider. Beyond
-    the measured lengths rates grow and fall as where nothing was measured.
+    Kernels exist for a few head widths: another width takes as long as the next wider one. Beyond
+    the measured lengths, rates follow the same curve as unmeasured ones.
     """
     if not rows:
         return None
@@ -151,7 +152,7 @@ def attention_rates(
 
 
 def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """A power law between neighbours, the ends' own values beyond them."""
+    """A power law between neighbours, constant beyond the ends."""
     place = bisect_left([x for x, _ in points], at)
     if place == 0:
         return points[0][1]
@@ -162,7 +163,7 @@ def _between(points: Sequence[tuple[float, float]], at: float) -> float:
     return y0 * exp(share * log(y1 / y0))
 
 
-# Sustained rates of a GPU, and what its host takes to keep it busy.
+# Sustained rates
 
 Capability = tuple[int, int]
 
@@ -182,6 +183,7 @@ SUSTAINED_FRACTION: dict[Capability, float] = {
 RTX 3090 Ti, 161 of 165 on RTX 4090 (github mli/transformers-benchmarks).
 """
 UNKNOWN_SUSTAINED_FRACTION = 0.75
+"""Other capabilities. Assumed."""
 AMD_SUSTAINED_FRACTION = 0.51
 """668 of 1300 on MI300X. Source: ml-engineering, as above."""
 FP32_SUSTAINED_FRACTION = 0.80
@@ -199,7 +201,7 @@ fp32: 86 to 106e9 of 134e9 for 576 to 1536 wide weights on one core with AVX-512
 of 2150e9 with tiles (torch 2.13, oneDNN), about half of it in a whole step of SmolLM2-135M.
 """
 CPU_CALL_SECONDS = 10e-6
-"""One small operation from Python: 5 to 6e-6 s by itself, more with the views around it."""
+"""One small operation from Python: 5 to 6e-6 s alone, more with the views around it."""
 
 FLOPS_PER_WATT: dict[Capability, float] = {
     (7, 0): 0.33e12,
@@ -207,7 +209,7 @@ FLOPS_PER_WATT: dict[Capability, float] = {
     (8, 6): 0.33e12,
     (8, 9): 0.75e12,
 }
-"""Where the power limit, not the clock, bounds long matmuls.
+"""GPUs on which the power limit, not the clock, bounds long matmuls.
 
 24e12 at 70 W on T4 (forums.developer.nvidia.com, thread 264462), 95e12 at 300 W
 on V100 and on RTX A6000 (mli/transformers-benchmarks). 8.9 is assumed: between
@@ -217,7 +219,7 @@ those and the 1.13e12 of H100, whose process is nearer.
 STREAM_FRACTION = 0.85
 """Copies and matmul operands, of the bandwidth on paper: 4.17 of 4.8e12 on H200 (as above)."""
 ELEMENTWISE_FRACTION = 0.70
-"""Elementwise kernels, likewise: 3.81 of 4.8e12 on H200 for one large tensor (as above), and less
+"""Elementwise kernels: 3.81 of 4.8e12 on H200 for one large tensor (as above), and less
 for the tensors of one layer."""
 
 HOPPER_SDPA_FRACTION = 0.54
@@ -231,18 +233,20 @@ arXiv:2407.08608, figure 5). 8.0: about 190 of 312 (FlashAttention-2,
 arXiv:2307.08691, figure 4). 10.0: assumed as Hopper's.
 """
 OTHER_FLASH_FRACTION = 0.50
+"""Other capabilities. Assumed."""
 CPU_FLASH_FRACTION = 0.65
-"""Of the CPU's peak, likewise: a step of 1 x 1024 tokens took 4% longer than one of 4 x 256."""
+"""Of the CPU's peak: a step of 1 x 1024 tokens took 4% longer than one of 4 x 256."""
 PRE_AMPERE_FLASH_FRACTION = 0.30
 """Volta and Turing run SDPA's memory-efficient kernel; FlashAttention-2 needs 8.0."""
 FLASH_BACKWARD_FLOPS = 2.5
 """Backward over forward: the scores are computed again. Source: arXiv:2307.08691 section 4.1."""
 FLASH_BACKWARD_SLOWDOWN = 1.25
+"""The backward kernel's rate is lower by this factor. Source: arXiv:2307.08691."""
 
 KERNEL_GAP_SECONDS = 1.5e-6
-"""Device time between two kernels of a full queue."""
+"""Device time between two kernels of a full queue. Assumed."""
 HOST_FORWARD_SECONDS = 35e-6
-"""Host time to get one kernel going from Python, with the views and checks around it.
+"""Host time to launch one kernel from Python, with the views and checks around it.
 
 This and the next three: between our H200 machine, a slow host (13 us for the smallest operation;
 2.6 ms a layer for small models, 5.3 ms with checkpointing) and QwenLM's A100 rows (a third less).
@@ -250,19 +254,20 @@ This and the next three: between our H200 machine, a slow host (13 us for the sm
 HOST_BACKWARD_SECONDS = 14e-6
 """The same in autograd's C++ engine."""
 HOST_ADAPTER_KERNELS = 2
-"""Kernels' worth of host work in one LoRA module beyond its kernels: peft's own Python."""
+"""Host work in one LoRA layer beyond its kernels (peft's own Python), in kernels."""
 HOST_FUSED_LORA_KERNELS = 3
-"""The same of a folded one, whose product is a Python function of autograd's: beyond the base's
-matmul it took the host 0.89 of peft's time, forward and backward (torch 2.13, one core)."""
+"""The same for fused LoRA, an autograd function in Python: beyond the base's matmul the host took
+0.89 of peft's time, forward and backward (torch 2.13, one core)."""
 HOST_CHECKPOINT_SECONDS = 0.6e-3
 """Host work of recomputing one layer beyond its kernels: hooks, saved random states."""
 ZERO3_HOOK_SECONDS = 120e-6
-"""Host work of DeepSpeed's ZeRO-3 before and after each module, which the device waits for."""
+"""Host work of DeepSpeed's ZeRO-3 before and after each module; the device waits for it. Fit to
+Qwen-1.8B on one A100, ZeRO-3 against none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What one device and its host sustain: measured where somebody did, else by the fractions."""
+    """Sustained rates of one device and its host: measured, or fractions of the peak."""
 
     matmul_flops_per_second: float
     adapter_flops_per_second: float
@@ -278,7 +283,7 @@ class DeviceRates:
     measured_attention: tuple[float, float] | None = None
     """FLOP/s forward and backward at the job's own length, where they were measured."""
     masked_attention: tuple[float, float] | None = None
-    """Likewise with a mask as a matrix."""
+    """The same with an explicit mask."""
     fp8_flops_per_second: float = 0.0
     """0 where the strategy has no fp8 products."""
     measured: MeasuredRates | None = None
@@ -294,9 +299,8 @@ def find_rates(
 ) -> DeviceRates:
     """Sustained rates for the strategy's arithmetic.
 
-    fp32 runs without tensor cores: torch leaves TF32 off unless asked. `seq_len` and
-    `tensor_bytes` say at which length and size measured rates are read; the length of packed
-    rows is that of their documents.
+    fp32 runs without tensor cores: torch leaves TF32 off by default. Measured rates are read at
+    `seq_len` and `tensor_bytes`; the length of packed rows is that of their documents.
     """
     compute, measured = strategy.compute, gpu.measured
     # Adapters in fp32 beside a 16-bit model that no autocast covers multiply in fp32.
@@ -332,9 +336,9 @@ def find_rates(
 def _attention_rows(
     measured: MeasuredRates | None, strategy: Strategy
 ) -> tuple[tuple[AttentionRow, ...], tuple[AttentionRow, ...]]:
-    """Without a mask as a matrix, and with one.
+    """Measured attention without and with an explicit mask.
 
-    Another width of values, or another kernel, is another rate.
+    Rates of another dtype or kernel do not apply.
     """
     if measured is None or strategy.compute.value_bytes != measured.attention_value_bytes:
         return (), ()
@@ -346,41 +350,40 @@ def _attention_rows(
 
 
 def skips_cross_document_pairs(gpu: Gpu, strategy: Strategy) -> bool:
-    """Whether attention over a packed row leaves out pairs of two documents.
+    """Whether attention over a packed row skips pairs of tokens from two documents.
 
-    Flash does; SDPA's place is taken by the same kernel where the card has it, which is known
-    once it was measured.
+    Flash does. SDPA is replaced by the same kernel where the GPU supports it, which is known once
+    it was measured.
     """
     plain, _ = _attention_rows(gpu.measured, strategy)
     return strategy.packing and (strategy.attention is Attention.FLASH or bool(plain))
 
 
 def _host_seconds(gpu: Gpu) -> dict[str, float]:
-    """What the host takes per kernel and layer; only what is not as `DeviceRates` has it."""
+    """Host seconds per kernel and layer where they differ from the defaults of `DeviceRates`."""
     found = {"host_forward_seconds": CPU_CALL_SECONDS, "host_backward_seconds": CPU_CALL_SECONDS}
     found = found | {"host_checkpoint_seconds": 0.0} if gpu.is_cpu else {}
     names = ("kernel_gap", "host_forward", "host_backward", "host_checkpoint")
     for name in (f"{name}_seconds" for name in names):
-        told = None if gpu.measured is None else getattr(gpu.measured, name)
-        if told is not None:
-            found[name] = told
+        measured = None if gpu.measured is None else getattr(gpu.measured, name)
+        if measured is not None:
+            found[name] = measured
     return found
 
 
 def stream_bytes_per_second(gpu: Gpu) -> float:
-    """Copies and matmul operands."""
+    """Bandwidth of copies and matmul operands."""
     return stream_rate(gpu.measured) or STREAM_FRACTION * gpu.memory_bytes_per_second
 
 
 INDEXED_SHARE = 0.25
 INDEXED_BYTES = 5.0
-"""Of the traffic between a layer's matmuls, what goes through kernels that find each value by
-itself, and the bytes of such a value; counted in traces of the jobs in h200_trace_dev.json, where
-it is 0.17 to 0.37."""
+"""Share of the traffic between a layer's matmuls in kernels that compute each address separately,
+and the bytes per value; counted in traces of the jobs in h200_trace_dev.json (0.17 to 0.37)."""
 
 
 def _mix_indexed(bandwidth: float, measured: MeasuredRates) -> float:
-    """What all kernels between matmuls reach together."""
+    """Mean bandwidth of all kernels between matmuls."""
     found = measured.indexed_values_per_second
     if found is None:
         return bandwidth
@@ -388,18 +391,18 @@ def _mix_indexed(bandwidth: float, measured: MeasuredRates) -> float:
 
 
 INDEXED_VALUE_FLOPS = 176.0
-"""fp32 operations that the device could do while it finds one value of a tensor that does not lie
-like the others: 380e9 values a second on an H200 (h200_kernels.json)."""
+"""fp32 operations in the time of one separately addressed value: 380e9 values a second on an H200
+(h200_kernels.json)."""
 
 
 def indexed_values_per_second(gpu: Gpu) -> float:
-    """Values of broadcast, strided or widened tensors, whose addresses are computed one by one."""
-    told = None if gpu.measured is None else gpu.measured.indexed_values_per_second
-    return told or gpu.flops(Dtype.FP32) / INDEXED_VALUE_FLOPS
+    """Rate of broadcast, strided or upcast tensors, whose addresses are computed one by one."""
+    measured = None if gpu.measured is None else gpu.measured.indexed_values_per_second
+    return measured or gpu.flops(Dtype.FP32) / INDEXED_VALUE_FLOPS
 
 
 def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
-    """The best a long matmul reaches: measured, a fraction of the peak, or what power allows."""
+    """Best rate of a long matmul: measured, a fraction of the peak, or limited by power."""
     table = find_matmul_table(gpu.measured, dtype)
     if table is not None:
         return table.best_flops_per_second
@@ -420,7 +423,7 @@ def sustained_flops(gpu: Gpu, dtype: Dtype) -> float:
 
 
 def sustained_fp8_flops(gpu: Gpu) -> float:
-    """The same of fp8 operands; bf16's where the card has none, which a rule forbids."""
+    """The same for fp8 operands; bf16's where the GPU has no fp8, which a rule excludes."""
     table = find_fp8_matmul_table(gpu.measured)
     if table is not None:
         return table.best_flops_per_second
@@ -450,10 +453,10 @@ def matmul_seconds(rates: DeviceRates, *, flops: float, num_bytes: float) -> flo
 
 
 def product_slowdown(measured: MeasuredRates | None, *, share: float) -> float:
-    """How much longer products take at the clock that the card's power limit leaves.
+    """Factor on products at the clock that the GPU's power limit allows.
 
-    A card that does nothing else falls to its sustained rate; what moves memory in between lets
-    it recover by as much of the step as it takes. `share` is that of the products.
+    With products alone the clock falls to its sustained rate; memory-bound kernels in between let
+    it recover in proportion to their time. `share` is the products' share of the step.
     """
     left = None if measured is None else measured.sustained_fraction
     return 1.0 if left is None else 1.0 + share * (1.0 / left - 1.0)
@@ -464,11 +467,11 @@ def attention_seconds(
 ) -> float:
     """A fused attention kernel; `flops` are the forward pass's.
 
-    `is_masked`: it is given its mask as a matrix.
+    `is_masked`: with an explicit mask.
     """
-    told = (rates.masked_attention if is_masked else None) or rates.measured_attention
-    if told is not None:
-        forward_rate, backward_rate = told
+    measured = (rates.masked_attention if is_masked else None) or rates.measured_attention
+    if measured is not None:
+        forward_rate, backward_rate = measured
         return FLASH_BACKWARD_FLOPS * flops / backward_rate if backward else flops / forward_rate
     ramp = 1.0 + FLASH_HALF_SPEED_LENGTH / seq_len
     work = flops * (FLASH_BACKWARD_FLOPS * FLASH_BACKWARD_SLOWDOWN if backward else 1.0)

@@ -35,24 +35,24 @@ ZERO3_SUB_GROUP_VALUES = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What one GPU holds between steps, and what the host holds for it."""
+    """Training state of one GPU between steps, on the GPU and on the host."""
 
     weights: int
     quantization: int
     adapters: int
     gradients: int
     accumulated: int
-    """The same between two micro-batches: unsharded where their reduction waits."""
+    """Gradients between two micro-batches: unsharded where the reduction is delayed."""
     optimizer: int
     optimizer_temporary: int
-    """Only inside the optimizer step."""
+    """Only during the optimizer step."""
     host_weights: int
     """Host memory of this rank: offloaded weights and their gradients."""
     host_optimizer: int
 
 
 def trained_value_bytes(strategy: Strategy) -> int:
-    """Width of a trained value, its gradient and its moments: torch keeps the three alike."""
+    """Bytes of a trained value; torch keeps its gradient and moments in the same dtype."""
     if strategy.method is Method.LORA:
         return strategy.adapter_dtype.value_bytes
     return 2 if strategy.weights.is_quantized else strategy.weights.value_bytes
@@ -112,7 +112,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     if offload.moves_optimizer:
         host_optimizer, optimizer = optimizer, 0
     elif strategy.optimizer is Optimizer.ADAMW_PAGED_8BIT:
-        # The moments alone are paged: ZeRO's fp32 weights are torch's.
+        # Only the moments are paged: ZeRO's fp32 weights are ordinary tensors.
         masters = ZERO_MASTER_BYTES if sharding.is_zero else 0
         kept = ceil(sum(count * masters for count, _ in trained) / shards)
         host_optimizer, optimizer = optimizer - kept, kept
@@ -134,7 +134,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
 
 
 def list_trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, int]]:
-    """(how many, bytes of one) for each kind of trained value.
+    """(count, bytes of one) for each kind of trained value.
 
     Embeddings retrained beside adapters are copies in the base's own dtype.
     """
@@ -152,7 +152,7 @@ def list_trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, 
 
 
 def mixes_frozen(strategy: Strategy) -> bool:
-    """Whether frozen weights get gradients for sharing a flat parameter with adapters."""
+    """Whether frozen weights have gradients because they share a flat parameter with adapters."""
     is_flat = strategy.sharding.is_fsdp and strategy.quirks.flat_shards
     return is_flat and strategy.quirks.mixes_frozen and strategy.method is Method.LORA
 
@@ -205,7 +205,7 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) ->
     return 0.0
 
 
-# Buffers: gathered weights, unsharded gradients, buckets, casts and dequantized copies.
+# Buffers: gathered weights, unsharded gradients, buckets, casts, dequantized copies
 
 ZERO3_LIVE_VALUES = 1_000_000_000
 """DeepSpeed `stage3_max_live_parameters`, its default. Source: DeepSpeed configuration docs."""
@@ -215,28 +215,28 @@ ZERO_BUCKET_VALUES = 200_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferBytes:
-    """Unsharded copies on one GPU at the moments that can set the peak."""
+    """Unsharded copies on one GPU at the moments that can be the peak."""
 
     forward: int
     """Inside the layers, in forward and evaluation."""
     loss: int
     """When all layers are done."""
     backward: int
-    """While a layer's gradients are made and reduced."""
+    """While a layer's gradients are computed and reduced."""
     backward_end: int
-    """While the first layer's are, when no other is prefetched."""
+    """The same for the first layer, when no other is prefetched."""
     embedding: int
-    """While a tied embedding's gradient is added to the head's; 0 where that cannot peak."""
+    """While a tied embedding's gradient is added to the head's; 0 where that cannot be the peak."""
     casts_forward: int
     """16-bit copies of fp32 weights alive while the loss is computed."""
     casts_loss: int
-    """In its backward."""
+    """The same in the loss's backward pass."""
     casts_backward: int
-    """When that reaches the layers."""
+    """The same when the backward pass reaches the layers."""
     dequantized: int
-    """One unpacked matrix at a time; under fp8 one that is cast, with what it is multiplied by."""
+    """One dequantized matrix at a time; with fp8, one that is cast and the other operand."""
     dequantized_forward: int
-    """In forward and evaluation, where fp8 that is for gradients alone casts nothing."""
+    """The same in forward and evaluation, where fp8 for gradients only casts nothing."""
     weight_norms: int
     """DoRA's norm of one adapted matrix."""
 
@@ -275,8 +275,8 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
 
 
 def _fp8_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """fp8 copies of the largest product's operands: a matrix, and rows of the batch; for the
-    gradient of a trained matrix, rows on either side. Joined matrices are one."""
+    """fp8 copies of the largest product's operands: a matrix and rows of the batch; for the
+    gradient of a trained matrix, rows on both sides. Fused projections count as one matrix."""
     tokens = strategy.tokens_per_micro_batch
     groups = [g for block in spec.blocks for g in group_fused_linears(spec, block, strategy)]
     widths = [(g[0].in_features, sum(part.out_features for part in g)) for g in groups]
@@ -287,11 +287,11 @@ def _fp8_bytes(spec: ModelSpec, strategy: Strategy) -> int:
 
 
 def _weight_norm_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """What DoRA makes of one matrix to find its norms, at the worst target.
+    """Temporaries of DoRA's weight norm, at the largest target.
 
-    An identity as wide as the input, through the adapter: the adapter's product. That product
-    in the compute dtype where it differs, scaled, and added to the base: three of the matrix's
-    size. The unpacked base is counted as `dequantized`.
+    The adapter is applied to an identity as wide as the input, which gives its product. That is
+    cast to the compute dtype if needed, scaled, and added to the base: three tensors of the
+    matrix's size. The dequantized base is counted as `dequantized`.
     Source: peft `DoraLinearLayer.get_lora_weight`, `get_weight_norm`.
     """
     if not is_dora(strategy):
@@ -318,7 +318,7 @@ class _Casts:
 
 
 def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> _Casts:
-    """Autocast keeps each 16-bit copy: of trained weights until its context ends, of frozen ones
+    """Autocast keeps each 16-bit copy: of trained weights until its context ends, of frozen weights
     in the graph until their layer's backward, and then only if the layer is not recomputed. The
     head, which never is, has its copy until its own."""
     head = 2 * spec.embedding_params
@@ -390,11 +390,11 @@ def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> _Gathered:
 
 
 def _embedding_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """Buffers of "outside" when all layers are done, less its reduced shard, still to come.
+    """Buffers of parameters outside the layers when all layers are done, less their reduced shard.
 
     Tied: the head's gradient, the embedding's and their sum beside the gathered weights, while
     the first layer's reduce-scatter is under way. Then all but the sum are freed, and the
-    gradients stand beside the input of their own reduce-scatter.
+    gradients exist beside the input of their own reduce-scatter.
     Source: torch FSDPParamGroup `post_backward`, `foreach_reduce`.
     """
     if strategy.method is not Method.FULL:

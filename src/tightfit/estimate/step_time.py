@@ -36,22 +36,22 @@ from tightfit.models.spec import Block, Linear, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLengths:
-    """Mean tokens."""
+    """Mean lengths, in tokens."""
 
     row: float
-    """Of a row of the batch, padding included."""
+    """A row of the batch, padding included."""
     context: float
-    """Of what a token attends within: less than a packed row."""
+    """The sequence that a token attends to: less than a packed row."""
     sequence: float
-    """Of what attention is given as one: a row, or a packed document."""
+    """A sequence of the attention kernel: a row, or a packed document."""
 
 
 def find_row_lengths(
-    strategy: Strategy, profile: DataProfile | None, *, keeps_documents_apart: bool
+    strategy: Strategy, profile: DataProfile | None, *, skips_cross_document_pairs: bool
 ) -> RowLengths:
-    """`seq_len` where nothing is known of the data."""
+    """From the data's profile; `seq_len` without one."""
     full = float(strategy.seq_len)
-    if profile is None or (strategy.packing and not keeps_documents_apart):
+    if profile is None or (strategy.packing and not skips_cross_document_pairs):
         return RowLengths(row=full, context=full, sequence=full)
     mean = max(profile.mean_tokens, 1.0)
     if strategy.packing:
@@ -63,16 +63,16 @@ def find_row_lengths(
 
 
 def _mean_context(profile: DataProfile) -> float:
-    """Length of the document a packed token is in, on average: long ones hold more tokens."""
+    """Mean length of a packed token's document, which is longer than the mean document."""
     tokens = sum(length * rows for length, rows in profile.histogram)
     squares = sum(length * length * rows for length, rows in profile.histogram)
     return max(1.0, squares / tokens if tokens else profile.mean_tokens)
 
 
 def padding_waste(profile: DataProfile, micro_batch: int) -> float:
-    """Share of padding in batches of this size, between the sizes that were sampled.
+    """Share of padding in batches of this size, interpolated between the sampled sizes.
 
-    Linear in the logarithm of the batch size; flat beyond the sampled sizes.
+    Linear in the logarithm of the batch size; constant beyond the sampled sizes.
     """
     known = sorted((int(size), waste) for size, waste in profile.padding_waste_fraction.items())
     if not known:
@@ -85,12 +85,12 @@ def padding_waste(profile: DataProfile, micro_batch: int) -> float:
     return min(below[1] + share * (above[1] - below[1]), 0.99)
 
 
-# Kernels of a pass, and what the host takes to start them.
+# Kernel launches
 
 ADAPTER_KERNELS = 4
-"""Of a LoRA module in the model's own dtype: two products, a scaling, a sum."""
+"""Of a LoRA layer in the model's own dtype: two products, a scaling, a sum."""
 FUSED_LORA_KERNELS = 2
-"""Of a folded one: the two products."""
+"""Of fused LoRA: the two products."""
 
 
 def count_forward_kernels(
@@ -103,9 +103,9 @@ def count_forward_kernels(
     attention = 8 if strategy.attention is Attention.EAGER else 2
     around = 2 if strategy.compile else 4
     is_plain = strategy.weights is strategy.compute and not strategy.stores_fp8
-    linear = 1 if is_plain else 3  # unpacked, or its input cast, which triton starts
+    linear = 1 if is_plain else 3  # dequantized, or its input cast by a triton kernel
     if strategy.has_fp8 and not strategy.stores_fp8:
-        linear = 8  # its weight too; backward, what its gradient is made of
+        linear = 8  # its weight is cast too, and in backward the operands of its gradient
     return (
         norm * (work.num_norms + work.num_head_norms)
         + (rotary + attention) * work.num_attentions
@@ -117,7 +117,7 @@ def count_forward_kernels(
 
 
 def count_adapter_kernels(strategy: Strategy) -> int:
-    """Of one LoRA module in a forward pass; another dtype needs three casts."""
+    """Kernels of one LoRA layer in a forward pass; another dtype needs three casts."""
     if strategy.folded_adapters:
         return FUSED_LORA_KERNELS
     if strategy.compile:
@@ -128,232 +128,24 @@ def count_adapter_kernels(strategy: Strategy) -> int:
 def host_launch_seconds(
     kernels: float, adapters: AdapterSums, strategy: Strategy, rates: eff.DeviceRates
 ) -> tuple[float, float]:
-    """The host's time to start the kernels of a forward pass, and of its backward pass."""
-    told = rates.measured
+    """Host time to launch the kernels of a forward pass, and of its backward pass."""
+    measured = rates.measured
     each = count_adapter_kernels(strategy)
     beyond = eff.HOST_FUSED_LORA_KERNELS if strategy.folded_adapters else eff.HOST_ADAPTER_KERNELS
     if (
-        told is None
-        or told.host_adapter_forward_seconds is None
-        or told.host_adapter_backward_seconds is None
+        measured is None
+        or measured.host_adapter_forward_seconds is None
+        or measured.host_adapter_backward_seconds is None
     ):
         calls = kernels + beyond * adapters.num_used
         return calls * rates.host_forward_seconds, 2 * calls * rates.host_backward_seconds
     plain = kernels - each * adapters.num_used
-    # Measured of peft's own forward without casts, whose Python stays the same.
+    # Measured on peft's own forward without casts; its Python is the same with them.
     wider = (each + beyond) / (ADAPTER_KERNELS + eff.HOST_ADAPTER_KERNELS)
     times = wider * adapters.num_used
-    forward = plain * rates.host_forward_seconds + times * told.host_adapter_forward_seconds
+    forward = plain * rates.host_forward_seconds + times * measured.host_adapter_forward_seconds
     backward = 2 * plain * rates.host_backward_seconds
-    return forward, max(0.0, backward + times * told.host_adapter_backward_seconds)
-
-
-# Seconds of the matrix products of one micro-batch: by measured shapes, or by sums over them.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulSeconds:
-    """Forward; then the gradients of inputs, which always follow, and of weights that are
-    trained."""
-
-    blocks: float
-    blocks_inputs: float
-    blocks_weights: float
-    adapters: float
-    adapters_backward: float
-    head: float
-    head_inputs: float
-    head_weights: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulBatch:
-    """What the products of one micro-batch depend on."""
-
-    spec: ModelSpec
-    strategy: Strategy
-    work: Workload
-    adapters: AdapterSums
-    rates: eff.DeviceRates
-    tokens: float
-
-    @property
-    def adapter_dtype(self) -> Dtype:
-        """Adapters in fp32 beside a 16-bit model that no autocast covers multiply in fp32."""
-        strategy = self.strategy
-        return strategy.compute if strategy.is_autocast else strategy.adapter_dtype
-
-    @property
-    def head_slices(self) -> float:
-        """The fused loss reads the head once per slice of tokens."""
-        if self.strategy.loss is not Loss.FUSED:
-            return 1.0
-        width = self.strategy.loss_slice_factor * self.work.hidden_size
-        return min(ceil(self.work.vocab_size / width), max(1.0, self.tokens))
-
-
-def estimate_matmul_seconds(batch: MatmulBatch) -> MatmulSeconds:
-    """All products of one micro-batch.
-
-    Where the device's own times are known, each matrix is looked up by its shape; else sums of
-    FLOPs and bytes go by the sustained rates, the same in every direction. In fp8 are the blocks'
-    results and gradients.
-    """
-    table = find_matmul_table(batch.rates.measured, batch.strategy.compute)
-    if table is not None:
-        return _by_shape(batch, table)
-    blocks, head = _blocks_by_sums(batch), _head_by_sums(batch)
-    adapters = _adapters_by_sums(batch)
-    return MatmulSeconds(
-        blocks=_in_fp8(batch, blocks) if batch.strategy.fp8 else blocks,
-        blocks_inputs=_in_fp8(batch, blocks),
-        blocks_weights=_in_fp8(batch, blocks),
-        adapters=adapters,
-        adapters_backward=2.0 * adapters,
-        head=head,
-        head_inputs=head,
-        head_weights=head,
-    )
-
-
-def _blocks_by_sums(batch: MatmulBatch) -> float:
-    work, tokens = batch.work, batch.tokens
-    return _by_sums(
-        batch,
-        flops=2.0 * tokens * work.weights_used,
-        weights=min(work.weights_held, work.weights_used * tokens),
-        values=tokens * (work.inputs_used + work.outputs_used),
-    )
-
-
-def _in_fp8(batch: MatmulBatch, seconds: float) -> float:
-    """The blocks' products, of which those of modules are in fp8 where that is asked for."""
-    if not batch.strategy.has_fp8:
-        return seconds
-    work, tokens = batch.work, batch.tokens
-    share = work.packed_weights(Dtype.INT8) / max(1, work.weights_held)
-    num_bytes = min(work.weights_held, work.weights_used * tokens)
-    num_bytes += tokens * (work.inputs_used + 2 * work.outputs_used)
-    fp8 = 2.0 * tokens * work.weights_used / batch.rates.fp8_flops_per_second
-    fp8 += num_bytes / batch.rates.stream_bytes_per_second
-    return share * fp8 + (1 - share) * seconds
-
-
-def _head_by_sums(batch: MatmulBatch) -> float:
-    work, tokens = batch.work, batch.tokens
-    return _by_sums(
-        batch,
-        flops=2.0 * tokens * work.head_weights,
-        weights=batch.head_slices * work.head_weights,
-        values=tokens * (work.hidden_size + work.vocab_size),
-    )
-
-
-def _by_sums(batch: MatmulBatch, *, flops: float, weights: float, values: float) -> float:
-    """`weights` and `values` (inputs and outputs) each go through memory once."""
-    num_bytes = batch.strategy.compute.value_bytes * (weights + values)
-    return eff.matmul_seconds(batch.rates, flops=flops, num_bytes=num_bytes)
-
-
-def _adapters_by_sums(batch: MatmulBatch) -> float:
-    flops = estimate_adapter_flops(batch.spec, batch.strategy, tokens=batch.tokens)
-    return flops / batch.rates.adapter_flops_per_second
-
-
-def _by_shape(batch: MatmulBatch, table: MatmulTable) -> MatmulSeconds:
-    forward = inputs = weights = 0.0
-    measured, strategy = batch.rates.measured, batch.strategy
-    fp8 = find_fp8_matmul_table(measured) if strategy.fp8 else None
-    back = find_fp8_matmul_table(measured, is_exact=True) if strategy.has_fp8 else None
-    for block in batch.spec.blocks:
-        for part in block.linears:
-            m, count = _spread(part, batch.tokens)
-            count *= block.num_layers
-            n, k = part.out_features, part.in_features
-            is_wide = not part.is_module
-            there = table if is_wide or fp8 is None else fp8
-            again = table if is_wide or back is None else back
-            forward += count * there.seconds(m, n, k)
-            inputs += count * again.seconds(m, k, n)
-            weights += count * again.seconds(n, k, m)
-    slices = batch.head_slices
-    m, n, k = batch.tokens / slices, batch.work.vocab_size, batch.work.hidden_size
-    adapters, adapters_backward = _adapters_by_shape(batch)
-    return MatmulSeconds(
-        blocks=_in_fp8(batch, forward) if strategy.fp8 and fp8 is None else forward,
-        blocks_inputs=inputs if back is not None else _in_fp8(batch, inputs),
-        blocks_weights=weights if back is not None else _in_fp8(batch, weights),
-        adapters=adapters,
-        adapters_backward=adapters_backward,
-        head=slices * table.seconds(m, n, k),
-        head_inputs=slices * table.seconds(m, k, n),
-        head_weights=slices * table.seconds(n, k, m),
-    )
-
-
-def _spread(part: Linear, tokens: float) -> tuple[float, float]:
-    """Tokens that each used copy of a matrix sees, and how many copies that is."""
-    used = min(float(part.copies), tokens * part.copies_per_token)
-    return max(1.0, tokens * part.copies_per_token / used), used
-
-
-def _adapters_by_shape(batch: MatmulBatch) -> tuple[float, float]:
-    """LoRA's thin products forward and backward, less the traffic that is counted elsewhere."""
-    table = find_matmul_table(batch.rates.measured, batch.adapter_dtype)
-    by_sums = _adapters_by_sums(batch)
-    if table is None or not batch.adapters.num_used:
-        return by_sums, 2.0 * by_sums
-    forward = backward = 0.0
-    for block in batch.spec.blocks:
-        there, back = _multiply_thin(batch, block, table)
-        forward += block.num_layers * there
-        backward += block.num_layers * back
-    adapters = batch.adapters
-    widths = adapters.inputs_used - adapters.inputs_spared + adapters.outputs_used
-    per_value = batch.adapter_dtype.value_bytes / batch.rates.elementwise_bytes_per_second
-    # `adapter_bytes_per_token` has each input and output once forward, and twice backward.
-    counted = batch.tokens * widths * per_value
-    forward -= counted - batch.tokens * adapters.outputs_spared * per_value
-    return max(forward, by_sums), max(backward - 2.0 * counted, 2.0 * by_sums)
-
-
-def _multiply_thin(batch: MatmulBatch, block: Block, table: MatmulTable) -> tuple[float, float]:
-    """One layer's, forward and backward; readers of one norm go through their input together."""
-    rank, forward, backward = batch.strategy.lora_rank, 0.0, 0.0
-    inputs: list[tuple[float, float, int, int]] = [
-        (1.0, batch.tokens, rank * len(readers), readers[0].in_features)
-        for _, readers in find_fused_projections(batch.spec, block, batch.strategy)
-    ]
-    for part in block.linears:
-        if not is_lora_target(part, batch.strategy.lora_targets):
-            continue
-        m, count = _spread(part, batch.tokens)
-        n = part.out_features
-        backward += count * (table.seconds(m, rank, n) + table.seconds(n, rank, m))
-        if not has_augmented_weight(batch.spec, part, batch.strategy):
-            forward += count * table.seconds(m, n, rank)
-            inputs.append((count, m, rank, part.in_features))
-    for count, m, width, k in inputs:
-        forward += count * table.seconds(m, width, k)
-        backward += count * (table.seconds(m, k, width) + table.seconds(width, k, m))
-    return forward, backward
-
-
-# Device seconds of the passes over one micro-batch: FLOPs and bytes over sustained rates.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassSeconds:
-    """Device seconds of one pass over one micro-batch, by cause."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    memory_bound: float = 0.0
-    dequantize: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.matmul + self.attention + self.memory_bound + self.dequantize
+    return forward, max(0.0, backward + times * measured.host_adapter_backward_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,14 +166,208 @@ class MicroBatch:
 
     @property
     def recomputed_fraction(self) -> float:
-        """Layers that are computed again, of all; none where nothing is trained."""
+        """Share of recomputed layers; none where nothing is trained."""
         if not self.strategy.is_trained:
             return 0.0
         return self.strategy.count_recomputed(self.spec.num_layers) / self.spec.num_layers
 
+    @property
+    def adapter_dtype(self) -> Dtype:
+        """fp32 adapters beside a 16-bit model multiply in fp32, except under autocast."""
+        strategy = self.strategy
+        return strategy.compute if strategy.is_autocast else strategy.adapter_dtype
+
+    @property
+    def head_chunks(self) -> float:
+        """The fused loss reads the head once per chunk of tokens."""
+        if self.strategy.loss is not Loss.FUSED:
+            return 1.0
+        width = self.strategy.loss_slice_factor * self.work.hidden_size
+        return min(ceil(self.work.vocab_size / width), max(1.0, self.tokens))
+
+
+# Matrix products, by measured shapes or by sums of FLOPs and bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulSeconds:
+    """Forward products; gradients of inputs (always) and of weights (where trained)."""
+
+    blocks: float
+    blocks_inputs: float
+    blocks_weights: float
+    adapters: float
+    adapters_backward: float
+    head: float
+    head_inputs: float
+    head_weights: float
+
+
+def estimate_matmul_seconds(batch: MicroBatch) -> MatmulSeconds:
+    """All products of one micro-batch.
+
+    With measured rates each matrix is looked up by its shape; otherwise FLOPs and bytes are summed
+    and divided by the sustained rates. fp8 covers the blocks' products and gradients.
+    """
+    table = find_matmul_table(batch.rates.measured, batch.strategy.compute)
+    if table is not None:
+        return _by_shape(batch, table)
+    blocks, head = _blocks_by_sums(batch), _head_by_sums(batch)
+    adapters = _adapters_by_sums(batch)
+    return MatmulSeconds(
+        blocks=_in_fp8(batch, blocks) if batch.strategy.fp8 else blocks,
+        blocks_inputs=_in_fp8(batch, blocks),
+        blocks_weights=_in_fp8(batch, blocks),
+        adapters=adapters,
+        adapters_backward=2.0 * adapters,
+        head=head,
+        head_inputs=head,
+        head_weights=head,
+    )
+
+
+def _blocks_by_sums(batch: MicroBatch) -> float:
+    work, tokens = batch.work, batch.tokens
+    return _by_sums(
+        batch,
+        flops=2.0 * tokens * work.weights_used,
+        weights=min(work.weights_held, work.weights_used * tokens),
+        values=tokens * (work.inputs_used + work.outputs_used),
+    )
+
+
+def _in_fp8(batch: MicroBatch, seconds: float) -> float:
+    """The blocks' products, those of modules in fp8 if the strategy has it."""
+    if not batch.strategy.has_fp8:
+        return seconds
+    work, tokens = batch.work, batch.tokens
+    share = work.packed_weights(Dtype.INT8) / max(1, work.weights_held)
+    num_bytes = min(work.weights_held, work.weights_used * tokens)
+    num_bytes += tokens * (work.inputs_used + 2 * work.outputs_used)
+    fp8 = 2.0 * tokens * work.weights_used / batch.rates.fp8_flops_per_second
+    fp8 += num_bytes / batch.rates.stream_bytes_per_second
+    return share * fp8 + (1 - share) * seconds
+
+
+def _head_by_sums(batch: MicroBatch) -> float:
+    work, tokens = batch.work, batch.tokens
+    return _by_sums(
+        batch,
+        flops=2.0 * tokens * work.head_weights,
+        weights=batch.head_chunks * work.head_weights,
+        values=tokens * (work.hidden_size + work.vocab_size),
+    )
+
+
+def _by_sums(batch: MicroBatch, *, flops: float, weights: float, values: float) -> float:
+    """`weights` and `values` (inputs and outputs) each pass through memory once."""
+    num_bytes = batch.strategy.compute.value_bytes * (weights + values)
+    return eff.matmul_seconds(batch.rates, flops=flops, num_bytes=num_bytes)
+
+
+def _adapters_by_sums(batch: MicroBatch) -> float:
+    flops = estimate_adapter_flops(batch.spec, batch.strategy, tokens=batch.tokens)
+    return flops / batch.rates.adapter_flops_per_second
+
+
+def _by_shape(batch: MicroBatch, table: MatmulTable) -> MatmulSeconds:
+    forward = inputs = weights = 0.0
+    measured, strategy = batch.rates.measured, batch.strategy
+    fp8 = find_fp8_matmul_table(measured) if strategy.fp8 else None
+    back = find_fp8_matmul_table(measured, is_exact=True) if strategy.has_fp8 else None
+    for block in batch.spec.blocks:
+        for part in block.linears:
+            m, count = _spread(part, batch.tokens)
+            count *= block.num_layers
+            n, k = part.out_features, part.in_features
+            is_wide = not part.is_module
+            there = table if is_wide or fp8 is None else fp8
+            again = table if is_wide or back is None else back
+            forward += count * there.seconds(m, n, k)
+            inputs += count * again.seconds(m, k, n)
+            weights += count * again.seconds(n, k, m)
+    chunks = batch.head_chunks
+    m, n, k = batch.tokens / chunks, batch.work.vocab_size, batch.work.hidden_size
+    adapters, adapters_backward = _adapters_by_shape(batch)
+    return MatmulSeconds(
+        blocks=_in_fp8(batch, forward) if strategy.fp8 and fp8 is None else forward,
+        blocks_inputs=inputs if back is not None else _in_fp8(batch, inputs),
+        blocks_weights=weights if back is not None else _in_fp8(batch, weights),
+        adapters=adapters,
+        adapters_backward=adapters_backward,
+        head=chunks * table.seconds(m, n, k),
+        head_inputs=chunks * table.seconds(m, k, n),
+        head_weights=chunks * table.seconds(n, k, m),
+    )
+
+
+def _spread(part: Linear, tokens: float) -> tuple[float, float]:
+    """Tokens per used copy of a matrix (expert), and the number of used copies."""
+    used = min(float(part.copies), tokens * part.copies_per_token)
+    return max(1.0, tokens * part.copies_per_token / used), used
+
+
+def _adapters_by_shape(batch: MicroBatch) -> tuple[float, float]:
+    """LoRA's thin products forward and backward, less the traffic counted elsewhere."""
+    table = find_matmul_table(batch.rates.measured, batch.adapter_dtype)
+    by_sums = _adapters_by_sums(batch)
+    if table is None or not batch.adapters.num_used:
+        return by_sums, 2.0 * by_sums
+    forward = backward = 0.0
+    for block in batch.spec.blocks:
+        there, back = _multiply_thin(batch, block, table)
+        forward += block.num_layers * there
+        backward += block.num_layers * back
+    adapters = batch.adapters
+    widths = adapters.inputs_used - adapters.inputs_saved + adapters.outputs_used
+    per_value = batch.adapter_dtype.value_bytes / batch.rates.elementwise_bytes_per_second
+    # `adapter_bytes_per_token` has each input and output once forward, and twice backward.
+    counted = batch.tokens * widths * per_value
+    forward -= counted - batch.tokens * adapters.outputs_saved * per_value
+    return max(forward, by_sums), max(backward - 2.0 * counted, 2.0 * by_sums)
+
+
+def _multiply_thin(batch: MicroBatch, block: Block, table: MatmulTable) -> tuple[float, float]:
+    """One layer's thin products, forward and backward; fused projections share their input."""
+    rank, forward, backward = batch.strategy.lora_rank, 0.0, 0.0
+    inputs: list[tuple[float, float, int, int]] = [
+        (1.0, batch.tokens, rank * len(group), group[0].in_features)
+        for _, group in find_fused_projections(batch.spec, block, batch.strategy)
+    ]
+    for part in block.linears:
+        if not is_lora_target(part, batch.strategy.lora_targets):
+            continue
+        m, count = _spread(part, batch.tokens)
+        n = part.out_features
+        backward += count * (table.seconds(m, rank, n) + table.seconds(n, rank, m))
+        if not has_augmented_weight(batch.spec, part, batch.strategy):
+            forward += count * table.seconds(m, n, rank)
+            inputs.append((count, m, rank, part.in_features))
+    for count, m, width, k in inputs:
+        forward += count * table.seconds(m, width, k)
+        backward += count * (table.seconds(m, k, width) + table.seconds(width, k, m))
+    return forward, backward
+
+
+# Forward and backward passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassSeconds:
+    """Device seconds of one pass over one micro-batch, by cause."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    dequantize: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.memory_bound + self.dequantize
+
 
 class MicroBatchSeconds(NamedTuple):
-    """One micro-batch: its decoder blocks and its head forward, and all of it backward."""
+    """Forward pass of blocks and head, and the backward pass of both."""
 
     blocks: PassSeconds
     head: PassSeconds
@@ -389,8 +375,8 @@ class MicroBatchSeconds(NamedTuple):
 
 
 def time_passes(job: MicroBatch) -> MicroBatchSeconds:
-    """Blocks that are recomputed take theirs once more, which is not counted here."""
-    products = estimate_matmul_seconds(_make_matmul_batch(job))
+    """Passes over one micro-batch, without recomputation."""
+    products = estimate_matmul_seconds(job)
     blocks, head = _blocks_forward(job, products), _head_forward(job, products)
     backward = _backward(job, products) if job.strategy.is_trained else PassSeconds()
     times = 1.0 + job.recomputed_fraction
@@ -398,10 +384,10 @@ def time_passes(job: MicroBatch) -> MicroBatchSeconds:
 
 
 def _slow_down(job: MicroBatch, passes: Sequence[tuple[PassSeconds, float]]) -> list[PassSeconds]:
-    """Products at the clock that the power limit leaves; each pass is made so many times.
+    """Slow products down to the clock that the power limit allows; passes come with their number.
 
-    Attention that writes its scores out moves memory for most of its time: it stays as it is.
-    Leaves out the update, which lets the clock recover too.
+    Unfused attention is memory-bound and keeps its time.
+    Leaves out the update, which also lets the clock recover.
     """
     is_fused = find_unfused_attention(job.spec, job.strategy, is_cpu=job.is_cpu) is None
     products = sum(n * (one.matmul + one.attention * is_fused) for one, n in passes)
@@ -413,17 +399,6 @@ def _slow_down(job: MicroBatch, passes: Sequence[tuple[PassSeconds, float]]) -> 
         )
         for one, _ in passes
     ]
-
-
-def _make_matmul_batch(job: MicroBatch) -> MatmulBatch:
-    return MatmulBatch(
-        spec=job.spec,
-        strategy=job.strategy,
-        work=job.work,
-        adapters=job.adapters,
-        rates=job.rates,
-        tokens=job.tokens,
-    )
 
 
 def _blocks_forward(job: MicroBatch, products: MatmulSeconds) -> PassSeconds:
@@ -440,7 +415,7 @@ def _blocks_forward(job: MicroBatch, products: MatmulSeconds) -> PassSeconds:
 
 
 def _moved_bytes(job: MicroBatch, *, backward: bool) -> float:
-    """Bytes of kernels that only move data: norms, rotations, activations, adapters, casts."""
+    """Bytes of memory-bound kernels: norms, rotations, activations, adapters, casts."""
     strategy = job.strategy
     between = traffic.elementwise_bytes_per_token(job.work, strategy, spec=job.spec)
     adapters = traffic.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
@@ -494,9 +469,9 @@ def _attention(job: MicroBatch, *, backward: bool) -> tuple[float, float]:
 
 
 def _count_pairs(job: MicroBatch) -> tuple[float, float]:
-    """Of queries and keys in all layers, and those of layers that are given a mask as a matrix.
+    """(query, key) pairs of layers without and with an explicit mask.
 
-    Padded rows have one by a quirk alone; that counts where its kernel was measured.
+    Padded rows have a mask only by a quirk, which counts where its kernel was measured.
     """
     length = job.lengths.context
     found = [0.0, 0.0]
@@ -513,16 +488,16 @@ def _count_pairs(job: MicroBatch) -> tuple[float, float]:
 
 
 def _measured_scores(job: MicroBatch, *, backward: bool) -> float | None:
-    """Seconds of attention that writes its scores out, where that was measured."""
-    told = {} if job.rates.measured is None else job.rates.measured.score_seconds
+    """Seconds of unfused attention, where it was measured."""
+    measured = {} if job.rates.measured is None else job.rates.measured.score_seconds
     kernel = find_unfused_attention(job.spec, job.strategy, is_cpu=job.is_cpu)
-    if kernel is None or kernel not in told:
+    if kernel is None or kernel not in measured:
         return None
     # Measured in 16 bit on a GPU, in fp32 on a CPU.
     wider = job.strategy.compute.value_bytes / (4 if job.is_cpu else 2)
     num_layers = sum(group.num_layers for group in job.work.attention)
     scores = num_layers * job.spec.num_heads * job.tokens * job.lengths.context
-    return told[kernel][backward] * max(1.0, wider) * scores
+    return measured[kernel][backward] * max(1.0, wider) * scores
 
 
 def _head_forward(job: MicroBatch, products: MatmulSeconds) -> PassSeconds:
@@ -556,11 +531,11 @@ def _backward(job: MicroBatch, products: MatmulSeconds) -> PassSeconds:
     )
 
 
-# Seconds of one optimizer step: FLOPs, bytes, launches and transfers over sustained rates.
+# The optimizer step
 
 LOW_FACTOR = 0.85
 HIGH_FACTOR = 1.45
-"""Range of the prediction. 89% of published runs took between these times the prediction;
+"""Range of the prediction: 89% of published runs took between these factors times it;
 slow hosts, old kernels and memory pressure stretch the upper side (docs/formulas.md)."""
 
 
@@ -613,7 +588,7 @@ def estimate_step_time(
 
 
 def _rows_and_steps(strategy: Strategy, profile: DataProfile | None) -> tuple[float, int | None]:
-    """Share of the data set that one step reads, and steps to read it all."""
+    """Share of the data that one step reads, and steps per epoch."""
     if profile is None:
         return 0.0, None
     rows = profile.num_packed_rows if strategy.packing else profile.num_rows
@@ -625,7 +600,9 @@ def _describe_micro_batch(
     spec: ModelSpec, strategy: Strategy, node: Node, profile: DataProfile | None
 ) -> MicroBatch:
     lengths = find_row_lengths(
-        strategy, profile, keeps_documents_apart=eff.skips_cross_document_pairs(node.gpu, strategy)
+        strategy,
+        profile,
+        skips_cross_document_pairs=eff.skips_cross_document_pairs(node.gpu, strategy),
     )
     stream = (
         strategy.micro_batch * lengths.row * spec.hidden_size * traffic.stream_value_bytes(strategy)
@@ -667,13 +644,13 @@ def _compute_parts(job: MicroBatch) -> dict[str, float]:
 
 
 def _launch_seconds(job: MicroBatch, *, forward: float, backward: float) -> float:
-    """Gaps between kernels, and the host's lag where it cannot launch as fast as kernels end."""
+    """Gaps between kernels, and idle time where the host launches more slowly than kernels run."""
     strategy, work = job.strategy, job.work
     kernels = count_forward_kernels(work, job.adapters, strategy, is_rms_norm=job.spec.is_rms_norm)
     rates, again = job.rates, job.recomputed_fraction
     launched, host = host_launch_seconds(kernels, job.adapters, strategy, rates)
     host += again * (launched + work.num_layers * rates.host_checkpoint_seconds)
-    if job.is_cpu:  # nothing runs beside the program that calls it
+    if job.is_cpu:  # launches do not overlap with compute
         return launched + host * strategy.is_trained
     waited = max(kernels * rates.kernel_gap_seconds, launched - forward)
     if strategy.is_trained:
@@ -693,7 +670,7 @@ def _hook_seconds(job: MicroBatch) -> float:
 
 
 def _optimizer_seconds(job: MicroBatch, num_trainable: int) -> float:
-    """The update on the device, and adding up gradients of micro-batches."""
+    """The update on the device, and the accumulation of gradients."""
     strategy = job.strategy
     if not strategy.is_trained:
         return 0.0
@@ -734,7 +711,7 @@ def _payload(job: MicroBatch, num_trainable: int) -> comms.Payload:
 def _exposed(
     transfers: comms.Transfers, strategy: Strategy, *, forward: float, backward: float
 ) -> float:
-    """Seconds of a whole step that wait for transfers."""
+    """Seconds of a step spent waiting for transfers."""
     ahead = comms.exposed_seconds(transfers.forward, compute=forward)
     behind = comms.exposed_seconds(transfers.backward, compute=backward)
     last = comms.exposed_seconds(transfers.last_backward, compute=backward)

@@ -1,4 +1,4 @@
-"""Bytes that a step moves beside its matmuls, or their equal in time.
+"""Bytes that a step moves beside its matmuls, or their equivalent in time.
 
 Every constant is a physical quantity with its source; `docs/formulas.md` lists them.
 """
@@ -117,14 +117,14 @@ def adapter_bytes_per_token(adapters: AdapterSums, strategy: Strategy, *, backwa
     all of that in 4 bytes, and cast down. Under autocast the casts remain, the
     rest is 16 bit. Source: peft `Linear.forward`.
 
-    Folded, forward: the input read again, the output read and written by the
-    product that is added to it, unless spare columns make it part of the
-    first. Backward: the gradient read by two matmuls, the input by one, and
-    its gradient read and written. Readers of one norm go through their input
-    and its gradient together.
+    Fused LoRA, forward: the input read again, the output read and written by
+    the product that is added to it, unless an augmented weight makes it part
+    of the first. Backward: the gradient read by two matmuls, the input by one,
+    and its gradient read and written. Fused projections share the traffic of
+    their input and its gradient.
     """
     value = strategy.compute.value_bytes
-    num_outputs = adapters.outputs_used - (0 if backward else adapters.outputs_spared)
+    num_outputs = adapters.outputs_used - (0 if backward else adapters.outputs_saved)
     if strategy.folded_adapters:
         inputs, outputs = (3 * value, 2 * value) if backward else (value, 2 * value)
     elif strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
@@ -137,12 +137,12 @@ def adapter_bytes_per_token(adapters: AdapterSums, strategy: Strategy, *, backwa
         outputs += DORA_OUTPUT_VALUES * value
     if strategy.compile and not strategy.folded_adapters:
         outputs //= 2
-    num_inputs = adapters.inputs_used - adapters.inputs_spared
+    num_inputs = adapters.inputs_used - adapters.inputs_saved
     return float(inputs * num_inputs + outputs * num_outputs)
 
 
 FP8_CAST_BYTES = 3.0
-"""Per value that is cast from bf16 by rows: read, and written in fp8."""
+"""Per value cast from bf16 by rows: read, and written in fp8."""
 FP8_COLUMN_CAST_BYTES = 5.0
 """By columns: read for the largest value of each, read again, and written."""
 FP8_TRANSPOSE_BYTES = 2.0
@@ -155,7 +155,7 @@ def fp8_bytes(
     """Traffic of casts to fp8 in one pass. Counted in `runtime/kernels/fp8.py`.
 
     Forward: inputs, each once, and trained weights. Backward: gradients; by columns what a trained
-    weight's gradient is made of, and the weight; frozen weights are turned.
+    weight's gradient is made of, and the weight; frozen weights are transposed.
     """
     if not strategy.has_fp8 or (strategy.fp8_gradients and not backward):
         return 0.0
@@ -166,9 +166,9 @@ def fp8_bytes(
     moved = FP8_CAST_BYTES * tokens * work.module_outputs_used
     if strategy.stores_fp8:
         return moved + FP8_TRANSPOSE_BYTES * weights
-    # Layers that are recomputed do not share the cast of an input they share, unless joined.
-    is_joined = can_fuse_trained_projections(spec.model_type, strategy)
-    is_shared = is_joined or not strategy.checkpointing
+    # Recomputed layers cast a shared input once each, unless their projections are fused.
+    is_fused = can_fuse_trained_projections(spec.model_type, strategy)
+    is_shared = is_fused or not strategy.checkpointing
     inputs = work.module_inputs_used if is_shared else work.inputs_used
     columns = tokens * (inputs + work.outputs_used) + weights
     return moved + FP8_COLUMN_CAST_BYTES * columns
@@ -182,7 +182,7 @@ def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
     """Forward and backward traffic of the loss over the vocabulary, for one token.
 
     Plain: cast up 6, log-softmax 8, its gradient 4 + 12, cast back 6. Fused:
-    the slice of logits read, and its gradient written over it.
+    the chunk of logits read, and its gradient written over it.
     """
     if not strategy.is_trained:
         return 0.0
@@ -196,7 +196,7 @@ OPTIMIZER_BYTES: dict[Optimizer, tuple[float, float]] = {
     Optimizer.SGD_MOMENTUM: (0.0, 8.0),
     Optimizer.ADAFACTOR: (60.0, 12.0),
 }
-"""Traffic, or its equal in time, per parameter: fixed, and per byte of a value.
+"""Traffic, or its equivalent in time, per parameter: fixed, and per byte of a value.
 
 AdamW: 6.0e-12 s per bf16 and 8.9e-12 s per fp32 parameter fused, 14.1 and 23.0e-12 s foreach, on
 H200 (h200_rates.json). A plain count is 7 values, which our kernel takes. SGD and Adafactor:
@@ -220,34 +220,34 @@ def optimizer_seconds_per_param(strategy: Strategy, rates: DeviceRates) -> float
     num_bytes = fixed + per_byte * value
     if strategy.sharding.is_zero and value == 2:
         num_bytes = max(num_bytes, ZERO_MASTER_BYTES)
-    told = measured_update_seconds(rates.measured, strategy.optimizer, value_bytes=value)
-    if told is None:
+    measured = measured_update_seconds(rates.measured, strategy.optimizer, value_bytes=value)
+    if measured is None:
         return num_bytes / rates.stream_bytes_per_second
     if strategy.optimizer is Optimizer.ADAMW_KERNEL:
-        return told
+        return measured
     fixed, per_byte = OPTIMIZER_BYTES[Optimizer.ADAMW]
-    return told * num_bytes / (fixed + per_byte * value)
+    return measured * num_bytes / (fixed + per_byte * value)
 
 
 def measured_update_seconds(
     measured: MeasuredRates | None, optimizer: Optimizer, *, value_bytes: int
 ) -> float | None:
-    """What AdamW was measured to take per parameter: our kernel, or torch's for all others."""
+    """Measured seconds per parameter of AdamW: our kernel's, or torch's for all others."""
     if measured is None:
         return None
     is_ours = optimizer is Optimizer.ADAMW_KERNEL
-    told = measured.adamw_kernel_seconds_per_param if is_ours else measured.adamw_seconds_per_param
-    return told.get("fp32" if value_bytes == 4 else "bf16")
+    kernel, fused = measured.adamw_kernel_seconds_per_param, measured.adamw_seconds_per_param
+    return (kernel if is_ours else fused).get("fp32" if value_bytes == 4 else "bf16")
 
 
 DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 9.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}
-"""Traffic, or its equal in time, to unpack one weight to 16 bit.
+"""Traffic, or its equivalent in time, to dequantize one weight to 16 bit.
 
 nf4: 451e9 weights per second on H200 (h200_rates.json). GPTQ: 75e-3 s per pass of 6.5e9 weights on
 A100, the difference of QwenLM's Q-LoRA and LoRA rows.
 """
 INT8_ACTIVATION_BYTES = 65.0
-"""LLM.int8() per input or output value: rounded, scaled, outliers set apart, rescaled.
+"""LLM.int8() per input or output value: rounded, scaled, outliers separated, rescaled.
 
 Fit to Llama-2-7B on one H200, int8 against bf16 (benchmarks/results/h200_steps.json).
 """
@@ -256,7 +256,7 @@ Fit to Llama-2-7B on one H200, int8 against bf16 (benchmarks/results/h200_steps.
 def dequantize_seconds(
     work: Workload, rates: DeviceRates, dtype: Dtype, *, tokens: float, backward: bool
 ) -> float:
-    """Unpacking every quantized matrix once, plus what int8 does to activations."""
+    """Dequantizing every quantized matrix once, plus int8's work on activations."""
     if not dtype.is_quantized:
         return 0.0
     packed = work.packed_weights(dtype)

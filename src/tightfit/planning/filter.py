@@ -218,7 +218,7 @@ class StrategyFilter:
             strategy,
             is_cpu=gpu.is_cpu,
             measured_context_bytes=gpu.measured_context_bytes,
-            standing=standing,
+            independent=standing,
         )
 
     def _find_largest(
