@@ -210,7 +210,7 @@ class StrategyFilter:
         return not self.keeps_beaten and _is_beaten(strategy, fit, fitting)
 
     def _estimate_peak(
-        self, layout: Layout, strategy: Strategy, standing: BatchIndependentBytes | None = None
+        self, layout: Layout, strategy: Strategy, independent: BatchIndependentBytes | None = None
     ) -> int:
         gpu = layout.group.node.gpu
         return estimate_step_peak_bytes(
@@ -218,7 +218,7 @@ class StrategyFilter:
             strategy,
             is_cpu=gpu.is_cpu,
             measured_context_bytes=gpu.measured_context_bytes,
-            independent=standing,
+            independent=independent,
         )
 
     def _find_largest(
@@ -234,9 +234,9 @@ class StrategyFilter:
         limit = self.limits.get(layout.group.name)
         failed = capacity * 2 if limit is None else limit.need_bytes
         is_cpu = layout.group.node.gpu.is_cpu
-        standing = estimate_batch_independent_bytes(self.request.spec, strategy, is_cpu=is_cpu)
+        independent = estimate_batch_independent_bytes(self.request.spec, strategy, is_cpu=is_cpu)
         while low < high:
-            peak = self._estimate_peak(layout, resize(strategy, sizes[probe]), standing)
+            peak = self._estimate_peak(layout, resize(strategy, sizes[probe]), independent)
             smallest = smallest or peak
             if peak * (1 + MODEL_ERROR_FRACTION) <= capacity and peak < failed:
                 low = probe + 1

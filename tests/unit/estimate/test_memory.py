@@ -298,8 +298,8 @@ def test_what_stands_is_the_same_at_every_micro_batch(
     spec = resolve_model("Qwen2.5-7B")
     strategy = Strategy(**fields)
     sized = strategy.model_copy(update={"micro_batch": size[0], "grad_accum": size[1]})
-    standing = estimate_batch_independent_bytes(spec, strategy, is_cpu=is_cpu)
+    independent = estimate_batch_independent_bytes(spec, strategy, is_cpu=is_cpu)
 
-    assert estimate_moments(spec, sized, is_cpu=is_cpu, independent=standing) == estimate_moments(
+    assert estimate_moments(spec, sized, is_cpu=is_cpu, independent=independent) == estimate_moments(
         spec, sized, is_cpu=is_cpu
     )
