@@ -300,6 +300,6 @@ def test_what_stands_is_the_same_at_every_micro_batch(
     sized = strategy.model_copy(update={"micro_batch": size[0], "grad_accum": size[1]})
     independent = estimate_batch_independent_bytes(spec, strategy, is_cpu=is_cpu)
 
-    assert estimate_moments(spec, sized, is_cpu=is_cpu, independent=independent) == estimate_moments(
-        spec, sized, is_cpu=is_cpu
-    )
+    assert estimate_moments(
+        spec, sized, is_cpu=is_cpu, independent=independent
+    ) == estimate_moments(spec, sized, is_cpu=is_cpu)
