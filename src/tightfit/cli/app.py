@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tightfit.cli.exit_codes import EXIT_INTERRUPTED
+from tightfit.core.errors import EXIT_INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

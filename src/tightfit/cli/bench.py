@@ -15,7 +15,6 @@ import typer
 from rich.console import RenderableType
 
 from tightfit.cli.error_report import report_error
-from tightfit.cli.exit_codes import EXIT_BUG, EXIT_INTERRUPTED, EXIT_REQUEUE
 from tightfit.cli.flags.training import BenchFlags
 from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, show_json, write_err
@@ -26,7 +25,14 @@ from tightfit.cli.training.command_line import list_plan_options, repeat_bench
 from tightfit.cli.training.hardware import limiting, read_limit
 from tightfit.clusters.local.launcher import StopRequest, catch_signals
 from tightfit.clusters.local.trial import TrialResult, open_trial_folder, run_trial
-from tightfit.core.errors import DoesNotFitError, SetupError, UserError
+from tightfit.core.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    DoesNotFitError,
+    SetupError,
+    UserError,
+)
 from tightfit.core.files import check_writable, write_atomic
 from tightfit.core.text import count_of
 from tightfit.planning.describe import describe_how, describe_levers

@@ -25,9 +25,8 @@ from tightfit.cli.error_report import (
     report_lost_output,
     usage_error,
 )
-from tightfit.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED
 from tightfit.cli.terminal.output import OutputLostError, PipeClosedError, silence_stdout, write_out
-from tightfit.core.errors import UserError
+from tightfit.core.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, UserError
 
 # A command with `--hosts` runs in a process of its own, which may be lost with a host.
 

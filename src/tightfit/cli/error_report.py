@@ -8,9 +8,15 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from tightfit.cli.exit_codes import EXIT_BROKEN_PIPE, EXIT_BUG, EXIT_INTERRUPTED
 from tightfit.cli.terminal.output import show_json, silence_stdout, write_err
-from tightfit.core.errors import SetupError, UsageError, UserError
+from tightfit.core.errors import (
+    EXIT_BROKEN_PIPE,
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    SetupError,
+    UsageError,
+    UserError,
+)
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.text import sanitize, shorten
 

@@ -17,11 +17,10 @@ from rich.text import Text
 
 from tightfit.api.options.engines import engine_request
 from tightfit.api.options.serving import RAY, read_engine
-from tightfit.cli.exit_codes import EXIT_INTERRUPTED
 from tightfit.cli.flags.serving import FarmFlags, GenerateFlags
 from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
-from tightfit.core.errors import UsageError, UserError
+from tightfit.core.errors import EXIT_INTERRUPTED, UsageError, UserError
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_seconds, render_usd
 from tightfit.farm.estimate import Bounds, EstimateBasis, FarmEstimate

@@ -17,11 +17,16 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.api.options.engines import engine_request, sampling
-from tightfit.cli.exit_codes import EXIT_REQUEUE
 from tightfit.cli.flags.serving import GenerateFlags
 from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
-from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError, UserError
+from tightfit.core.errors import (
+    EXIT_REQUEUE,
+    InvalidInputError,
+    NotFoundError,
+    UsageError,
+    UserError,
+)
 from tightfit.core.text import count_of, sanitize, sanitize_lines, shorten
 from tightfit.core.units import GB, TERA, render_bytes, render_seconds
 from tightfit.serve.generate.statistics import GenerateStatistics, Percentiles

@@ -8,9 +8,22 @@ UserError                 1   anything else the user can fix
 ├── EnvironmentFaultError 6   this machine lacks something: a tool, a package, space
 ├── DivergedError         7   training ran, and its numbers stopped making sense
 └── CheckFailedError      8   a model was made or found, and is not what it should be
+
+Other exit codes are the `EXIT_*` constants.
 """
 
 from __future__ import annotations
+
+EXIT_BUG = 70
+"""EX_SOFTWARE of sysexits.h: an error in tightfit, not the user's."""
+EXIT_REQUEUE = 75
+"""EX_TEMPFAIL of sysexits.h: saved and stopped on request; the same command continues."""
+EXIT_OUT_OF_MEMORY = 76
+"""Of a worker: the launcher continues with the next plan."""
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT."""
+EXIT_BROKEN_PIPE = 141
+"""128 + SIGPIPE."""
 
 
 class UserError(Exception):

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from tightfit.clusters.exit_codes import EXIT_BUG, EXIT_REQUEUE
-from tightfit.core.errors import NotFoundError, UserError
+from tightfit.core.errors import EXIT_BUG, EXIT_REQUEUE, NotFoundError, UserError
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import Done, Engine, FinishReason, answer_all
 from tightfit.farm.folder import FarmFile, PromptSnapshot, read_farm

@@ -1,4 +1,22 @@
-"""A cluster described in a YAML file, with cards of its own where the catalogue has none."""
+"""A cluster described in a YAML file, with cards of its own where the catalogue has none.
+
+    network: 100Gb/s            # between nodes, one direction; b is bits, B is bytes
+    groups:
+      - name: volta             # a partition, a pool, any name
+        gpu: V100-32GB          # any name that `tightfit hardware` lists
+        gpus_per_node: 4
+        nodes: 3
+        ram: 384GiB             # per node
+        cores: 40
+        shm: 190GiB             # size of /dev/shm
+        disk: 2TB               # free, where models and checkpoints go
+        nvlink: true            # default: as the card usually comes
+        time_limit: 7-00:00:00  # as Slurm writes it
+      - gpu: {name: "RTX 3050", memory: 8GiB, like: "RTX 3060", tflops_fp16: 18.2}
+
+Only `gpu` is required in a group; the planner assumes the rest and says so.
+`docs/cluster-file.example.yaml` has every key.
+"""
 
 from __future__ import annotations
 

@@ -15,17 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tightfit.core.errors import SetupError, UserError
+from tightfit.core.errors import EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, SetupError, UserError
 from tightfit.core.strategy import Method
 from tightfit.core.training import Training
 from tightfit.planning.plan import Plan
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 from tightfit.runtime.libraries import fast_imports
 
-EXIT_REQUEUE = 75
-"""Saved and stopped on request; start it again (BSD's EX_TEMPFAIL)."""
-EXIT_OUT_OF_MEMORY = 76
-EXIT_BUG = 70
 _FIRST_ERROR_SECONDS = 3.0
 """How long a rank that lost another waits for that one to write the reason."""
 

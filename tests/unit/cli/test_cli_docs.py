@@ -13,7 +13,6 @@ import typer
 
 from tightfit.cli import error_report
 from tightfit.cli.command import VERBS, build_app, load_flags
-from tightfit.clusters import exit_codes
 from tightfit.core import errors
 
 ROOT = Path(__file__).parents[3]
@@ -77,6 +76,6 @@ def test_every_exit_code_is_documented() -> None:
         if issubclass(kind, errors.UserError):
             assert kind.__name__ in listed[kind.exit_code]
     ours = {error_report.EXIT_BUG, error_report.EXIT_INTERRUPTED, error_report.EXIT_BROKEN_PIPE}
-    of_runs = {exit_codes.EXIT_REQUEUE, exit_codes.EXIT_OUT_OF_MEMORY}
+    of_runs = {errors.EXIT_REQUEUE, errors.EXIT_OUT_OF_MEMORY}
     assert of_runs == {75, 76}, "batch scripts rely on these"
     assert set(listed) == {0, 1, 2, 3, 4, 5, 6, 7, 8} | ours | of_runs

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from tightfit.cli import exit_codes
 from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.terminal.run_display import (
     PlainDisplay,
@@ -32,7 +31,6 @@ from tightfit.cli.training.run_folder import (
     name_folder,
     write_run_recipe_file,
 )
-from tightfit.clusters import exit_codes as worker_exits
 from tightfit.clusters.local import launcher
 from tightfit.clusters.requirements import check_space, estimate_run_bytes
 from tightfit.core.errors import SetupError, UsageError
@@ -317,15 +315,6 @@ class TestLines:
         progress.add(make_step(50, seconds=10.0))
         progress.add(make_step(41, seconds=1.0))
         assert progress.seconds_left == pytest.approx(59.0)
-
-
-def test_exit_codes_are_the_same_in_every_room() -> None:
-    for name in ("EXIT_BUG", "EXIT_REQUEUE", "EXIT_OUT_OF_MEMORY", "EXIT_INTERRUPTED"):
-        assert getattr(exit_codes, name) == getattr(worker_exits, name)
-    from tightfit.train import worker
-
-    assert worker.EXIT_REQUEUE == worker_exits.EXIT_REQUEUE
-    assert worker.EXIT_OUT_OF_MEMORY == worker_exits.EXIT_OUT_OF_MEMORY
 
 
 def test_a_disk_that_is_too_small_is_refused(

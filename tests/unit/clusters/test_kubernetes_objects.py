@@ -27,7 +27,6 @@ from kubernetes_reading import (
     read_patch,
 )
 
-from tightfit.clusters.exit_codes import EXIT_REQUEUE
 from tightfit.clusters.kubernetes.objects import (
     MAX_CONFIG_BYTES,
     WORKER_NUMBER,
@@ -43,7 +42,7 @@ from tightfit.clusters.kubernetes.training import (
     build_training,
     predict_seconds,
 )
-from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.core.errors import EXIT_REQUEUE, InvalidInputError, UsageError
 from tightfit.core.units import GIB
 from tightfit.hardware.kubernetes import parse_quantity
 

@@ -17,8 +17,7 @@ import pytest
 
 import farm_trial
 from farm_trial import TrialEngine, check_answers, make_order, make_prompts, run_trial
-from tightfit.clusters.exit_codes import EXIT_REQUEUE
-from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.errors import EXIT_REQUEUE, SetupError, UsageError
 from tightfit.engines.protocol import Listener, Request
 from tightfit.farm.folder import FarmFile, farm_path
 from tightfit.farm.heartbeat import read_statuses

@@ -8,7 +8,9 @@ import sys
 from tightfit.core.units import MIB
 from tightfit.hardware.machine import read_peak_memory_bytes
 
-READ = "from tightfit.hardware.machine import read_peak_bytes; print(read_peak_bytes())"
+READ = (
+    "from tightfit.hardware.machine import read_peak_memory_bytes; print(read_peak_memory_bytes())"
+)
 
 
 def test_it_grows_with_what_is_held() -> None:

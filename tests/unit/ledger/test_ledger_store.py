@@ -27,7 +27,7 @@ from tightfit.runs.store import (
 WRITER = """
 import sys
 from pathlib import Path
-from tightfit.ledger.store import Outcome, record_outcome
+from tightfit.runs.store import Outcome, record_outcome
 outcome = Outcome.model_validate_json(sys.argv[2])
 for number in range(int(sys.argv[3])):
     told = record_outcome(outcome, Path(sys.argv[1]))

@@ -12,8 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from tightfit.clusters.exit_codes import EXIT_REQUEUE
-from tightfit.core.errors import UsageError, UserError
+from tightfit.core.errors import EXIT_REQUEUE, UsageError, UserError
 from tightfit.core.with_parent import follow_bound_parent
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 

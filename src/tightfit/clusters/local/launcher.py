@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from tightfit.clusters.exit_codes import EXIT_INTERRUPTED, EXIT_REQUEUE
 from tightfit.clusters.follow import RunFollower
 from tightfit.clusters.local.elastic import is_final
 from tightfit.clusters.local.outcome import (
@@ -43,7 +42,13 @@ from tightfit.clusters.local.workers import (
 )
 from tightfit.clusters.protocol import RunObserver
 from tightfit.clusters.rendezvous import Rendezvous
-from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
+from tightfit.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    DoesNotFitError,
+    SetupError,
+    UsageError,
+)
 from tightfit.core.files import write_atomic
 from tightfit.core.units import render_bytes
 from tightfit.core.with_parent import bind_command

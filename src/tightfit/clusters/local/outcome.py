@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from tightfit.clusters.exit_codes import EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE
-from tightfit.core.errors import SetupError, UserError
+from tightfit.core.errors import EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, SetupError, UserError
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 _RANK_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.clusters.exit_codes import EXIT_REQUEUE
 from tightfit.clusters.site import Site
 from tightfit.clusters.slurm.resources import GpuRequest, JobResources
-from tightfit.core.errors import UsageError
+from tightfit.core.errors import EXIT_REQUEUE, UsageError
 from tightfit.core.units import MIB
 from tightfit.planning.plan import Plan
 from tightfit.runs.run_folder import RunFolder

@@ -7,11 +7,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tightfit.clusters.exit_codes import EXIT_REQUEUE
 from tightfit.clusters.site import Site
 from tightfit.clusters.slurm.queue import JobState, cancel_jobs, read_jobs, submit_script
 from tightfit.clusters.slurm.script import BatchJob, join_argv, python_argv, srun_argv, write_script
-from tightfit.core.errors import SetupError
+from tightfit.core.errors import EXIT_REQUEUE, SetupError
 from tightfit.core.files import write_atomic
 from tightfit.farm.backends.local import WORKER_COMMAND
 from tightfit.farm.worker_pool import StartedWorkers, WorkerBackend, WorkerGroup
