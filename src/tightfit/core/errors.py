@@ -5,7 +5,7 @@ UserError                 1   anything else the user can fix
 ├── NotFoundError         3   a model, GPU, file or partition that does not exist
 ├── InvalidInputError     4   a file or value that cannot be understood
 ├── DoesNotFitError       5   the job cannot run on this hardware
-├── EnvironmentFaultError 6   this machine lacks something: a tool, a package, space
+├── SetupError            6   this machine lacks something: a tool, a package, space
 ├── DivergedError         7   training ran, and its numbers stopped making sense
 └── CheckFailedError      8   a model was made or found, and is not what it should be
 

@@ -23,7 +23,7 @@ _WITHOUT = "without a cluster: tightfit plan MODEL --on 4xV100-32GB"
 
 
 def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
-    """Standard output of the command, or an EnvironmentFaultError that says what went wrong."""
+    """Standard output of the command, or an SetupError that says what went wrong."""
     command = arguments[0]
     # A user's SINFO_FORMAT or a translated locale would change what is printed.
     environment = {

@@ -6,13 +6,11 @@ run goes on.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import sqlite3
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from pydantic import ValidationError
 
 from tightfit import __version__
 from tightfit.core.frozen import FiniteFrozen
+from tightfit.core.locks import locked_file
 from tightfit.core.strategy import Strategy
 from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.plan import Plan
@@ -126,7 +125,7 @@ def record_outcome(outcome: Outcome, path: Path | None = None) -> str | None:
         return "The outcome was not kept in the ledger: there is no home folder (TIGHTFIT_LEDGER)."
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(place):
+        with locked_file(place.with_name(place.name + ".lock"), wait_seconds=BUSY_SECONDS):
             try:
                 _insert(place, outcome)
             except sqlite3.OperationalError:
@@ -223,25 +222,6 @@ def _statements(script: str) -> Iterator[str]:
         if sqlite3.complete_statement(held):
             yield held
             held = ""
-
-
-@contextmanager
-def _exclusive(place: Path) -> Iterator[None]:
-    """One writer at a time, so that none opens a file that another is moving aside."""
-    handle = os.open(place.with_name(place.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    end = time.monotonic() + BUSY_SECONDS
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise
-            time.sleep(0.05)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _move_aside(place: Path) -> Path:

@@ -5,7 +5,6 @@ rejected.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from tightfit.core.errors import SetupError, UsageError
 from tightfit.core.files import sync
+from tightfit.core.locks import take_lock
 from tightfit.core.units import render_bytes
 
 PARTIAL = ".partial"
@@ -171,10 +171,8 @@ def _report_errors(target: Path) -> Iterator[None]:
 
 def _claim(handle: int, target: Path) -> None:
     """One writer at a time; the lock goes with the process, however it ends."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not take_lock(handle):
         raise UsageError(
             f"Another command is writing {target} right now.",
             remedy="wait for it to end, or --out another path",
-        ) from error
+        )

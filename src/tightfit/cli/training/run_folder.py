@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shlex
@@ -21,6 +20,7 @@ from tightfit.cli.training.plan import PlannedJob
 from tightfit.cli.training.request import RunRecipe, read_run_recipe, read_saved_plans
 from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.locks import open_locked
 from tightfit.core.text import sanitize
 from tightfit.planning.plan import Plan
 from tightfit.runs.environment import probe_environment, write_environment
@@ -167,17 +167,17 @@ def one_node_at_a_time(wanted: RunRecipe, flags: TrainFlags) -> Iterator[None]:
     folder = Path(wanted.recipe.output).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "prepare.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = open_locked(folder / "prepare.lock", wait_seconds=None)
     except OSError as fault:
         raise SetupError(
             f"Cannot write in {folder}: {fault.strerror or fault}.",
             remedy="choose a folder that is writable: --output FOLDER",
         ) from fault
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        if lock is not None:
+            os.close(lock)
 
 
 def move_aside(folder: Path) -> Path:

@@ -7,8 +7,6 @@ that failed.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import shlex
@@ -50,16 +48,13 @@ from tightfit.core.errors import (
     UsageError,
 )
 from tightfit.core.files import write_atomic
+from tightfit.core.locks import take_lock
 from tightfit.core.units import render_bytes
 from tightfit.core.with_parent import bind_command
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import PLAN_CHANGE, EventRecord, append_record
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
-
-WAIT_STEP_SECONDS = 1.0
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""A file system that knows no locks, as Lustre is often mounted: then nothing guards the run."""
 
 
 @contextmanager
@@ -80,26 +75,14 @@ def lock_run(
             remedy="choose a folder that is writable: --output FOLDER",
         ) from fault
     try:
-        _lock(handle, run, ends=time.monotonic() + wait_seconds)
+        # Without locks, as on many a Lustre, nothing guards the run.
+        if not take_lock(handle, wait_seconds=wait_seconds, is_required=False):
+            raise _already_running(run, _read_holder(handle))
         _write_holder(handle)
         yield
         os.ftruncate(handle, 0)
     finally:
         os.close(handle)
-
-
-def _lock(handle: int, run: RunFolder, *, ends: float) -> None:
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as fault:
-            if fault.errno in _NO_LOCKS:
-                return
-            if time.monotonic() >= ends:
-                raise _already_running(run, _read_holder(handle)) from fault
-        else:
-            return
-        time.sleep(WAIT_STEP_SECONDS)
 
 
 def lock_path(run: RunFolder, rendezvous: Rendezvous | None) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import signal
@@ -11,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,6 +21,7 @@ from tightfit.clusters.local.outcome import read_lines
 from tightfit.clusters.local.workers import end_all, find_leftovers
 from tightfit.clusters.protocol import RunObserver
 from tightfit.core.errors import SetupError
+from tightfit.core.locks import open_locked, take_lock
 from tightfit.planning.plan import Plan
 from tightfit.runs.report import PastRun, RunReport, read_run, report_run
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus, TokenFolders
@@ -56,9 +56,8 @@ def open_trial_folder() -> Iterator[Path]:
             f"Cannot make a temporary folder: {fault.strerror or fault}.",
             remedy=NEEDS_SPACE,
         ) from fault
-    handle = os.open(home / TRIAL_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    handle = open_locked(home / TRIAL_LOCK, is_required=False, mode=0o600)
     try:
-        _try_lock(handle)
         with _exit_on_sigterm():
             yield home
     except OSError as fault:
@@ -69,7 +68,8 @@ def open_trial_folder() -> Iterator[Path]:
         ) from fault
     finally:
         shutil.rmtree(home, ignore_errors=True)
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
 @contextmanager
@@ -137,9 +137,10 @@ def _clear_abandoned(parent: Path) -> None:
         except OSError:
             continue
         try:
-            if _try_lock(handle):
-                _end_workers(RunFolder(path=home / "run"))
-                shutil.rmtree(home, ignore_errors=True)
+            with suppress(OSError):
+                if take_lock(handle):
+                    _end_workers(RunFolder(path=home / "run"))
+                    shutil.rmtree(home, ignore_errors=True)
         finally:
             os.close(handle)
 
@@ -147,14 +148,6 @@ def _clear_abandoned(parent: Path) -> None:
 def _end_workers(run: RunFolder) -> None:
     for process in find_leftovers(str(lock_path(run, None))):
         end_all(process.pid)
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _now() -> str:

@@ -5,12 +5,11 @@ slurm.json in a run folder names the job that the run was last submitted as.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import ValidationError
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.locks import locked_file
 from tightfit.hardware.commands import RunCommand, run_command
 from tightfit.runs.run_folder import RunFolder
 
@@ -413,10 +413,5 @@ def write_job_file(run: RunFolder, job: SubmittedJob) -> None:
 @contextmanager
 def lock_submission(run: RunFolder) -> Iterator[None]:
     """Between looking for the run's job and noting a new one; the kernel lets go if we die."""
-    handle = os.open(run.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        with suppress(OSError):  # a file system that knows no locks guards nothing
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    with locked_file(run.path / _LOCK_FILE, wait_seconds=None, is_required=False):
         yield
-    finally:
-        os.close(handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ import psutil
 
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.frozen import Frozen
+from tightfit.core.locks import open_locked
 from tightfit.core.units import GIB, render_bytes
 from tightfit.runtime.staged import (
     MANIFEST_ENDING,
@@ -119,22 +119,11 @@ def lock_model(home: Path, key: str) -> Iterator[None]:
 
 def take_lock(home: Path, key: str) -> int | None:
     """An open descriptor that holds the lock; None where another process does."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
-        path = home / f"{key}{LOCK}"
-        handle = os.open(path, flags, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(handle), path.lstat()):
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, json.dumps({"pid": os.getpid()}).encode(), 0)
-                return handle
-        except BlockingIOError:
-            os.close(handle)
-            return None
-        except FileNotFoundError:
-            pass
-        os.close(handle)  # removed by a clean-up in between: take the new one
+    handle = open_locked(home / f"{key}{LOCK}", mode=0o600, flags=os.O_NOFOLLOW)
+    if handle is not None:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"pid": os.getpid()}).encode(), 0)
+    return handle
 
 
 def _read_holder(home: Path, key: str) -> str:

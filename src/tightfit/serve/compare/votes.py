@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from tightfit.core.errors import SetupError
 from tightfit.core.files import describe_kind, sync
 from tightfit.core.frozen import Frozen
+from tightfit.core.locks import take_lock
 
 
 class VoteChoice(str, Enum):
@@ -105,7 +106,9 @@ def append_vote(path: Path, vote: Vote) -> None:
     line = (vote.model_dump_json() + "\n").encode()
     try:
         is_new = not path.exists()
-        with path.open("ab", buffering=0) as stream, _locked(stream):
+        with path.open("ab", buffering=0) as stream:
+            # One writer at a time, also of several pages; closing the file releases the lock.
+            take_lock(stream.fileno(), wait_seconds=None, is_required=False)
             end = stream.seek(0, os.SEEK_END)
             if end and not _ends_a_line(path):
                 line = b"\n" + line  # a line was cut off: by a crash, or by an editor
@@ -174,18 +177,6 @@ def _ends_a_line(path: Path) -> bool:
     with path.open("rb") as stream:
         stream.seek(-1, os.SEEK_END)
         return stream.read(1) == b"\n"
-
-
-@contextlib.contextmanager
-def _locked(stream: io.FileIO) -> Iterator[None]:
-    """One writer at a time, also of several pages; where the system has no such lock, none."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    fcntl.flock(stream, fcntl.LOCK_EX)  # closing the file lets it go
-    yield
 
 
 def _cannot_write_votes(path: Path, fault: OSError) -> SetupError:

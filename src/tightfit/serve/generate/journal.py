@@ -7,8 +7,6 @@ answers. A line that was cut off or damaged does not count; its answer is made a
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -24,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tightfit.core.errors import SetupError, UsageError, UserError
+from tightfit.core.errors import SetupError, UsageError
 from tightfit.core.files import sync
+from tightfit.core.locks import open_locked
 
 SYNC_ANSWERS = 64
 SYNC_SECONDS = 2.0
@@ -343,31 +342,16 @@ def require_folder(out: Path) -> None:
 def _lock(out: Path) -> int:
     """The journal, opened and held. The kernel lets go when the process ends, however it ends."""
     path = journal_path(out)
-    while True:
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as fault:
-            raise _cannot_write(path, fault) from fault
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it may have put another file in its place meanwhile.
-            if os.path.samestat(os.fstat(handle), os.stat(path)):  # noqa: PTH116
-                return handle
-            os.close(handle)
-        except FileNotFoundError:
-            os.close(handle)
-        except OSError as fault:
-            os.close(handle)
-            raise _held(out, path, fault) from fault
-
-
-def _held(out: Path, path: Path, fault: OSError) -> UserError:
-    if fault.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-        return _cannot_write(path, fault)
-    return UsageError(
-        f"Another `tightfit generate` is writing {out}.",
-        remedy="wait for it, or choose another file: --out OTHER",
-    )
+    try:
+        handle = open_locked(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    if handle is None:
+        raise UsageError(
+            f"Another `tightfit generate` is writing {out}.",
+            remedy="wait for it, or choose another file: --out OTHER",
+        )
+    return handle
 
 
 def _cannot_write(path: Path, fault: OSError) -> SetupError:
