@@ -100,16 +100,10 @@ def find_launcher(run: RunFolder) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = _read_holder(handle)
-        is_here = holder is not None and holder[1] == socket.gethostname()
-        return holder[0] if holder is not None and is_here else None
-    except OSError:  # a file system without locks
-        return None
+        holder = None if take_lock(handle, is_required=False) else _read_holder(handle)
     finally:
         os.close(handle)
-    return None
+    return holder[0] if holder is not None and holder[1] == socket.gethostname() else None
 
 
 def _write_holder(handle: int) -> None:
