@@ -16,7 +16,6 @@ from rich.console import RenderableType
 
 from tightfit.cli.error_report import report_error
 from tightfit.cli.flags.training import BenchFlags
-from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.run_display import Progress, open_display
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
@@ -34,6 +33,7 @@ from tightfit.core.errors import (
     UserError,
 )
 from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.packages import require_packages
 from tightfit.core.text import count_of
 from tightfit.planning.describe import describe_how, describe_levers
 from tightfit.planning.plan import Plan

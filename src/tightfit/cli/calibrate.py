@@ -14,11 +14,11 @@ from tightfit.api.options.choices import read_word
 from tightfit.api.options.training import CALIBRATION_DEVICES
 from tightfit.cli.error_report import report_error
 from tightfit.cli.flags.training import CalibrateFlags
-from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
 from tightfit.cli.training.command_line import list_given
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.packages import require_packages
 from tightfit.core.units import GB, TERA, render_bytes, render_seconds
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.local import probe_cpu, probe_here

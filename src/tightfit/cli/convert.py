@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from tightfit.api.options import choices
+from tightfit.api.convert import convert as convert_model
 from tightfit.cli.flags.export import ConvertFlags
-from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
 from tightfit.core.text import sanitize
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.export.convert import ConvertResult
-from tightfit.export.formats import CONVERT_DTYPES, CONVERT_FORMATS
 
 if TYPE_CHECKING:
     from tightfit.export.convert import ConvertForecast, ConvertSource
 
-
-# A conversion as text: what was made, what it took beside what was predicted, what to do next.
 
 _FORMATS = {"gguf": "GGUF file", "hf": "Hugging Face folder"}
 
@@ -54,28 +51,8 @@ def _render(made: ConvertResult) -> Iterator[RenderableType]:
 
 def convert(flags: ConvertFlags) -> None:
     """Convert and show."""
-    to = None if flags.to is None else choices.read_word(flags.to, CONVERT_FORMATS, option="--to")
-    dtype = (
-        None
-        if flags.dtype is None
-        else choices.read_word(flags.dtype, CONVERT_DTYPES, option="--dtype")
-    )
-    require_packages("Converting", "torch", "transformers")
-    require_packages("Converting", "gguf", extra="gguf")
-    from tightfit.export.convert import ConvertRequest, convert_model
-
     with progress_bar() as report:
-        made = convert_model(
-            ConvertRequest(
-                source=flags.source,
-                to=to,
-                dtype=dtype,
-                target=None if flags.out is None else Path(flags.out).expanduser(),
-                force=flags.force,
-                announce=_announce_forecast,
-                report=report,
-            )
-        )
+        made = convert_model(replace(flags, progress=report, on_forecast=_announce_forecast))
     if flags.as_json:
         show_json(made.model_dump(mode="json"))
     else:

@@ -13,7 +13,6 @@ from tightfit.cli.error_report import report_error
 from tightfit.cli.flags.training import PlanFlags
 from tightfit.cli.missing import warn_of_missing
 from tightfit.cli.network import state_network
-from tightfit.cli.packages import TRACING, has_packages
 from tightfit.cli.terminal.output import announce, show_json
 from tightfit.cli.training.command_line import repeat_plan
 from tightfit.cli.training.hardware import choose_cluster
@@ -26,6 +25,7 @@ from tightfit.cli.training.request import (
 )
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.packages import TRACING, has_packages
 from tightfit.core.units import render_usd
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer, buying_guide

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,8 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.api.options import choices
+from tightfit.api.quantize import quantize as quantize_model
 from tightfit.cli.flags.export import QuantizeFlags
-from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import (
     Cell,
@@ -25,20 +23,14 @@ from tightfit.cli.terminal.screen import (
     render_notes,
     show,
 )
-from tightfit.core.errors import CheckFailedError, SetupError, UsageError, UserError
-from tightfit.core.progress import Progress
-from tightfit.core.text import shorten
 from tightfit.core.units import render_bytes, render_seconds
-from tightfit.export.formats import GPTQ_TOOLS, format_words
+from tightfit.export.formats import ExportFormat, read_formats
 from tightfit.export.quantize.summary import QuantizedModel, QuantizeStatus, QuantizeSummary
 from tightfit.export.verify.verdict import Level
 
 if TYPE_CHECKING:
     from tightfit.export.formats import ExportFormat
-    from tightfit.export.quantize.quantize import QuantizeCheck
     from tightfit.export.quantize.summary import QuantizeForecast
-    from tightfit.export.verify.verdict import Verdict
-    from tightfit.runtime.artefacts import Artefact
 
 
 # Quantized models as a table: size, quality against the original, verdict.
@@ -168,113 +160,26 @@ def _notes(summary: QuantizeSummary) -> Iterator[str]:
 
 def quantize(flags: QuantizeFlags) -> None:
     """Make, check, show."""
-    if not flags.to:
-        raise UsageError(
-            "No format to quantize to was named.",
-            remedy=f"tightfit quantize {shorten(flags.model)} --to {'|'.join(format_words())}",
-        )
-    tool = GPTQ_TOOLS[0]
-    if flags.gptq_tool is not None:
-        tool = choices.read_word(flags.gptq_tool, GPTQ_TOOLS, option="--gptq-tool")
-    require_packages("Quantizing", "torch", "transformers", "gguf", extra="quantize")
-    from tightfit.export.formats import read_formats
-    from tightfit.export.quantize.job import QuantizeSettings
-    from tightfit.export.quantize.quantize import QuantizeRequest, quantize_model
-
-    targets = read_formats(flags.to)
-    with progress_bar() as report, _errors_reported():
+    with progress_bar() as report:
         summary = quantize_model(
-            QuantizeRequest(
-                model=flags.model,
-                formats=targets,
-                out=None if flags.out is None else Path(flags.out).expanduser(),
-                options=QuantizeSettings(
-                    calibrate=flags.calibrate,
-                    num_rows=flags.rows,
-                    iters=flags.iters,
-                    tool=tool,
-                    python=flags.python,
-                    device=flags.device or "auto",
-                    num_threads=flags.threads or os.cpu_count() or 1,
-                    with_importance=flags.importance,
-                ),
-                check=_make_check(flags, report) if flags.verify else None,
-                force=flags.force,
-                announce=None if flags.as_json else _announce_forecasts,
-                report=report,
+            replace(
+                flags,
+                progress=report,
+                on_forecast=None if flags.as_json else _announce_forecasts,
             )
         )
-    _show(summary, targets, as_json=flags.as_json)
-
-
-@contextlib.contextmanager
-def _errors_reported() -> Iterator[None]:
-    """A disk that is full or must not be written is the user's to mend, wherever it shows."""
-    try:
-        yield
-    except OSError as fault:
-        where = f" {fault.filename2 or fault.filename}" if fault.filename else ""
-        raise SetupError(
-            f"Cannot write{where}: {fault.strerror or fault}.",
-            remedy="--out a folder that is writable and has free space; finished formats are kept",
-        ) from fault
-
-
-def _show(summary: QuantizeSummary, targets: Sequence[ExportFormat], *, as_json: bool) -> None:
-    if as_json:
+    if flags.as_json:
         show_json(summary.model_dump(mode="json"))
     else:
         show_summary(summary)
     if summary.plot is not None:
         announce(Path(summary.plot))
-    fault = _find_error(summary, targets)
-    if fault is not None and as_json:
-        # The document on stdout has said it already: no second one, only the code.
-        raise typer.Exit(fault.exit_code)
-    if fault is not None:
-        raise fault
-
-
-def _find_error(summary: QuantizeSummary, targets: Sequence[ExportFormat]) -> UserError | None:
-    """What the command ends with: a broken result before one that could not be made."""
-    from tightfit.export.quantize.summary import QuantizeStatus
-    from tightfit.export.verify.verdict import Level
-
-    rows = [row for row in summary.rows if row.target in targets]
-    for row in rows:
-        if row.standing is QuantizeStatus.REJECTED and row.check is not None:
-            first = next(f for f in row.check.findings if f.level is Level.FAIL)
-            return CheckFailedError(
-                f"{row.target.name} is not good enough to be used: {first.text} It is kept as "
-                f"{row.path}.",
-                remedy=first.remedy or "choose a width with more bits, or calibrate on more data",
-            )
-    for row in rows:
-        if row.standing is QuantizeStatus.FAILED:
-            return UserError(
-                f"{row.target.name} could not be made: {row.problem}",
-                remedy=row.remedy or "run the same command again; what is done stays done",
-            )
-    return None
-
-
-def _make_check(flags: QuantizeFlags, report: Progress | None) -> QuantizeCheck:
-    from tightfit.export.verify.verify import DEFAULT_TOKENS, VerifyRequest, verify_models
-
-    def check(reference: Artefact, others: Sequence[Artefact]) -> Verdict:
-        return verify_models(
-            VerifyRequest(
-                reference=reference,
-                others=tuple(others),
-                text=flags.text,
-                num_tokens=flags.tokens or DEFAULT_TOKENS,
-                device=flags.device or "auto",
-                threads=flags.threads,
-                report=report,
-            )
-        )
-
-    return check
+    error = summary.find_error(read_formats(flags.to or ()))
+    if error is not None and flags.as_json:
+        # The document on stdout reports it already: no second one, only the exit code.
+        raise typer.Exit(error.exit_code)
+    if error is not None:
+        raise error
 
 
 def _announce_forecasts(forecasts: Mapping[ExportFormat, QuantizeForecast]) -> None:

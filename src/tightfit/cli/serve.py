@@ -14,9 +14,9 @@ from tightfit.api.options.engines import engine_request
 from tightfit.api.options.serving import DEFAULT_HOST, DEFAULT_PORT
 from tightfit.cli.error_report import DEBUG_VARIABLE
 from tightfit.cli.flags.serving import ServeFlags
-from tightfit.cli.packages import require_packages
 from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.errors import UsageError
+from tightfit.core.packages import require_packages
 from tightfit.core.text import sanitize
 
 if TYPE_CHECKING:

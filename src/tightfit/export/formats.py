@@ -146,10 +146,11 @@ def find_format(name: str) -> ExportFormat:
     return found
 
 
-def read_formats(words: Sequence[str]) -> tuple[ExportFormat, ...]:
+def read_formats(words: str | Sequence[str]) -> tuple[ExportFormat, ...]:
     """Formats by name, `all` for every one; in the order given, each once."""
     chosen: list[ExportFormat] = []
-    for word in (part.strip().lower() for text in words for part in text.split(",")):
+    texts = [words] if isinstance(words, str) else words
+    for word in (part.strip().lower() for text in texts for part in text.split(",")):
         chosen += list_formats() if word == ALL_FORMATS else [find_format(word)]
     if not chosen:
         raise UsageError("No format was named.", remedy=f"--to {'|'.join(format_words())}")

@@ -14,7 +14,7 @@ import psutil
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.core.errors import CheckFailedError, InvalidInputError, SetupError, UsageError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.units import render_bytes
@@ -29,7 +29,7 @@ from tightfit.export.adapter_changes import (
     read_changes,
     release_freed_memory,
 )
-from tightfit.export.verify.verdict import Verdict
+from tightfit.export.verify.verdict import Level, Verdict
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.runtime.adapters import load_adapter
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
@@ -103,6 +103,22 @@ class MergeResult(Frozen):
     is_accepted: bool = True
     """False: the check did not pass, and `path` ends in `.rejected`."""
     verdict: Verdict | None = None
+
+    def raise_if_rejected(self) -> None:
+        """`CheckFailedError` where the check did not pass."""
+        if self.is_accepted or self.verdict is None:
+            return
+        failures = [
+            finding.text
+            for row in self.verdict.rows
+            for finding in row.findings
+            if finding.level is Level.FAIL
+        ]
+        raise CheckFailedError(
+            f"The merged model is not what the adapter is: {failures[0]}",
+            remedy=f"see what was made in {self.path}; please report it with the output of "
+            f"tightfit verify {self.adapter} {self.path} --json",
+        )
 
 
 def merge_adapter(request: MergeRequest) -> MergeResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +18,11 @@ from tightfit.api.options.common import (
 )
 from tightfit.api.options.declare import Argument, Option
 from tightfit.api.options.engines import Device, Threads, natural_option
+from tightfit.core.progress import Progress
 from tightfit.export.formats import CONVERT_DTYPES, CONVERT_FORMATS, GPTQ_TOOLS, format_words
 
+OnForecast = Callable[..., None]
+"""Loosely typed: the forecasts are pydantic models, which `--help` must not load."""
 METRICS = ("auto", "loss", "exact", "rouge", "execution")
 MAX_EVAL_ROWS = 10**9
 MAX_EVAL_BATCH = 65_536
@@ -135,6 +139,7 @@ class EvalOptions:
             show_default=False,
         ),
     ] = None
+    progress: Progress | None = None
 
 
 # What `tightfit merge` accepts.
@@ -201,6 +206,9 @@ class MergeOptions:
         ),
     ] = True
     force: Annotated[bool, Option("--force", help="Replace a model that is there already.")] = False
+    on_forecast: OnForecast | None = None
+    """Called with the `MergeForecast` before anything is written."""
+    progress: Progress | None = None
 
 
 # What `tightfit convert` accepts.
@@ -258,6 +266,9 @@ class ConvertOptions:
     force: Annotated[bool, Option("--force", help="Replace a result that is there already.")] = (
         False
     )
+    on_forecast: OnForecast | None = None
+    """Called with source, target and `ConvertForecast` before anything is written."""
+    progress: Progress | None = None
 
 
 # What `tightfit quantize` accepts.
@@ -391,6 +402,9 @@ class QuantizeOptions:
     device: Device = None
     threads: Threads = None
     force: Annotated[bool, Option("--force", help="Replace results that are there.")] = False
+    on_forecast: OnForecast | None = None
+    """Called with a `QuantizeForecast` by format before anything is written."""
+    progress: Progress | None = None
 
 
 # What `tightfit verify` accepts.
@@ -478,3 +492,4 @@ class VerifyOptions:
         str | None,
         path_option("--html", "Write the report as a page, with plots.", example="report.html"),
     ] = None
+    progress: Progress | None = None

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.charts.memory import make_figure, save_figure, write_title
-from tightfit.cli.packages import require_packages
 from tightfit.core.errors import UsageError
 from tightfit.core.files import check_writable
+from tightfit.core.packages import require_packages
 from tightfit.core.text import sanitize, shorten
 from tightfit.runs.bench import Bench, Trial, speed_of
 

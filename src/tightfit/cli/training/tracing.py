@@ -9,10 +9,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.packages import TRACING, require_packages
 from tightfit.cli.terminal.output import progress_bar, write_err
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
+from tightfit.core.packages import TRACING, require_packages
 from tightfit.core.progress import Progress
 from tightfit.core.text import count_of, sanitize
 from tightfit.estimate.host_and_disk import PROCESS_BYTES, estimate_loading_bytes_by_rank

@@ -5,6 +5,7 @@ plot.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +19,12 @@ from pydantic import (
     ValidationError,
 )
 
-from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.core.errors import CheckFailedError, InvalidInputError, UsageError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.units import MIB
 from tightfit.export.formats import ExportFormat, find_format
-from tightfit.export.verify.verdict import Comparison
+from tightfit.export.verify.verdict import Comparison, Level
 
 SUMMARY_FILE = "quantize.json"
 PLOT_FILE = "quantize.png"
@@ -124,6 +125,26 @@ class QuantizeSummary(Frozen):
 
     def find(self, target: ExportFormat) -> QuantizedModel | None:
         return next((row for row in self.rows if row.target is target), None)
+
+    def find_error(self, formats: Sequence[ExportFormat]) -> UserError | None:
+        """What is wrong with these formats: a rejected result before one that was not made."""
+        rows = [row for row in self.rows if row.target in formats]
+        for row in rows:
+            if row.standing is QuantizeStatus.REJECTED and row.check is not None:
+                first = next(f for f in row.check.findings if f.level is Level.FAIL)
+                return CheckFailedError(
+                    f"{row.target.name} is not good enough to be used: {first.text} It is kept as "
+                    f"{row.path}.",
+                    remedy=first.remedy
+                    or "choose a width with more bits, or calibrate on more data",
+                )
+        for row in rows:
+            if row.standing is QuantizeStatus.FAILED:
+                return UserError(
+                    f"{row.target.name} could not be made: {row.problem}",
+                    remedy=row.remedy or "run the same command again; what is done stays done",
+                )
+        return None
 
     def with_row(self, row: QuantizedModel) -> QuantizeSummary:
         """The same with this format's row new, at the place it had."""
