@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tightfit.models.spec import AttentionFeature
 from tightfit.runtime.attention import (
     VARLEN,
     find_varlen_kernel,
@@ -126,7 +127,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),
-        "has_window": kernel is not None and kernel.has_window,
+        "has_window": kernel is not None and AttentionFeature.WINDOW in kernel.features,
         "has_grouped_heads": kernel is not None and kernel.has_grouped_heads,
         "families": {name: compare(fields) for name, fields in FAMILIES.items()},
     }

@@ -15,6 +15,7 @@ from tightfit.core.strategy import Attention, Method, Strategy
 from tightfit.estimate.flops import skips_masked_pairs
 from tightfit.estimate.fused_projections import augmented_token_bytes
 from tightfit.estimate.weights import is_dora, is_lora_target
+from tightfit.models.families.registry import find_family
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 # Bytes per value
@@ -67,15 +68,6 @@ def _has_one_dtype(strategy: Strategy) -> bool:
     return is_half and (strategy.sharding.is_zero or is_gathered_half)
 
 
-EAGER_ONLY_FAMILIES = frozenset({"bloom", "codegen", "mpt"})
-"""Families whose modelling code has no fused attention. Source: transformers 5 modelling files."""
-POSITION_BIAS_FAMILIES = frozenset({"t5", "mt5"})
-"""Families whose learned score bias makes SDPA use its math kernel, which keeps the scores."""
-FUSED_ROTARY_FAMILIES = frozenset(
-    {"gpt_neox", "phi3", "codegen", "falcon", "qwen", "chatglm", "baichuan"}
-)
-"""Families that split one projection and rotate queries and keys: the values, a view of it, keep
-the whole projection alive. Source: transformers modelling files; h200_steps.json."""
 COMPOSED_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "gelu_python": 2, "quick_gelu": 1}
 """Extra kept tensors of activations written as several ops. Source: transformers activations.py."""
 
@@ -240,7 +232,8 @@ def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Val
         return numerics.residual * widths
     kept = 4 * widths
     if numerics.is_full:
-        kept += (4 if spec.model_type.startswith("gemma") else numerics.residual) * widths
+        family = find_family(spec.model_type)
+        kept += (4 if family.keeps_norm_output_fp32 else numerics.residual) * widths
     return kept
 
 
@@ -300,7 +293,8 @@ def _casts(strategy: Strategy, numerics: ValueWidths) -> bool:
 
 
 def _is_eager(spec: ModelSpec, strategy: Strategy) -> bool:
-    return strategy.attention is Attention.EAGER or spec.model_type in EAGER_ONLY_FAMILIES
+    has_fused = find_family(spec.model_type).has_fused_attention
+    return strategy.attention is Attention.EAGER or not has_fused
 
 
 MATH_SCORE_BYTES = 4
@@ -318,12 +312,13 @@ def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths
     memory-efficient kernel has no grouped heads. A CPU's kernel takes them all.
     Source: torch 2.13, `_scaled_dot_product_flash_attention_for_cpu` as the gradient's name.
     """
-    if numerics.is_cpu and spec.model_type not in POSITION_BIAS_FAMILIES:
+    family = find_family(spec.model_type)
+    if numerics.is_cpu and not family.has_position_bias:
         return False
     is_grouped = spec.num_kv_heads < spec.num_heads and _repeated_fraction(spec, strategy) < 1
-    has_no_flash = strategy.compute is Dtype.FP32 or spec.model_type == "falcon"
+    has_no_flash = strategy.compute is Dtype.FP32 or family.sdpa_always_masks
     return strategy.attention is Attention.SDPA and (
-        spec.model_type in POSITION_BIAS_FAMILIES or (has_no_flash and is_grouped)
+        family.has_position_bias or (has_no_flash and is_grouped)
     )
 
 
@@ -338,7 +333,8 @@ def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
     transformers repeats them where there is a mask, as for a window that is no longer than
     the row; Falcon lets SDPA broadcast. Source: transformers `use_gqa_in_sdpa`, modeling_falcon.
     """
-    if strategy.attention is not Attention.SDPA or spec.model_type == "falcon":
+    family = find_family(spec.model_type)
+    if strategy.attention is not Attention.SDPA or family.sdpa_always_masks:
         return 0.0
     if strategy.repeat_keys or has_padding_mask(strategy):
         return 1.0
@@ -365,14 +361,15 @@ def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> 
     key = round((spec.num_kv_heads + repeated) * spec.head_dim)
     # The values are a view that keeps the whole projection alive, where queries and keys are
     # rotated copies. Falcon without grouped heads uses ALiBi instead.
-    is_rotary = spec.model_type != "falcon" or spec.num_kv_heads < spec.num_heads
-    is_split = spec.model_type in FUSED_ROTARY_FAMILIES and is_rotary
+    family = find_family(spec.model_type)
+    is_grouped = spec.num_kv_heads < spec.num_heads
+    is_split = family.splits_rotary and (family.alibi != "ungrouped" or is_grouped)
     projection = numerics.value * (query + key) if is_split else 0
     if not _is_eager(spec, strategy):
         inputs = numerics.value * (query + 2 * key) + projection
         if not _uses_math_kernel(spec, strategy, numerics):
             return inputs + 4 * spec.num_heads
-        if spec.model_type in POSITION_BIAS_FAMILIES:
+        if family.has_position_bias:
             return inputs + BIASED_SCORE_BYTES * spec.num_heads * strategy.seq_len
         # With several rows, broadcast keys and values are copied to all heads.
         copied = 8 * (query if strategy.micro_batch > 1 else key)

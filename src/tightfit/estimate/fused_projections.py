@@ -12,15 +12,12 @@ from typing import NamedTuple
 
 from tightfit.core.strategy import Method, Strategy
 from tightfit.estimate.weights import is_lora_target
+from tightfit.models.families.registry import find_family
 from tightfit.models.spec import Block, Linear, ModelSpec
 
 AUGMENTED_COLUMNS_MULTIPLE = 64
 """Added columns come in multiples of it: on an H200, 64 columns slow a product of 4096 inputs
 down by 2%, 16 columns by 5% (h200_fused_kernels.json)."""
-FUSED_PROJECTION_FAMILIES = frozenset({"gemma", "llama", "mistral", "qwen2", "qwen3"})
-"""Whose norms feed the matrices of `FUSED_PROJECTION_NAMES` and nothing else.
-
-Source: transformers 5.22."""
 FUSED_PROJECTION_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections that read the output of one norm, in the order of the norms."""
 
@@ -37,7 +34,7 @@ def uses_augmented_weights(model_type: str, strategy: Strategy) -> bool:
         and strategy.folded_adapters
         and strategy.fused_kernels
         and not strategy.sharding.shards_optimizer
-        and model_type in FUSED_PROJECTION_FAMILIES
+        and find_family(model_type).fuses_projections
     )
 
 
@@ -114,7 +111,7 @@ def can_fuse_trained_projections(model_type: str, strategy: Strategy) -> bool:
         and strategy.weights is strategy.compute
         and not strategy.compile
         and not strategy.sharding.shards_optimizer
-        and model_type in FUSED_PROJECTION_FAMILIES
+        and find_family(model_type).fuses_projections
     )
 
 

@@ -6,18 +6,16 @@ from dataclasses import dataclass
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Loss, Method, Strategy
+from tightfit.models.families.registry import find_family
 from tightfit.models.spec import ModelSpec
 
 NUM_LOSS_CHUNKS = 8
 """Chunks of the chunked loss. Source: torchtune CEWithChunkedOutputLoss, num_output_chunks=8."""
-SCALED_LOGITS_FAMILIES = frozenset({"granite", "cohere", "cohere2"})
-"""Families that scale the head's output: the model makes all logits, whatever the loss, and those
-that are trained are copied out of them. Source: transformers modelling files."""
 
 
 def can_fuse_head_and_loss(spec: ModelSpec) -> bool:
     """Whether the loss can apply the head itself, which lets the fused loss work in chunks."""
-    return spec.model_type not in SCALED_LOGITS_FAMILIES and not spec.is_encoder_decoder
+    return not find_family(spec.model_type).scales_logits and not spec.is_encoder_decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

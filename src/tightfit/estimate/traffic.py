@@ -12,6 +12,7 @@ from tightfit.estimate.fused_projections import can_fuse_trained_projections
 from tightfit.estimate.rates import DeviceRates
 from tightfit.estimate.weights import is_dora, is_lora_target
 from tightfit.hardware.types import MeasuredRates
+from tightfit.models.families.registry import find_family
 from tightfit.models.spec import ModelSpec
 
 EXPERT_LAYOUT_BYTES = 20.0
@@ -43,10 +44,6 @@ def stream_value_bytes(strategy: Strategy) -> int:
     return 4 if strategy.weights is Dtype.FP32 and not strategy.sharding.is_fsdp else 2
 
 
-COMPOSED_GELU = frozenset({"gpt2", "gptj", "codegen", "phi"})
-"""Families whose configs name `gelu_new`, which transformers writes as separate operations."""
-
-
 def elementwise_bytes_per_token(work: Workload, strategy: Strategy, *, spec: ModelSpec) -> float:
     """Forward traffic of everything between the matmuls of all layers, for one token.
 
@@ -58,7 +55,7 @@ def elementwise_bytes_per_token(work: Workload, strategy: Strategy, *, spec: Mod
     """
     is_rms_norm, is_gated = spec.is_rms_norm, spec.is_gated_mlp
     is_rotary = spec.position_params == 0
-    has_composed_gelu = spec.model_type in COMPOSED_GELU
+    has_composed_gelu = find_family(spec.model_type).composes_gelu
     value = stream_value_bytes(strategy)
     fused = strategy.fused_kernels or strategy.compile
     norm = 2 * value if fused or not is_rms_norm else 24 + 4 * value

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import ALL_LINEAR, Method, Strategy
+from tightfit.models.families.registry import find_family
 from tightfit.models.spec import Block, Linear, ModelSpec
 
 NF4_BLOCK = 64
@@ -16,10 +17,6 @@ NF4_OUTER_BLOCK = 256
 GPTQ_GROUP = 128
 """Values per fp16 scale and packed zero. Source: GPTQ arXiv:2210.17323; the usual group size."""
 
-UNQUANTIZED_FAMILIES = frozenset({"falcon"})
-"""Families whose linear layers nf4 and int8 loading leave in 16 bit: it replaces `nn.Linear` only,
-no subclass. Source: transformers `replace_with_bnb_linear`, `FalconLinear`."""
-
 
 def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
     """The strategy with the weight format that loading produces.
@@ -27,8 +24,9 @@ def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
     Families that quantized loading skips stay in the dtype of unquantized parameters. A dequantized
     base trains in the compute dtype; `unpacked_base` still says that its files are nf4.
     """
-    is_left = spec.model_type in UNQUANTIZED_FAMILIES and not strategy.quirks.packs_subclasses
-    if is_left and strategy.weights in (Dtype.NF4, Dtype.INT8):
+    # bitsandbytes loading takes nn.Linear itself and no subclass: `replace_with_bnb_linear`.
+    is_packed = find_family(spec.model_type).quantizes_linears or strategy.quirks.packs_subclasses
+    if not is_packed and strategy.weights in (Dtype.NF4, Dtype.INT8):
         plain = Dtype.FP32 if strategy.upcast_unquantized else strategy.compute
         return strategy.model_copy(update={"weights": plain, "unpacked_base": False})
     if strategy.unpacked_base and strategy.weights is Dtype.NF4:

@@ -13,8 +13,9 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import describe_kind
 from tightfit.core.validation import printable
+from tightfit.models.attention import read_attention_extras
 from tightfit.models.families.parts import ConfigFields, shown
-from tightfit.models.families.registry import reader_for
+from tightfit.models.families.registry import find_family, reader_for
 from tightfit.models.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 64 * 1024**2
@@ -45,6 +46,9 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
     return spec.model_copy(
         update={
             "model_type": model_type or spec.model_type,
+            "attention_extras": tuple(
+                sorted(read_attention_extras(inner.values, find_family(model_type)))
+            ),
             "warnings": tuple(dict.fromkeys(outer.warnings)),
             "stored_dtype": packed if is_quantized else dtype,
         }

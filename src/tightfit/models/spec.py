@@ -37,6 +37,17 @@ class Role(str, Enum):
     ROUTER = "router"
 
 
+class AttentionFeature(str, Enum):
+    """What a model's attention does besides a causal softmax; not every kernel computes it."""
+
+    SOFTCAP = "softcap"
+    WINDOW = "window"
+    CHUNKS = "chunks"
+    SINKS = "sinks"
+    BIDIRECTIONAL = "bidirectional"
+    DROPOUT = "dropout"
+
+
 class Linear(_Part):
     """One matrix of a layer, under the name that the real module has."""
 
@@ -130,6 +141,8 @@ class ModelSpec(_Part):
     num_sliding_layers: NonNegativeInt = 0
     has_logit_softcap: bool = False
     has_attention_softcap: bool = False
+    attention_extras: tuple[AttentionFeature, ...] = ()
+    """Further things that its attention does, and not every kernel."""
     stored_dtype: Dtype | None = None
     """What the checkpoint's config says its weights are in."""
     file_bytes: NonNegativeInt | None = None

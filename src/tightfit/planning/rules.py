@@ -20,13 +20,22 @@ from tightfit.core.strategy import (
 )
 from tightfit.core.suggest import did_you_mean
 from tightfit.estimate.loss import can_fuse_head_and_loss
-from tightfit.estimate.weights import UNQUANTIZED_FAMILIES, is_dora, is_lora_target
+from tightfit.estimate.weights import is_dora, is_lora_target
 from tightfit.hardware.types import Gpu, Node
+from tightfit.models.attention import (
+    FLASH,
+    AttentionNeeds,
+    find_flash_problem,
+    find_sdpa_problem,
+    find_varlen_problem,
+    needs_flash_attn,
+    needs_of,
+)
+from tightfit.models.families.registry import find_family
+from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
 # Case, Rule, Violation: what a legality rule looks at, is, and says.
-
-T5_TYPES = frozenset({"t5", "mt5", "umt5", "longt5"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +55,40 @@ class Case:
     @property
     def is_cpu(self) -> bool:
         return self.node.gpu.is_cpu
+
+    @property
+    def family(self) -> Family:
+        return find_family(self.spec.model_type)
+
+    @property
+    def needs(self) -> AttentionNeeds:
+        """What the model needs of an attention kernel."""
+        return needs_of(self.spec)
+
+    @property
+    def is_flash(self) -> bool:
+        return self.strategy.attention is Attention.FLASH
+
+    @property
+    def is_sdpa(self) -> bool:
+        return self.strategy.attention is Attention.SDPA
+
+    @property
+    def flash_problem(self) -> str | None:
+        """Why flash attention cannot run this model, whatever is installed."""
+        return find_flash_problem(self.needs, is_packed=self.strategy.packing)
+
+    @property
+    def has_varlen(self) -> bool:
+        """Whether packed documents are computed one by one, without a mask: as the runtime
+        chooses it for sdpa and flash."""
+        return (
+            self.strategy.attention is not Attention.EAGER
+            and self.strategy.compute in FLASH.computes
+            and not self.is_cpu
+            and not self.is_below(*FLASH.min_capability)
+            and find_varlen_problem(self.needs) is None
+        )
 
     @property
     def capability(self) -> str:
@@ -377,7 +420,7 @@ DEQUANTIZED_RULES: tuple[Rule, ...] = (
         name="unpacked-family",
         reason="transformers packs none of {m.model_type}'s layers, so that none can be unpacked",
         source="transformers 5.22: replace_with_bnb_linear, FalconLinear",
-        violated=lambda c: c.strategy.unpacked_base and c.spec.model_type in UNQUANTIZED_FAMILIES,
+        violated=lambda c: c.strategy.unpacked_base and not c.family.quantizes_linears,
     ),
     Rule(
         name="unpacked-sharding",
@@ -403,7 +446,6 @@ def without_dequantized_base(strategy: Strategy) -> dict[str, Any]:
 # What fp8 products need, and cannot be combined with.
 
 _FP8 = "tightfit/runtime/kernels/fp8.py"
-_OTHER_LINEARS = UNQUANTIZED_FAMILIES | {"gpt2"}
 
 
 def _is_bf16(case: Case) -> bool:
@@ -457,14 +499,14 @@ FP8_RULES: tuple[Rule, ...] = (
         reason="linear layers of {m.model_type} are of a class of their own, which has no fp8 "
         "products",
         source="transformers 5.22: Conv1D of gpt2, FalconLinear",
-        violated=lambda c: c.strategy.has_fp8 and c.spec.model_type in _OTHER_LINEARS,
+        violated=lambda c: c.strategy.has_fp8 and not c.family.has_fp8_linears,
     ),
     Rule(
         name="fp8-frozen-family",
         reason="{m.model_type} casts what a matrix reads to the format that it is kept in, which "
         "would be fp8 under LoRA",
         source="transformers 5.22: T5DenseActDense.forward",
-        violated=lambda c: c.strategy.stores_fp8 and c.spec.model_type in T5_TYPES,
+        violated=lambda c: c.strategy.stores_fp8 and c.family.casts_to_weight_dtype,
     ),
     Rule(
         name="fp8-adapters",
@@ -576,15 +618,6 @@ _WHEELS = "https://github.com/pytorch/pytorch/issues/190385"
 
 MAX_TOKENS_PER_MICRO_BATCH = 2**24
 _8BIT = (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
-_GEMMA3_TYPES = frozenset({"gemma3", "gemma3_text"})
-_NO_SDPA_TYPES = frozenset({"bloom", "codegen", "gpt_oss"})
-_NO_FLASH_TYPES = frozenset({"bloom", "codegen"}) | T5_TYPES
-_NO_PACKING_TYPES = frozenset({"bloom", "mpt", "falcon", "RefinedWeb", "RefinedWebModel"})
-_GEMMA_TYPES = _GEMMA3_TYPES | {"gemma", "gemma2"}
-_QWEN_TYPES = frozenset({"qwen2", "qwen3", "qwen3_moe", "qwen3_next"})
-_LLAMA_TYPES = frozenset({"llama", "llama4_text", "ministral", "mistral", "mixtral", "phi3"})
-LIGER_TYPES = _GEMMA_TYPES | _QWEN_TYPES | _LLAMA_TYPES
-LIGER_TYPES |= {"glm4", "gpt_oss", "granite", "nemotron", "olmo2", "olmo3", "smollm3"}
 
 
 def find_violations(case: Case) -> list[Violation]:
@@ -746,13 +779,13 @@ _RULES: tuple[Rule, ...] = (
         name="fp16-overflow",
         reason="activations of {m.model_type} exceed fp16's range (65504) and become infinite",
         source="https://github.com/huggingface/transformers/pull/36832",
-        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.spec.model_type in _GEMMA3_TYPES,
+        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.family.overflows_fp16,
     ),
     Rule(
         name="fp16-overflow-t5",
         reason="{m.model_type} was trained in bf16 and can overflow in fp16; watch for a nan loss",
         source="https://github.com/huggingface/transformers/issues/9295",
-        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.spec.model_type in T5_TYPES,
+        violated=lambda c: c.strategy.compute is Dtype.FP16 and c.family.may_overflow_fp16,
         severity="warning",
     ),
     Rule(
@@ -773,48 +806,35 @@ _RULES: tuple[Rule, ...] = (
         reason="flash attention over packed rows needs compute capability 8.0; {c.gpu.name} is "
         "{c.capability}",
         source=_VARLEN,
-        violated=lambda c: c.strategy.attention is Attention.FLASH and c.is_below(8),
+        violated=lambda c: c.is_flash and c.is_below(*FLASH.min_capability),
     ),
     Rule(
         name="flash-dtype",
         reason="flash attention computes in fp16 or bf16, not {s.compute.value}",
         source=_VARLEN,
-        violated=lambda c: (
-            c.strategy.attention is Attention.FLASH and c.strategy.compute is Dtype.FP32
-        ),
+        violated=lambda c: c.is_flash and c.strategy.compute not in FLASH.computes,
     ),
     Rule(
         name="flash-head-dim",
-        reason="flash attention takes heads up to 256 wide; {m.name} has {m.head_dim}",
+        reason="flash attention takes heads up to 256 wide, in steps of 8; {m.name} has "
+        "{m.head_dim}",
         source=_VARLEN,
-        violated=lambda c: c.strategy.attention is Attention.FLASH and c.spec.head_dim > 256,
+        violated=lambda c: c.is_flash and not FLASH.takes_head_dim(c.spec.head_dim),
     ),
     Rule(
         name="flash-family",
-        reason="transformers has no flash attention for {m.model_type}",
-        source="_supports_flash_attn in transformers 5.22",
+        reason="flash attention cannot run {m.model_type}: {c.flash_problem}",
+        source="tightfit/models/attention.py; transformers 5.22",
         violated=lambda c: (
-            c.strategy.attention is Attention.FLASH and c.spec.model_type in _NO_FLASH_TYPES
+            c.is_flash and FLASH.takes_head_dim(c.spec.head_dim) and c.flash_problem is not None
         ),
     ),
     Rule(
-        name="flash-softcap",
-        reason="torch's own flash attention cannot cap attention logits as {m.name} does: the "
-        "flash-attn package is needed",
+        name="flash-package",
+        reason="torch's own flash attention cannot run {m.name}, which the flash-attn package can",
         source="torch.nn.attention.varlen, torch 2.13",
-        violated=lambda c: c.strategy.attention is Attention.FLASH and c.spec.has_attention_softcap,
+        violated=lambda c: c.is_flash and needs_flash_attn(c.needs),
         severity="warning",
-    ),
-    Rule(
-        name="flash-sinks",
-        reason="{m.model_type} has attention sinks, which flash attention knows from compute "
-        "capability 9.0 on; {c.gpu.name} is {c.capability}",
-        source="_compatible_flash_implementations of gpt_oss in transformers 5.22",
-        violated=lambda c: (
-            c.strategy.attention is Attention.FLASH
-            and c.spec.model_type == "gpt_oss"
-            and c.is_below(9)
-        ),
     ),
     Rule(
         name="recomputed-layers",
@@ -832,10 +852,10 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="sdpa-softcap",
-        reason="sdpa cannot cap attention logits as {m.name} does; use eager (or flash)",
+        reason="sdpa cannot cap attention logits as {m.name} does; use eager",
         source="transformers 5.22, integrations/sdpa_attention.py; "
         "https://github.com/huggingface/transformers/pull/32865",
-        violated=lambda c: c.strategy.attention is Attention.SDPA and c.spec.has_attention_softcap,
+        violated=lambda c: c.is_sdpa and c.spec.has_attention_softcap,
     ),
     Rule(
         name="sdpa-grouped-heads",
@@ -843,11 +863,7 @@ _RULES: tuple[Rule, ...] = (
         "({c.capability}) and would hold the score matrix: set repeat_keys",
         source="torch 2.11, sdp_utils.cpp: the memory-efficient kernel does not take enable_gqa; "
         "benchmarks/results/h200_steps.json, Llama-3.2-1B in fp32",
-        violated=lambda c: (
-            c.strategy.attention is Attention.SDPA
-            and c.lacks_grouped_kernel
-            and not c.strategy.repeat_keys
-        ),
+        violated=lambda c: c.is_sdpa and c.lacks_grouped_kernel and not c.strategy.repeat_keys,
         severity="warning",
     ),
     Rule(
@@ -855,7 +871,9 @@ _RULES: tuple[Rule, ...] = (
         reason="transformers has no sdpa attention for {m.model_type}; use eager",
         source="_supports_sdpa in transformers 5.22",
         violated=lambda c: (
-            c.strategy.attention is Attention.SDPA and c.spec.model_type in _NO_SDPA_TYPES
+            c.is_sdpa
+            and not c.spec.has_attention_softcap
+            and find_sdpa_problem(c.needs) is not None
         ),
     ),
     Rule(
@@ -863,8 +881,7 @@ _RULES: tuple[Rule, ...] = (
         reason="Liger has no fused kernels for {m.model_type}; use the plain or chunked loss",
         source=_LIGER,
         violated=lambda c: (
-            (c.strategy.fused_kernels or c.strategy.loss is Loss.FUSED)
-            and c.spec.model_type not in LIGER_TYPES
+            (c.strategy.fused_kernels or c.strategy.loss is Loss.FUSED) and not c.family.has_liger
         ),
     ),
     Rule(
@@ -910,22 +927,22 @@ _RULES: tuple[Rule, ...] = (
         name="packing-family",
         reason="{m.model_type} models cannot keep packed documents apart: set packing=false",
         source="transformers 5.22: bloom and mpt take no positions, falcon's mask ignores them",
-        violated=lambda c: c.strategy.packing and c.spec.model_type in _NO_PACKING_TYPES,
+        violated=lambda c: (
+            c.strategy.packing
+            and not c.spec.is_encoder_decoder
+            and not c.needs.can_pack(is_varlen=c.family.accepts_custom_attention)
+        ),
     ),
     Rule(
         name="packing-opt",
-        reason="opt keeps packed documents apart by flash attention alone, which needs 16-bit "
-        "arithmetic and compute capability 8.0: set packing=false",
+        reason="{m.model_type} keeps packed documents apart by flash attention alone, which needs "
+        "16-bit arithmetic and compute capability 8.0: set packing=false",
         source="transformers 5.22: modeling_opt.py makes its mask without positions",
         violated=lambda c: (
             c.strategy.packing
-            and c.spec.model_type == "opt"
-            and (
-                c.strategy.attention is Attention.EAGER
-                or c.strategy.compute is Dtype.FP32
-                or c.is_below(8)
-                or c.is_cpu
-            )
+            and c.family.accepts_custom_attention
+            and c.needs.can_pack(is_varlen=True)
+            and not c.needs.can_pack(is_varlen=c.has_varlen)
         ),
     ),
     Rule(

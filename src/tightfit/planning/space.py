@@ -18,6 +18,7 @@ from tightfit.core.strategy import (
     Strategy,
 )
 from tightfit.hardware.types import Gpu, Node, NodeGroup
+from tightfit.models.attention import KERNELS, is_proposed, needs_of
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.request import JobRequest
 from tightfit.planning.rules import DEQUANTIZED_RULES, FUSED_LORA_RULES, Case, Rule, find_violations
@@ -245,11 +246,15 @@ def choose_compute_dtype(spec: ModelSpec, gpu: Gpu) -> Dtype:
 
 
 def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attention:
-    """The best attention this model has on this card: sdpa, else flash, else eager."""
-    for attention in (Attention.SDPA, Attention.FLASH):
+    """The best attention that runs this model on this card with no further package: sdpa, else
+    flash, else eager."""
+    needs = needs_of(spec)
+    for attention in KERNELS:
         trial = Strategy(method=Method.LOAD, weights=compute, compute=compute, attention=attention)
         case = Case(spec=spec, strategy=trial, node=node, num_nodes=1)
-        if not any(v.rule.startswith(attention.value) for v in find_violations(case)):
+        names = ("cpu-flash", attention.value)
+        is_refused = any(v.rule.startswith(names) for v in find_violations(case))
+        if is_proposed(attention, needs) and not is_refused:
             return attention
     return Attention.EAGER
 
@@ -298,7 +303,9 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     ]
     if request.profile is not None and not request.spec.is_encoder_decoder:
         is_plain = is_coarse or node.gpu.is_cpu
-        kinds = (best,) if is_plain else tuple(dict.fromkeys((best, Attention.FLASH)))
+        has_flash = is_proposed(Attention.FLASH, needs_of(request.spec))
+        others = (Attention.FLASH,) if has_flash and not is_plain else ()
+        kinds = tuple(dict.fromkeys((best, *others)))
         found += [{"attention": kind, "packing": True} for kind in kinds]
     stated = request.fixed.get("packing")
     wanted = [fields for fields in found if stated in (None, fields["packing"])] or found

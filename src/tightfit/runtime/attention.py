@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,17 @@ from typing import TYPE_CHECKING, Any
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.strategy import Attention, Strategy
+from tightfit.models.attention import (
+    FLASH,
+    AttentionNeeds,
+    find_flash_problem,
+    find_sdpa_problem,
+    find_varlen_problem,
+    read_attention_extras,
+)
+from tightfit.models.families.registry import find_family
+from tightfit.models.family import Family
+from tightfit.models.spec import AttentionFeature
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +69,9 @@ class VarlenKernel:
     is_flash_attn: bool
     """The flash-attn package's calling convention instead of torch's."""
     has_scale: bool
-    has_window: bool
     has_grouped_heads: bool
-    has_softcap: bool
-    has_dropout: bool
+    features: frozenset[AttentionFeature]
+    """What it computes besides a causal softmax."""
 
 
 def find_bounds(position_ids: torch.Tensor) -> Bounds:
@@ -106,44 +116,56 @@ def cached_bounds(position_ids: torch.Tensor, num_rows: int) -> Bounds:
     return known
 
 
+def find_varlen_kernel(
+    features: frozenset[AttentionFeature] = frozenset(),
+) -> VarlenKernel | None:
+    """The kernel that computes `features`: torch's own, else the flash-attn package's.
+
+    Where neither does, the first that is there; None where this machine has none.
+    """
+    found = [kernel for kernel in (_find_torch_kernel(), _find_flash_attn()) if kernel is not None]
+    able = [kernel for kernel in found if features <= kernel.features]
+    return next(iter(able or found), None)
+
+
 @lru_cache(maxsize=1)
-def find_varlen_kernel() -> VarlenKernel | None:
-    """torch's own kernel where this torch has one, else the flash-attn package's, else None."""
+def _find_torch_kernel() -> VarlenKernel | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return _find_flash_attn()
+        return None
     known = inspect.signature(varlen_attn).parameters
     return VarlenKernel(
         run=varlen_attn,
         is_flash_attn=False,
         # torch 2.10 has `is_causal` alone; 2.11 a scale and a window; 2.12 grouped heads.
         has_scale="scale" in known,
-        has_window="window_size" in known,
         has_grouped_heads="enable_gqa" in known,
-        has_softcap=False,
-        has_dropout=False,
+        features=FLASH.features if "window_size" in known else frozenset(),
     )
 
 
+@lru_cache(maxsize=1)
 def _find_flash_attn() -> VarlenKernel | None:
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
         return None
+    has_softcap = "softcap" in inspect.signature(flash_attn_varlen_func).parameters
+    older = FLASH.package_features - {AttentionFeature.SOFTCAP}
     return VarlenKernel(
         run=flash_attn_varlen_func,
         is_flash_attn=True,
         has_scale=True,
-        has_window=True,
         has_grouped_heads=True,
-        has_softcap="softcap" in inspect.signature(flash_attn_varlen_func).parameters,
-        has_dropout=True,
+        features=FLASH.package_features if has_softcap else older,
     )
 
 
-def require_varlen_kernel() -> VarlenKernel:
-    kernel = find_varlen_kernel()
+def require_varlen_kernel(
+    features: frozenset[AttentionFeature] = frozenset(),
+) -> VarlenKernel:
+    kernel = find_varlen_kernel(features)
     if kernel is None:
         raise SetupError(
             "Attention over packed documents needs torch 2.10 or the flash-attn package.",
@@ -176,7 +198,7 @@ def _run_torch(kernel: VarlenKernel, inputs: tuple[Any, ...], call: VarlenCall) 
         # The kernel divides by the root of the width; what is asked for beyond goes in before.
         query = inputs[0] * (call.scale * inputs[0].shape[-1] ** 0.5)
         inputs = (query, *inputs[1:])
-    if kernel.has_window:
+    if AttentionFeature.WINDOW in kernel.features:
         options["window_size"] = _kernel_window(call)
     else:
         options["is_causal"] = True
@@ -208,28 +230,10 @@ def _kernel_window(call: VarlenCall) -> tuple[int, int]:
 
 REPEAT = "tightfit_repeat"
 VARLEN = "tightfit_varlen"
+FLASH_ATTN_2 = "flash_attention_2"
+"""transformers' own name for the flash-attn package."""
 PACKED = "tightfit_packed"
 """Not an implementation: `tightfit_varlen` where the family allows it, SDPA's block mask if not."""
-
-_POSITION_BLIND = frozenset({"falcon", "opt"})
-"""Families that take positions and make their masks without them, so that documents which share a
-row see each other (transformers 5.22, `create_causal_mask` in their modeling files)."""
-
-_NOT_CAUSAL = frozenset(
-    {
-        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
-        *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
-        *("xlm-roberta", "xlm-roberta-xl", "xmod"),
-        *("git", "prophetnet", "reformer", "xlnet"),
-        *("blt", "cohere_compass_text", "dbrx", "zamba", "zaya"),
-    }
-)
-"""Families that transformers lists for causal models though their tokens see those behind them
-unless the config says otherwise; then those that predict in ways of their own; then some of which
-it is not known. All others there that can be made small had the same loss and gradients with a
-mask for padding on the right and without it (transformers 5.22)."""
-
-_DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 
 
 def choose_attention_name(
@@ -243,7 +247,7 @@ def choose_attention_name(
         return "eager"
     if strategy.attention is Attention.FLASH:
         # transformers' own flash path sees documents only in batches of one row.
-        return VARLEN if is_packed or not _has_flash_attn() else "flash_attention_2"
+        return VARLEN if is_packed or not _has_flash_attn() else FLASH_ATTN_2
     if has_varlen is None:
         has_varlen = _has_varlen_device()
     if is_packed and strategy.compute is not Dtype.FP32 and has_varlen:
@@ -254,26 +258,32 @@ def choose_attention_name(
 def resolve_attention(config: PretrainedConfig, name: str) -> str:
     """The implementation to use for this family.
 
-    Raises UsageError where varlen attention was asked for and cannot do what the
-    family needs; the word `tightfit_packed` asks for less, and falls back.
+    Raises UsageError where the plan's attention cannot do what the family needs; the word
+    `tightfit_packed` asks for less, and falls back.
     """
-    if name in ("sdpa", REPEAT) and not _supports(config, "_supports_sdpa"):
+    needs = read_needs(config)
+    sdpa_problem = find_sdpa_problem(needs)
+    if name in ("sdpa", REPEAT) and sdpa_problem is not None:
         raise UsageError(
-            f"transformers has no sdpa attention for {config.model_type}.",
+            f"sdpa attention cannot run {config.model_type}: {sdpa_problem}.",
             remedy="--set attention=eager",
         )
-    if name == REPEAT and not _accepts_custom_attention(config):
+    if name == REPEAT and not needs.family.accepts_custom_attention:
         return "sdpa"
-    if name not in (PACKED, VARLEN):
+    if name == FLASH_ATTN_2:
+        problem = find_flash_problem(needs, is_packed=False)
+    elif name in (PACKED, VARLEN):
+        problem = find_varlen_obstacle(config, find_varlen_kernel(needs.features))
+    else:
         return name
-    reason = find_varlen_obstacle(config, find_varlen_kernel())
-    if reason is None:
-        return VARLEN
+    if problem is None:
+        return name if name == FLASH_ATTN_2 else VARLEN
+    fallback = "sdpa" if sdpa_problem is None else "eager"
     if name == PACKED:
-        return "sdpa" if _supports(config, "_supports_sdpa") else "eager"
+        return fallback
     raise UsageError(
-        f"Flash attention cannot run {config.model_type}: {reason}.",
-        remedy="--set attention=sdpa" if not _softcap(config) else "--set attention=eager",
+        f"Flash attention cannot run {config.model_type}: {problem}.",
+        remedy=f"--set attention={fallback}",
     )
 
 
@@ -281,37 +291,66 @@ def find_varlen_obstacle(config: PretrainedConfig, kernel: VarlenKernel | None) 
     """Why this family cannot have varlen attention on this machine, or None."""
     if kernel is None:
         return "this torch has no kernel for it (2.10 has), and flash-attn is not installed"
+    return find_varlen_problem(read_needs(config), kernel.features)
+
+
+def read_needs(config: PretrainedConfig) -> AttentionNeeds:
+    """What the family's record and the loaded config need of an attention kernel."""
     text = config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    limits = (
-        (config.is_encoder_decoder, "it has an encoder and a decoder"),
-        (
-            not _supports(config, "_supports_flash_attn"),
-            "its family does not hand down what the kernel needs",
+    known = find_family(text.model_type)
+    family = known if known.is_known else _read_family(config, known)
+    kinds = getattr(text, "layer_types", None)
+    stated = {
+        AttentionFeature.SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,
+        AttentionFeature.WINDOW: (
+            getattr(text, "sliding_window", None) is not None
+            if kinds is None
+            else "sliding_attention" in kinds
         ),
-        (not _accepts_custom_attention(config), "its family knows its own attention alone"),
-        (head_dim > 256 or head_dim % 8 != 0, f"its heads are {head_dim} wide"),
-        (_softcap(text) and not kernel.has_softcap, "it caps attention logits"),
-        (_window(text) and not kernel.has_window, "it attends in a window"),
-        (_is_chunked(text), "it attends in chunks"),
-        (text.model_type == "gpt_oss", "it has attention sinks"),
-        (getattr(text, "use_bidirectional_attention", False), "it attends both ways"),
-        (
-            not kernel.has_dropout and any(getattr(text, f, 0) for f in _DROPOUT_FIELDS),
-            "it drops attention weights while training",
-        ),
+        AttentionFeature.SINKS: family.has_sinks,
+    }
+    extras = read_attention_extras(text.to_dict(), family)
+    return AttentionNeeds(
+        family=family,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        features=frozenset({*extras, *(feature for feature, is_on in stated.items() if is_on)}),
+        is_encoder_decoder=bool(config.is_encoder_decoder),
     )
-    return next((reason for is_limit, reason in limits if is_limit), None)
+
+
+def _read_family(config: PretrainedConfig, family: Family) -> Family:
+    """What the model class of a family without a record says of itself.
+
+    Families that transformers does not list are let try.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
+    known: Any = mappings[0] if config.is_encoder_decoder else mappings[1]
+    model_class = known.get(type(config), None)
+    if model_class is None:
+        return family
+    return replace(
+        family,
+        has_sdpa=bool(getattr(model_class, "_supports_sdpa", False)),
+        has_flash=bool(getattr(model_class, "_supports_flash_attn", False)),
+        accepts_custom_attention=bool(model_class._can_set_attn_implementation()),
+    )
 
 
 def check_packable(model: nn.Module) -> None:
     """Raise where packed rows would be read as one document: the family heeds no positions."""
-    import inspect
-
     config: Any = model.config
-    names = inspect.signature(model.forward).parameters
-    is_blind = config.model_type in _POSITION_BLIND and config._attn_implementation != VARLEN
-    if config.is_encoder_decoder or "position_ids" not in names or is_blind:
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    check_packing(config, config._attn_implementation, takes_positions=takes_positions)
+
+
+def check_packing(
+    config: PretrainedConfig, implementation: str, *, takes_positions: bool = True
+) -> None:
+    """The same of a config with the attention that it will have."""
+    can_pack = read_needs(config).can_pack(is_varlen=implementation == VARLEN)
+    if not can_pack or not takes_positions:
         raise UsageError(
             f"{config.model_type} models cannot keep packed documents apart.",
             remedy="--set packing=false",
@@ -328,7 +367,7 @@ def needs_padding_mask(config: PretrainedConfig) -> bool:
     text = config.get_text_config()
     return bool(
         config.is_encoder_decoder
-        or config.model_type in _NOT_CAUSAL
+        or not find_family(config.model_type).is_causal
         or not getattr(text, "is_causal", True)
         or getattr(text, "use_bidirectional_attention", False)
     )
@@ -398,7 +437,7 @@ def varlen_attention(
     """
     import torch
 
-    _check_call(module, query, key, attention_mask, kwargs)
+    kernel = _check_call(module, query, key, attention_mask, kwargs)
     num_rows, _, num_tokens, head_dim = query.shape
     target = _kernel_dtype(query, value)
     flat = [_flatten_rows(x, target) for x in (query, key, value)]
@@ -411,7 +450,7 @@ def varlen_attention(
         softcap=kwargs.get("softcap"),
         dropout=kwargs.get("dropout", 0.0),
     )
-    output = run_varlen_kernel(require_varlen_kernel(), flat[0], flat[1], flat[2], call)
+    output = run_varlen_kernel(kernel, flat[0], flat[1], flat[2], call)
     output = output[..., : value.shape[-1]]
     return output.reshape(num_rows, num_tokens, *output.shape[1:]), None
 
@@ -422,9 +461,16 @@ def _check_call(
     key: torch.Tensor,
     attention_mask: torch.Tensor | None,
     kwargs: dict[str, Any],
-) -> None:
-    """What the kernel would get silently wrong is refused here."""
-    kernel = require_varlen_kernel()
+) -> VarlenKernel:
+    """The kernel for this call; what it would get silently wrong is refused here."""
+    asked = {
+        AttentionFeature.SOFTCAP: kwargs.get("softcap") is not None,
+        AttentionFeature.WINDOW: kwargs.get("sliding_window") is not None,
+        AttentionFeature.DROPOUT: kwargs.get("dropout", 0.0) > 0,
+    }
+    features = frozenset(feature for feature, is_asked in asked.items() if is_asked)
+    kernel = require_varlen_kernel(features)
+    missing = features - kernel.features
     is_causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     limits = (
@@ -433,9 +479,9 @@ def _check_call(
         (not causal, "attention both ways"),
         (kwargs.get("position_bias") is not None, "a position bias"),
         (kwargs.get("s_aux") is not None, "attention sinks"),
-        (kwargs.get("softcap") is not None and not kernel.has_softcap, "capped logits"),
-        (kwargs.get("sliding_window") is not None and not kernel.has_window, "a window"),
-        (kwargs.get("dropout", 0.0) > 0 and not kernel.has_dropout, "attention dropout"),
+        (AttentionFeature.SOFTCAP in missing, "capped logits"),
+        (AttentionFeature.WINDOW in missing, "a window"),
+        (AttentionFeature.DROPOUT in missing, "attention dropout"),
     )
     found = next((what for is_limit, what in limits if is_limit), None)
     if found is not None:
@@ -443,6 +489,7 @@ def _check_call(
             f"Flash attention over packed documents cannot do {found}.",
             remedy="--set attention=sdpa",
         )
+    return kernel
 
 
 def _flatten_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -483,42 +530,6 @@ def _no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> 
         )
 
 
-def _supports(config: PretrainedConfig, flag: str) -> bool:
-    """A statement of the family's model class about itself. Unknown families are let try."""
-    family = _find_family(config)
-    return family is None or bool(getattr(family, flag, False))
-
-
-def _accepts_custom_attention(config: PretrainedConfig) -> bool:
-    """Whether the family asks transformers for its attention by name, ours included."""
-    family = _find_family(config)
-    return family is None or bool(family._can_set_attn_implementation())
-
-
-def _find_family(config: PretrainedConfig) -> Any:
-    """The model class, or None for families that transformers does not list."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-
-    kinds = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
-    known = kinds[0] if config.is_encoder_decoder else kinds[1]
-    return known.get(type(config), None)
-
-
-def _softcap(config: PretrainedConfig) -> bool:
-    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-
-
-def _window(config: PretrainedConfig) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return "sliding_attention" in kinds
-    return getattr(config, "sliding_window", None) is not None
-
-
-def _is_chunked(config: PretrainedConfig) -> bool:
-    return "chunked_attention" in (getattr(config, "layer_types", None) or ())
-
-
 def _has_flash_attn() -> bool:
     from transformers.utils import import_utils
 
@@ -556,12 +567,7 @@ def choose_inference_attention(folder: Path) -> str:
             f"transformers cannot read {folder / 'config.json'}: {lines[0].rstrip('.')}.",
             remedy="name a model of a family that transformers knows: tightfit models",
         ) from error
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        return "eager"
-    try:
-        return resolve_attention(config, "sdpa")
-    except UsageError:
-        return "eager"
+    return "sdpa" if find_sdpa_problem(read_needs(config)) is None else "eager"
 
 
 def register_grouped_decode() -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.core.errors import SetupError, UsageError
+from tightfit.models.families.registry import find_family
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -115,12 +116,22 @@ def _dequantize(packed: Any) -> Tensor:
 # Fused kernels, Liger's and ours: the same model in fewer passes over memory.
 
 
+def check_liger(config: PretrainedConfig) -> None:
+    """Raise where Liger has nothing for the family."""
+    kind = config.get_text_config().model_type
+    if not find_family(kind).has_liger:
+        raise UsageError(
+            f"Liger has no fused kernels for {kind}.", remedy="--set fused_kernels=false"
+        )
+
+
 def apply_fused_kernels(model: PreTrainedModel) -> None:
     """Fused norm, rotary and gated MLP in this model. The loss stays as it is.
 
     Before adapters are attached. Rotary positions are patched in the family's
     module, which is how Liger does it; norms and MLPs in this instance alone.
     """
+    check_liger(model.config)
     try:
         from liger_kernel.transformers import monkey_patch
     except ImportError as error:
@@ -128,10 +139,10 @@ def apply_fused_kernels(model: PreTrainedModel) -> None:
             "The plan's fused kernels need liger-kernel, which cannot be imported here.",
             remedy="pip install liger-kernel, or --set fused_kernels=false",
         ) from error
-    kind = model.config.model_type
-    if kind not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UsageError(
-            f"Liger has no fused kernels for {kind}.", remedy="--set fused_kernels=false"
+    if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise SetupError(
+            f"The installed liger-kernel has no kernels for {model.config.model_type}.",
+            remedy="pip install -U liger-kernel, or --set fused_kernels=false",
         )
     apply: Any = monkey_patch._apply_liger_kernel_to_instance
     apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tightfit.core.errors import UserError
 from tightfit.models.catalogue import list_config_files
 from tightfit.models.config import parse_json, read_config
-from tightfit.models.families.registry import READERS
+from tightfit.models.families.registry import FAMILIES
 from tightfit.models.spec import ModelSpec, explain_parameter_count
 
 FAST = settings(
@@ -51,7 +51,7 @@ _VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-_TYPES = st.sampled_from([*READERS, "unknown", ""])
+_TYPES = st.sampled_from([*FAMILIES, "unknown", ""])
 
 
 def attempt(config: object) -> ModelSpec | UserError:

@@ -53,7 +53,8 @@ def _case(
 
 
 def _as_opt(case: Case) -> Case:
-    return replace(case, spec=case.spec.model_copy(update={"model_type": "opt"}))
+    changes = {"model_type": "opt", "attention_extras": ()}
+    return replace(case, spec=case.spec.model_copy(update=changes))
 
 
 def _without_capability(case: Case) -> Case:
@@ -132,10 +133,6 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "flash-family": (
         lambda: _case(_BF16 | {"attention": "flash"}, model="bloom-1b1"),
         lambda: _case(_BF16 | {"attention": "flash"}, model="gpt2"),
-    ),
-    "flash-sinks": (
-        lambda: _case(_BF16 | {"attention": "flash"}, model="gpt-oss-20b"),
-        lambda: _case(_BF16 | {"attention": "flash"}, model="gpt-oss-20b", gpu="H100-SXM5-80GB"),
     ),
     "sdpa-softcap": (
         lambda: _case({"attention": "sdpa"}, model="gemma-2-9b"),
@@ -276,7 +273,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"loss": "fused", "loss_slice_factor": 4}, model="PowerLM-3b"),
         lambda: _case({"loss": "fused"}, model="PowerLM-3b"),
     ),
-    "flash-softcap": (
+    "flash-package": (
         lambda: _case(_BF16 | {"attention": "flash"}, model="gemma-2-9b"),
         lambda: _case(_BF16 | {"attention": "flash"}),
     ),

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.strategy import Attention, Strategy
+from tightfit.models.attention import FLASH
 from tightfit.runtime import attention
 from tightfit.runtime.attention import (
     PACKED,
@@ -132,10 +133,8 @@ def exact_kernel(*, has_grouped_heads: bool, seen: list[dict[str, Any]]) -> Varl
         run=run,
         is_flash_attn=False,
         has_scale=True,
-        has_window=True,
+        features=FLASH.features,
         has_grouped_heads=has_grouped_heads,
-        has_softcap=False,
-        has_dropout=False,
     )
 
 
@@ -144,7 +143,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The exact kernel in place of the GPU's, and what it was called with."""
     calls: list[dict[str, Any]] = []
     kernel = exact_kernel(has_grouped_heads=True, seen=calls)
-    monkeypatch.setattr(attention, "require_varlen_kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "require_varlen_kernel", lambda *_: kernel)
     return calls
 
 
@@ -250,10 +249,8 @@ def test_each_torch_is_called_by_its_own_convention(version: str) -> None:
         run=run,
         is_flash_attn=False,
         has_scale="scale" in expected,
-        has_window="window_size" in expected,
         has_grouped_heads="enable_gqa" in expected,
-        has_softcap=False,
-        has_dropout=False,
+        features=FLASH.features if "window_size" in expected else frozenset(),
     )
     call = attention.VarlenCall(
         bounds=find_bounds(torch.arange(6)[None]), scale=0.5, window=4, softcap=None, dropout=0.0
@@ -314,7 +311,7 @@ def test_what_varlen_cannot_do(family: str, changes: dict[str, Any], reason: str
 
 def test_a_family_that_cannot_falls_back_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = exact_kernel(has_grouped_heads=True, seen=[])
-    monkeypatch.setattr(attention, "find_varlen_kernel", lambda: kernel)
+    monkeypatch.setattr(attention, "find_varlen_kernel", lambda *_: kernel)
 
     assert resolve_attention(make_config("llama"), PACKED) == VARLEN
     assert resolve_attention(make_config("gpt2"), PACKED) == "sdpa"
@@ -322,7 +319,7 @@ def test_a_family_that_cannot_falls_back_or_is_refused(monkeypatch: pytest.Monke
     assert resolve_attention(make_config("gemma2"), PACKED) == "eager"
     assert resolve_attention(make_config("llama"), "sdpa") == "sdpa"
     for name in ("sdpa", REPEAT):
-        with pytest.raises(UsageError, match="no sdpa attention for gemma2"):
+        with pytest.raises(UsageError, match="sdpa attention cannot run gemma2"):
             resolve_attention(make_config("gemma2"), name)
     with pytest.raises(UsageError, match="caps attention logits"):
         resolve_attention(make_config("gemma2"), VARLEN)

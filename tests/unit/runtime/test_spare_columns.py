@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from tightfit.core.dtypes import Dtype
 from tightfit.estimate.fused_projections import (
-    FUSED_PROJECTION_FAMILIES,
     FUSED_PROJECTION_NAMES,
     uses_augmented_weights,
 )
+from tightfit.models.families.registry import find_family
 from tightfit.runtime.kernels.fused_lora import (
     AUGMENTED_COLUMNS,
     FUSED_PROJECTIONS,
@@ -196,7 +196,7 @@ def test_norms_of_these_families_feed_those_matrices_alone() -> None:
     """Each reader gets the very tensor that its norm has made, and nothing else is given it."""
     for family in ("llama", "mistral-window", "qwen2", "qwen3", "gemma"):
         model = adapted(family)
-        assert model.config.model_type in FUSED_PROJECTION_FAMILIES
+        assert find_family(model.config.model_type).fuses_projections
         made: dict[int, list[str]] = {}
 
         def note(args: Any, name: str, made: Any = made) -> None:

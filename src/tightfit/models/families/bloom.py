@@ -12,6 +12,7 @@ from tightfit.models.families.parts import (
     read_decoder_shape,
     split_attention,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
 _OPT_POSITION_OFFSET = 2  # OPT's position table starts after two unused rows
@@ -109,3 +110,38 @@ def read_falcon(f: ConfigFields) -> ModelSpec:
         tie_embeddings=f.flag("tie_word_embeddings", default=True),
         outer_params=2 * stem.hidden,
     )
+
+
+LAYERNORM_FAMILIES = (
+    Family(
+        model_types=("bloom",),
+        read=read_bloom,
+        alibi="always",
+        has_sdpa=False,
+        has_flash=False,
+        accepts_custom_attention=False,
+        takes_positions=False,
+    ),
+    Family(
+        model_types=("mpt",),
+        read=read_mpt,
+        alibi="always",
+        has_sdpa=False,
+        has_flash=False,
+        accepts_custom_attention=False,
+        takes_positions=False,
+    ),
+    Family(model_types=("opt",), read=read_opt, mask_reads_positions=False),
+    Family(
+        # The other two are Falcon's names before transformers took it in.
+        model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
+        read=read_falcon,
+        alibi="ungrouped",
+        accepts_custom_attention=False,
+        sdpa_always_masks=True,
+        mask_reads_positions=False,
+        splits_rotary=True,
+        quantizes_linears=False,  # FalconLinear
+        has_fp8_linears=False,
+    ),
+)

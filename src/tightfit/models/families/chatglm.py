@@ -10,6 +10,7 @@ from tightfit.models.families.parts import (
     plain_mlp,
     read_decoder_shape,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
 _ATTENTION = ("query_key_value", "dense")
@@ -55,3 +56,6 @@ def _read_later(f: ConfigFields) -> ModelSpec:
         tie_embeddings=f.flag("tie_word_embeddings", default=False),
         outer_params=stem.hidden * (1 if is_rms else 2),
     )
+
+
+CHATGLM = Family(model_types=("chatglm",), read=read_chatglm, splits_rotary=True)

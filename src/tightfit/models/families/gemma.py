@@ -14,6 +14,7 @@ from tightfit.models.families.parts import (
     read_decoder_shape,
     split_attention,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import Linear, ModelSpec
 
 _TANH = "gelu_pytorch_tanh"
@@ -105,3 +106,29 @@ def _is_capped(f: ConfigFields, key: str) -> bool:
     """Gemma 2 caps unless its config says null."""
     f.number(key)
     return f.has(key) or not f.mentions(key)
+
+
+GEMMA_FAMILIES = (
+    Family(
+        model_types=("gemma",),
+        read=read_gemma,
+        has_liger=True,
+        fuses_projections=True,
+        keeps_norm_output_fp32=True,
+    ),
+    Family(
+        model_types=("gemma2",),
+        read=read_gemma2,
+        has_sdpa=False,
+        default_softcap=True,
+        has_liger=True,
+        keeps_norm_output_fp32=True,
+    ),
+    Family(
+        model_types=("gemma3", "gemma3_text"),
+        read=read_gemma3,
+        has_liger=True,
+        keeps_norm_output_fp32=True,
+        overflows_fp16=True,
+    ),
+)

@@ -12,6 +12,7 @@ from tightfit.models.families.parts import (
     read_decoder_shape,
     split_attention,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import Linear, ModelSpec
 
 _TANH = "gelu_pytorch_tanh"
@@ -95,3 +96,32 @@ def _read_parallel(
         lm_head_bias=True,
         outer_params=2 * stem.hidden,
     )
+
+
+GPT_FAMILIES = (
+    Family(
+        model_types=("gpt2",),
+        read=read_gpt2,
+        default_attention_dropout=0.1,
+        composes_gelu=True,
+        has_fp8_linears=False,  # Conv1D
+    ),
+    Family(model_types=("gpt_bigcode",), read=read_gpt_bigcode, default_attention_dropout=0.1),
+    Family(model_types=("gpt_neox",), read=read_gpt_neox, splits_rotary=True),
+    Family(
+        model_types=("gptj",),
+        read=read_gptj,
+        has_sdpa=False,
+        accepts_custom_attention=False,
+        composes_gelu=True,
+    ),
+    Family(
+        model_types=("codegen",),
+        read=read_codegen,
+        has_sdpa=False,
+        has_flash=False,
+        accepts_custom_attention=False,
+        splits_rotary=True,
+        composes_gelu=True,
+    ),
+)

@@ -10,6 +10,7 @@ from tightfit.models.families.parts import (
     read_decoder_shape,
     split_attention,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
 
@@ -85,3 +86,13 @@ def read_baichuan(f: ConfigFields) -> ModelSpec:
         tie_embeddings=f.flag("tie_word_embeddings", default=False),
         outer_params=stem.hidden,
     )
+
+
+LLAMA_FAMILIES = (
+    Family(model_types=("llama",), read=read_llama, has_liger=True, fuses_projections=True),
+    Family(model_types=("mistral",), read=read_mistral, has_liger=True, fuses_projections=True),
+    Family(model_types=("granite",), read=read_llama, has_liger=True, scales_logits=True),
+    Family(model_types=("smollm3",), read=read_tied_llama, has_liger=True),
+    Family(model_types=("stablelm",), read=read_stablelm),
+    Family(model_types=("baichuan",), read=read_baichuan, splits_rotary=True),
+)

@@ -11,6 +11,7 @@ from tightfit.models.families.parts import (
     read_experts,
     split_attention,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
 
@@ -64,3 +65,12 @@ def read_gpt_oss(f: ConfigFields) -> ModelSpec:
         sliding_window=window,
         num_sliding_layers=sliding if window else 0,
     )
+
+
+MOE_FAMILIES = (
+    Family(model_types=("mixtral",), read=read_mixtral, has_liger=True),
+    Family(model_types=("granitemoe",), read=read_granitemoe),
+    Family(
+        model_types=("gpt_oss",), read=read_gpt_oss, has_sdpa=False, has_sinks=True, has_liger=True
+    ),
+)

@@ -25,7 +25,7 @@ class ConfigFields:
     """The values of one config. Each read names the key, so each error can name it too."""
 
     def __init__(self, values: Mapping[str, object], *, name: str, source: str) -> None:
-        self._values = values
+        self.values = values
         self.name = name
         self.source = source
         self.warnings: list[str] = []
@@ -36,7 +36,7 @@ class ConfigFields:
 
     def mentions(self, key: str) -> bool:
         """Whether the key is there at all, null or not."""
-        return key in self._values
+        return key in self.values
 
     def need(self, *groups: tuple[str, ...]) -> None:
         """Name every missing key at once. A group holds the spellings of one key."""
@@ -69,7 +69,7 @@ class ConfigFields:
         key = self._first(keys)
         if key is None:
             return None
-        value = self._values[key]
+        value = self.values[key]
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, "a whole number")
         if value < 1:
@@ -80,13 +80,13 @@ class ConfigFields:
 
     def window(self, key: str, *, default: int | None) -> int | None:
         """A size where null means none and only a missing key means the default."""
-        if key not in self._values:
+        if key not in self.values:
             return default
         return self.optional_size(key, most=MAX_POSITIONS)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """True or false; null counts as absent."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -95,7 +95,7 @@ class ConfigFields:
 
     def text(self, key: str, *, default: str) -> str:
         """Short printable text; null counts as absent."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             return default
         if not isinstance(value, str) or len(value) > 100 or not value.isprintable():
@@ -104,7 +104,7 @@ class ConfigFields:
 
     def texts(self, key: str) -> tuple[str, ...] | None:
         """A list of words, or None where the config is silent."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             return None
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
@@ -113,7 +113,7 @@ class ConfigFields:
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers; empty where the config is silent."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             return ()
         if not isinstance(value, (list, tuple)) or not all(type(item) is int for item in value):
@@ -122,7 +122,7 @@ class ConfigFields:
 
     def number(self, key: str) -> float | None:
         """Any finite number, or None."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -133,7 +133,7 @@ class ConfigFields:
 
     def part(self, key: str) -> ConfigFields | None:
         """A nested config that shares this one's warnings, or None."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None:
             return None
         if not isinstance(value, Mapping):
@@ -144,8 +144,8 @@ class ConfigFields:
 
     def with_fallback(self, other: ConfigFields, *keys: str) -> ConfigFields:
         """These values, with some keys taken from `other` where these are silent."""
-        borrowed = {key: other._values[key] for key in keys if other.has(key)}
-        merged = ConfigFields({**borrowed, **self._values}, name=self.name, source=self.source)
+        borrowed = {key: other.values[key] for key in keys if other.has(key)}
+        merged = ConfigFields({**borrowed, **self.values}, name=self.name, source=self.source)
         merged.warnings = self.warnings
         return merged
 
@@ -159,11 +159,11 @@ class ConfigFields:
         return whole // parts
 
     def _first(self, keys: tuple[str, ...]) -> str | None:
-        return next((key for key in keys if self._values.get(key) is not None), None)
+        return next((key for key in keys if self.values.get(key) is not None), None)
 
     def _wrong(self, key: str, expected: str) -> InvalidInputError:
         return InvalidInputError(
-            f"{self.source}: `{key}` is {shown(self._values[key])}; it must be {expected}.",
+            f"{self.source}: `{key}` is {shown(self.values[key])}; it must be {expected}.",
             remedy=f"correct `{key}` in the config",
         )
 

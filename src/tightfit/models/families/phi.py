@@ -10,6 +10,7 @@ from tightfit.models.families.parts import (
     read_decoder_shape,
     split_attention,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
 
@@ -56,3 +57,9 @@ def read_phi3(f: ConfigFields) -> ModelSpec:
         sliding_window=window,
         num_sliding_layers=stem.layers if window else 0,
     )
+
+
+PHI_FAMILIES = (
+    Family(model_types=("phi",), read=read_phi, composes_gelu=True),
+    Family(model_types=("phi3",), read=read_phi3, has_liger=True, splits_rotary=True),
+)

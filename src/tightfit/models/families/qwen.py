@@ -18,6 +18,7 @@ from tightfit.models.families.parts import (
     read_experts,
     split_attention,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import Block, ModelSpec, Role
 
 
@@ -125,3 +126,11 @@ def _late_window(f: ConfigFields, stem: DecoderShape) -> tuple[int | None, int]:
     first = f.optional_size("max_window_layers", most=MAX_COUNT) or 0
     late = max(0, stem.layers - first) if window else 0
     return window, count_sliding(f, layers=stem.layers, otherwise=late)
+
+
+QWEN_FAMILIES = (
+    Family(model_types=("qwen",), read=read_qwen, splits_rotary=True),
+    Family(model_types=("qwen2",), read=read_qwen2, has_liger=True, fuses_projections=True),
+    Family(model_types=("qwen3",), read=read_qwen3, has_liger=True, fuses_projections=True),
+    Family(model_types=("qwen3_moe",), read=read_qwen3_moe, has_liger=True),
+)

@@ -12,6 +12,7 @@ from tightfit.models.families.parts import (
     linear,
     read_decoder_shape,
 )
+from tightfit.models.family import Family
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 
@@ -63,3 +64,31 @@ def _mlp(stem: DecoderShape, *, gated: bool) -> tuple[Linear, ...]:
     names = ("wi_0", "wi_1") if gated else ("wi",)
     ups = tuple(linear(name, stem.hidden, stem.inner, Role.MLP) for name in names)
     return (*ups, linear("wo", stem.inner, stem.hidden, Role.MLP))
+
+
+T5_FAMILIES = (
+    Family(
+        model_types=("t5", "mt5"),
+        read=read_t5,
+        has_flash=False,
+        has_position_bias=True,
+        takes_positions=False,
+        casts_to_weight_dtype=True,
+        may_overflow_fp16=True,
+    ),
+    Family(
+        model_types=("umt5",),
+        has_flash=False,
+        takes_positions=False,
+        casts_to_weight_dtype=True,
+        may_overflow_fp16=True,
+    ),
+    Family(
+        model_types=("longt5",),
+        has_sdpa=False,
+        has_flash=False,
+        takes_positions=False,
+        casts_to_weight_dtype=True,
+        may_overflow_fp16=True,
+    ),
+)

@@ -1,0 +1,171 @@
+"""Attention kernels: what each can compute, what a model needs, and where the two do not meet.
+
+The planner's rules and the runtime's checks both ask here, so that what is planned can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Attention
+from tightfit.models.families.registry import find_family
+from tightfit.models.family import Family
+from tightfit.models.spec import AttentionFeature, ModelSpec
+
+_PHRASES = {
+    AttentionFeature.WINDOW: "it attends in a window",
+    AttentionFeature.SOFTCAP: "it caps attention logits",
+    AttentionFeature.SINKS: "it has attention sinks",
+    AttentionFeature.CHUNKS: "it attends in chunks",
+    AttentionFeature.BIDIRECTIONAL: "it attends both ways",
+    AttentionFeature.DROPOUT: "it drops attention weights while training",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernel:
+    """One way to compute attention."""
+
+    name: Attention
+    features: frozenset[AttentionFeature]
+    """What it computes besides a causal softmax. For flash: of torch's own kernel."""
+    package_features: frozenset[AttentionFeature] = frozenset()
+    """What it computes where the flash-attn package is installed."""
+    computes: tuple[Dtype, ...] = (Dtype.BF16, Dtype.FP16, Dtype.FP32)
+    min_capability: tuple[int, int] = (0, 0)
+    runs_on_cpu: bool = True
+    max_head_dim: int | None = None
+    head_dim_multiple: int = 1
+
+    def takes_head_dim(self, head_dim: int) -> bool:
+        is_small = self.max_head_dim is None or head_dim <= self.max_head_dim
+        return is_small and head_dim % self.head_dim_multiple == 0
+
+
+EAGER = AttentionKernel(name=Attention.EAGER, features=frozenset(AttentionFeature))
+SDPA = AttentionKernel(
+    name=Attention.SDPA,
+    # Windows and chunks come as a mask.
+    features=frozenset(AttentionFeature) - {AttentionFeature.SOFTCAP, AttentionFeature.SINKS},
+)
+FLASH = AttentionKernel(
+    name=Attention.FLASH,
+    # torch.nn.attention.varlen: 2.10 has `is_causal` alone, 2.11 a scale and a window.
+    features=frozenset({AttentionFeature.WINDOW}),
+    package_features=frozenset(
+        {AttentionFeature.WINDOW, AttentionFeature.SOFTCAP, AttentionFeature.DROPOUT}
+    ),
+    computes=(Dtype.BF16, Dtype.FP16),
+    min_capability=(8, 0),
+    runs_on_cpu=False,
+    max_head_dim=256,
+    head_dim_multiple=8,
+)
+KERNELS = {kernel.name: kernel for kernel in (SDPA, FLASH, EAGER)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNeeds:
+    """What one model needs of a kernel."""
+
+    family: Family
+    head_dim: int
+    features: frozenset[AttentionFeature]
+    is_encoder_decoder: bool = False
+
+    def can_pack(self, *, is_varlen: bool) -> bool:
+        """Whether packed documents stay apart; `is_varlen`: attention is given their bounds."""
+        if self.is_encoder_decoder or not self.family.takes_positions:
+            return False
+        return is_varlen or self.family.mask_reads_positions
+
+
+def needs_of(spec: ModelSpec) -> AttentionNeeds:
+    """What the planner knows: the config, and the family's record."""
+    family = find_family(spec.model_type)
+    stated = {
+        AttentionFeature.SOFTCAP: spec.has_attention_softcap,
+        AttentionFeature.WINDOW: spec.num_sliding_layers > 0,
+        AttentionFeature.SINKS: family.has_sinks,
+    }
+    found = {feature for feature, is_there in stated.items() if is_there}
+    return AttentionNeeds(
+        family=family,
+        head_dim=spec.head_dim,
+        features=frozenset({*found, *spec.attention_extras}),
+        is_encoder_decoder=spec.is_encoder_decoder,
+    )
+
+
+def find_sdpa_problem(needs: AttentionNeeds) -> str | None:
+    """Why SDPA cannot run this model, or None."""
+    if not needs.family.has_sdpa:
+        return "its family has no sdpa attention in transformers"
+    return _name_missing(needs, SDPA.features)
+
+
+def find_varlen_problem(
+    needs: AttentionNeeds, features: frozenset[AttentionFeature] = FLASH.features
+) -> str | None:
+    """Why a kernel over packed documents that computes `features` cannot run this model."""
+    if needs.is_encoder_decoder:
+        return "it has an encoder and a decoder"
+    if not needs.family.has_flash:
+        return "its family does not hand down what the kernel needs"
+    if not needs.family.accepts_custom_attention:
+        return "its family knows its own attention alone"
+    if not FLASH.takes_head_dim(needs.head_dim):
+        return f"its heads are {needs.head_dim} wide"
+    return _name_missing(needs, features)
+
+
+def find_flash_problem(needs: AttentionNeeds, *, is_packed: bool) -> str | None:
+    """Why flash attention cannot run this model whatever is installed, or None.
+
+    Rows that are not packed can go through transformers' own call of the flash-attn package, which
+    families with attention classes of their own have too.
+    """
+    if is_packed or needs.family.accepts_custom_attention:
+        return find_varlen_problem(needs, FLASH.package_features)
+    if not needs.family.has_flash:
+        return "its family has no flash attention in transformers"
+    return _name_missing(needs, FLASH.package_features)
+
+
+def needs_flash_attn(needs: AttentionNeeds) -> bool:
+    """Whether flash attention needs the flash-attn package: torch's own kernel lacks something."""
+    return find_varlen_problem(needs) is not None
+
+
+def is_proposed(attention: Attention, needs: AttentionNeeds) -> bool:
+    """Whether the planner may choose this kernel by itself: it runs without further packages.
+
+    A family without a record is given SDPA, which nearly all of transformers has, and never flash.
+    """
+    if attention is Attention.SDPA:
+        return find_sdpa_problem(needs) is None
+    if attention is Attention.FLASH:
+        return needs.family.is_known and find_varlen_problem(needs) is None
+    return True
+
+
+def read_attention_extras(config: Mapping[str, object], family: Family) -> set[AttentionFeature]:
+    """Features that no size in a ModelSpec tells: from the language model's part of a config."""
+    found = set()
+    drops = [config.get(key) for key in ("attention_dropout", "attn_pdrop", "attn_dropout")]
+    stated = [value for value in drops if isinstance(value, int | float)]
+    if any(stated) or (not stated and family.default_attention_dropout):
+        found.add(AttentionFeature.DROPOUT)
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list | tuple) and "chunked_attention" in kinds:
+        found.add(AttentionFeature.CHUNKS)
+    if config.get("use_bidirectional_attention") is True:
+        found.add(AttentionFeature.BIDIRECTIONAL)
+    return found
+
+
+def _name_missing(needs: AttentionNeeds, features: frozenset[AttentionFeature]) -> str | None:
+    missing = [feature for feature in AttentionFeature if feature in needs.features - features]
+    return _PHRASES[missing[0]] if missing else None
