@@ -2,55 +2,101 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import typer
 from rich.console import RenderableType
 
-from tightfit.api.options import choices
-from tightfit.api.options.clusters import STAGE_METHODS
+from tightfit.api.stage import StagedCopies, clean_staged, list_staged
+from tightfit.api.stage import stage as stage_model
 from tightfit.cli.flags.clusters import StageFlags
 from tightfit.cli.terminal.output import progress_bar, show_json, write_err
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
-from tightfit.clusters.staging.stage import StageResult
-from tightfit.core.errors import SetupError, UsageError, UserError
+from tightfit.clusters.staging.cost import MethodChoice
+from tightfit.clusters.staging.stage import StagedNode, StageResult
+from tightfit.core.errors import UsageError
 from tightfit.core.text import sanitize
-from tightfit.core.units import parse_bytes, render_bytes, render_seconds
-
-if TYPE_CHECKING:
-    from tightfit.clusters.site import Site
-    from tightfit.clusters.staging.cost import CopyMethod, MethodChoice
-    from tightfit.clusters.staging.nodes import StagingNode
-    from tightfit.runtime.staged import Manifest
+from tightfit.core.units import render_bytes, render_seconds
+from tightfit.runtime.staged import Manifest
 
 
-# A staging as text: what was decided and why, what it took beside what was predicted, where.
+def stage(flags: StageFlags) -> None:
+    """Stage, list or clean."""
+    if flags.list_ and flags.clean:
+        raise UsageError("`--list` and `--clean` are two commands.", remedy="keep one of them")
+    if flags.list_:
+        _show_copies(list_staged(flags), "copies", "Staged", as_json=flags.as_json)
+    elif flags.clean and flags.dry_run:
+        found = clean_staged(flags)
+        _show_copies(found, "would_remove", "Would be removed", as_json=flags.as_json)
+    elif flags.clean:
+        _show_copies(clean_staged(flags), "removed", "Removed", as_json=flags.as_json)
+    else:
+        _stage(flags)
 
-_TITLES = {"copies": "Staged", "removed": "Removed", "would_remove": "Would be removed"}
+
+def _stage(flags: StageFlags) -> None:
+    is_quiet = flags.as_json or flags.dry_run
+    with progress_bar() as report:
+        options = replace(flags, progress=report, announce=None if is_quiet else _show_choice)
+        result = stage_model(options)
+    error = result.find_error()
+    if not flags.as_json:
+        show_staging(result)
+        if error is not None:
+            raise error
+        return
+    document = {**result.model_dump(mode="json"), "measured_seconds": result.measured_seconds}
+    if error is not None:
+        document |= {"error": error.problem, "remedy": error.remedy, "exit_code": error.exit_code}
+    show_json(document)
+    if error is not None:  # stdout has its one document already, the error in it
+        write_err(f"error: {sanitize(error.problem)}\n  try: {sanitize(error.remedy)}\n")
+        raise typer.Exit(error.exit_code)
 
 
-def show_staging(done: StageResult) -> None:
-    show(_render(done))
+def _show_choice(choice: MethodChoice, wanted: Manifest) -> None:
+    seconds = choice.seconds.get(choice.how)
+    predicted = "" if seconds is None else f", predicted {render_seconds(seconds)}"
+    write_err(
+        f"{sanitize(wanted.source)}: {render_bytes(wanted.num_bytes)} by {choice.how.value}"
+        f"{predicted}: {sanitize(choice.why)}\n"
+    )
 
 
-def show_copies(told: dict[str, Any]) -> None:
-    show(_render_copies(told))
+def _show_copies(found: StagedCopies, name: str, title: str, *, as_json: bool) -> None:
+    if not as_json:
+        show_copies(title, found)
+        return
+    rows = [
+        {"node": one.node, "host": one.host, **one.copy.model_dump(mode="json")}
+        for one in found.copies
+    ]
+    document: dict[str, Any] = {"place": found.place, name: rows}
+    show_json(document if name == "copies" else {**document, "busy": list(found.busy)})
 
 
-def _render(done: StageResult) -> Iterator[RenderableType]:
-    size = f"{render_bytes(done.num_bytes)} in {done.num_files} files"
-    yield heading(f"{done.source}: {size}")
-    yield plain(f"{done.how or 'nothing to do'}: {done.why}")
-    if done.rates.one_reader or done.rates.link:
+def show_staging(result: StageResult) -> None:
+    """The method and why, predicted beside measured, and the state of each node."""
+    show(_render(result))
+
+
+def show_copies(title: str, found: StagedCopies) -> None:
+    show(_render_copies(title, found))
+
+
+def _render(result: StageResult) -> Iterator[RenderableType]:
+    size = f"{render_bytes(result.num_bytes)} in {result.num_files} files"
+    yield heading(f"{result.source}: {size}")
+    yield plain(f"{result.how or 'nothing to do'}: {result.why}")
+    if result.rates.one_reader or result.rates.link:
         yield ""
-        yield _render_rates(done)
-    if done.predicted_seconds or done.copy_seconds is not None:
+        yield _render_rates(result)
+    if result.predicted_seconds or result.copy_seconds is not None:
         yield ""
-        yield _render_times(done)
+        yield _render_times(result)
     yield ""
     yield make_table(
         [
@@ -66,23 +112,23 @@ def _render(done: StageResult) -> Iterator[RenderableType]:
                 render_bytes(node.num_kept_bytes) if node.num_kept_bytes else "",
                 node.path,
             ]
-            for node in done.nodes
+            for node in result.nodes
         ],
     )
-    yield from render_notes("Beware", [_repaired(node) for node in done.nodes if _repaired(node)])
+    yield from render_notes("Beware", [_repaired(node) for node in result.nodes if _repaired(node)])
 
 
-def _repaired(node: Any) -> str:
+def _repaired(node: StagedNode) -> str:
     if not node.num_repaired_blocks:
         return ""
     return f"{node.node}: {node.num_repaired_blocks} blocks found there had changed since"
 
 
-def _render_rates(done: StageResult) -> RenderableType:
+def _render_rates(result: StageResult) -> RenderableType:
     rates = [
-        ("one node reads", done.rates.one_reader),
-        ("each, while all read", done.rates.all_readers if len(done.nodes) > 1 else None),
-        ("from node to node", done.rates.link),
+        ("one node reads", result.rates.one_reader),
+        ("each, while all read", result.rates.all_readers if len(result.nodes) > 1 else None),
+        ("from node to node", result.rates.link),
     ]
     columns = [Column(title="", style="bold"), Column(title="measured", right=True)]
     return make_table(
@@ -90,32 +136,31 @@ def _render_rates(done: StageResult) -> RenderableType:
     )
 
 
-def _render_times(done: StageResult) -> RenderableType:
+def _render_times(result: StageResult) -> RenderableType:
     columns = [
         Column(title="", style="bold"),
         Column(title="predicted", right=True),
         Column(title="measured", right=True),
     ]
     rows = []
-    for how in dict.fromkeys([*done.predicted_seconds, *([done.how] if done.how else [])]):
-        predicted = done.predicted_seconds.get(how)
-        is_taken = how == done.how and done.measured_seconds is not None
+    for how in dict.fromkeys([*result.predicted_seconds, *([result.how] if result.how else [])]):
+        predicted = result.predicted_seconds.get(how)
+        is_taken = how == result.how and result.measured_seconds is not None
         rows.append(
             [
                 how,
                 "" if predicted is None else render_seconds(predicted),
-                render_seconds(done.measured_seconds or 0.0) if is_taken else "",
+                render_seconds(result.measured_seconds or 0.0) if is_taken else "",
             ]
         )
     return make_table(columns, rows)
 
 
-def _render_copies(told: dict[str, Any]) -> Iterator[RenderableType]:
-    name, title = next((name, title) for name, title in _TITLES.items() if name in told)
-    rows = told[name]
-    if rows:
-        total = render_bytes(sum(row["num_bytes"] for row in rows))
-        yield heading(f"{title} in {told['place']}: {total}")
+def _render_copies(title: str, found: StagedCopies) -> Iterator[RenderableType]:
+    copies = [one.copy for one in found.copies]
+    if copies:
+        total = render_bytes(sum(copy.num_bytes for copy in copies))
+        yield heading(f"{title} in {found.place}: {total}")
         yield ""
         yield make_table(
             [
@@ -126,194 +171,16 @@ def _render_copies(told: dict[str, Any]) -> Iterator[RenderableType]:
             ],
             [
                 [
-                    row["node"],
-                    render_bytes(row["num_bytes"]),
-                    f"{row['state']}, at work" if row["is_busy"] else row["state"],
-                    row["source"] or row["key"],
+                    one.node,
+                    render_bytes(one.copy.num_bytes),
+                    f"{one.copy.state}, at work" if one.copy.is_busy else one.copy.state,
+                    one.copy.source or one.copy.key,
                 ]
-                for row in rows
+                for one in found.copies
             ],
         )
-    elif told.get("busy"):
-        yield plain(f"Nothing is removed in {told['place']}.")
+    elif found.busy:
+        yield plain(f"Nothing is removed in {found.place}.")
     else:
-        yield plain(f"Nothing of yours is staged in {told['place']}.")
-    yield from render_notes(
-        "Left alone, because a staging is at work on them", told.get("busy") or []
-    )
-
-
-def stage(flags: StageFlags) -> None:
-    """Stage, list or clean."""
-    if flags.list_ and flags.clean:
-        raise UsageError("`--list` and `--clean` are two commands.", remedy="keep one of them")
-    from tightfit.clusters.site import read_site
-    from tightfit.clusters.staging.resolve import choose_target
-
-    site = read_site()
-    place = choose_target(flags.to, site, os.environ)
-    if flags.list_:
-        _list(flags, site, place)
-    elif flags.clean:
-        _clean(flags, site, place)
-    else:
-        _stage(flags, site, place)
-
-
-def _stage(flags: StageFlags, site: Site, place: Path) -> None:
-    how = _read_how(flags)
-    leave = None if flags.leave is None else parse_bytes(flags.leave)
-    if flags.model is None:
-        raise UsageError("No model was named.", remedy="tightfit stage ./my-model")
-    from tightfit.clusters.staging.resolve import locate_source
-    from tightfit.clusters.staging.stage import Stager, StageRequest, describe_source
-
-    source = locate_source(flags.model)
-    num_bytes = describe_source(source).num_bytes
-    with _crew(flags, site, num_bytes) as members, progress_bar() as report:
-        request = StageRequest(
-            source=source,
-            to=place,
-            how=how,
-            leave_bytes=leave,
-            verify=flags.verify,
-            interface=flags.interface or site.interface,
-            is_dry=flags.dry_run,
-            announce=None if flags.as_json or flags.dry_run else _announce_forecast,
-            report=report,
-        )
-        done = Stager(request, members).run()
-    fault = _error_of(done)
-    _show(flags, done, fault)
-    if fault is not None and not flags.as_json:
-        raise fault
-    if fault is not None:  # stdout has its one document already, the fault in it
-        write_err(f"error: {sanitize(fault.problem)}\n  try: {sanitize(fault.remedy)}\n")
-        raise typer.Exit(fault.exit_code)
-
-
-def _error_of(done: StageResult) -> UserError | None:
-    if not done.lost:
-        return None
-    return SetupError(
-        f"{len(done.lost)} of {len(done.nodes)} nodes were lost and have no whole copy: "
-        f"{', '.join(node.why or node.node for node in done.lost)}.",
-        remedy="the same command goes on where it stopped, once they are back",
-    )
-
-
-def _read_how(flags: StageFlags) -> CopyMethod | None:
-    from tightfit.clusters.staging.cost import CopyMethod
-
-    word = choices.read_word(flags.how or "auto", STAGE_METHODS, option="--how")
-    return None if word == "auto" else CopyMethod(word)
-
-
-@contextmanager
-def _crew(flags: StageFlags, site: Site, num_bytes: int = 0) -> Iterator[list[StagingNode]]:
-    """The nodes that are meant, for as long as the block lasts."""
-    from tightfit.clusters.staging.nodes import LocalNode, start_agents, stop_agents
-    from tightfit.clusters.staging.resolve import agent_command, find_nodes
-
-    way = find_nodes(
-        nodes=flags.nodes, on=flags.on, site=site, environ=os.environ, num_bytes=num_bytes
-    )
-    prefix = flags.run_with or way.prefix
-    members: list[StagingNode] = [LocalNode()]
-    if way.nodes:
-        members = start_agents(way.nodes, prefix=prefix, command=agent_command(site))
-    try:
-        yield members
-    finally:
-        stop_agents(members)
-
-
-def _announce_forecast(choice: MethodChoice, wanted: Manifest) -> None:
-    seconds = choice.seconds.get(choice.how)
-    predicted = "" if seconds is None else f", predicted {render_seconds(seconds)}"
-    write_err(
-        f"{sanitize(wanted.source)}: {render_bytes(wanted.num_bytes)} by {choice.how.value}"
-        f"{predicted}: {sanitize(choice.why)}\n"
-    )
-
-
-def _show(flags: StageFlags, done: StageResult, fault: UserError | None) -> None:
-    if flags.as_json:
-        told = {**done.model_dump(mode="json"), "measured_seconds": done.measured_seconds}
-        if fault is not None:
-            told |= {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
-        show_json(told)
-        return
-
-    show_staging(done)
-
-
-def _list(flags: StageFlags, site: Site, place: Path) -> None:
-    rows = _find_copies(flags, site, place, _find_key(flags))
-    _show_copies(flags, {"place": str(place), "copies": rows})
-
-
-def _announce_cleaning(flags: StageFlags, site: Site, place: Path, key: str | None) -> None:
-    """What `--clean` would remove; nothing is."""
-    rows = _find_copies(flags, site, place, key)
-    busy = [f"{row['key']} on {row['node']}" for row in rows if row["is_busy"]]
-    free = [row for row in rows if not row["is_busy"]]
-    _show_copies(flags, {"place": str(place), "would_remove": free, "busy": busy})
-
-
-def _find_copies(
-    flags: StageFlags, site: Site, place: Path, key: str | None
-) -> list[dict[str, Any]]:
-    """Those of one key or all, node by node."""
-    from tightfit.clusters.staging.nodes import ask_all
-
-    with _crew(flags, site) as members:
-        told = ask_all(members, "list", lambda _: {"to": str(place)})
-    return [
-        {"node": node, "host": answer["host"], **copy}
-        for node, answer in told.items()
-        for copy in answer["copies"]
-        if key in (None, copy["key"])
-    ]
-
-
-def _clean(flags: StageFlags, site: Site, place: Path) -> None:
-    from tightfit.clusters.staging.nodes import ask_all
-
-    key = _find_key(flags)
-    if flags.dry_run:
-        _announce_cleaning(flags, site, place, key)
-        return
-    with _crew(flags, site) as members:
-        told = ask_all(members, "clean", lambda _: {"to": str(place), "key": key})
-    rows = [
-        {"node": node, "host": answer["host"], **copy}
-        for node, answer in told.items()
-        for copy in answer["removed"]
-    ]
-    busy = [f"{name} on {node}" for node, answer in told.items() for name in answer["busy"]]
-    _show_copies(flags, {"place": str(place), "removed": rows, "busy": busy})
-
-
-def _find_key(flags: StageFlags) -> str | None:
-    """Of a model that may be gone from its source by now."""
-    if flags.model is None:
-        return None
-    from tightfit.clusters.staging.resolve import locate_source
-    from tightfit.core.errors import NotFoundError
-    from tightfit.runtime.staged import make_key, real_source
-
-    try:
-        return make_key(real_source(locate_source(flags.model)))
-    except NotFoundError:
-        if not flags.model.startswith((".", "/", "~")):
-            raise
-        return make_key(real_source(Path(flags.model).expanduser()))
-
-
-def _show_copies(flags: StageFlags, told: dict[str, Any]) -> None:
-    if flags.as_json:
-        show_json(told)
-        return
-
-    show_copies(told)
+        yield plain(f"Nothing of yours is staged in {found.place}.")
+    yield from render_notes("Left alone, because a staging is at work on them", list(found.busy))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from tightfit.cli import preflight
+from tightfit.api import preflight
 from tightfit.clusters.preflight.gather import PreflightRequest
 from tightfit.clusters.preflight.run import NodeReport, PreflightReport
 from tightfit.core.findings import Finding, Status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +36,7 @@ from tightfit.api.options.training import (
     PlanNumber,
     TrainingSeed,
 )
+from tightfit.core.progress import Progress
 
 KUBERNETES_KINDS = ("job", "trainjob")
 
@@ -275,6 +277,7 @@ class PreflightOptions:
             "--gpus-per-node", "GPUs to ask Slurm for; with --on.", most=MAX_GPUS, example=4
         ),
     ] = None
+    progress: Progress | None = None
 
 
 # What `tightfit stage` accepts.
@@ -374,11 +377,6 @@ class StageOptions:
     verify: Annotated[
         bool, Option("--verify", help="Read a copy that is there already back, too.")
     ] = False
-    list_: Annotated[bool, Option("--list", help="Show what is staged where.")] = False
-    clean: Annotated[
-        bool,
-        Option("--clean", help="Remove MODEL's copies there, or all of yours without MODEL."),
-    ] = False
     dry_run: Annotated[
         bool,
         Option(
@@ -386,3 +384,6 @@ class StageOptions:
             help="Check and measure, and tell the choice; with --clean, tell what would go.",
         ),
     ] = False
+    progress: Progress | None = None
+    announce: Callable[..., None] | None = None
+    """Called with the chosen method and the files before anything is copied."""

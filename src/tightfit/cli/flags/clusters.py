@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from tightfit.api.options.clusters import PreflightOptions, StageOptions, SubmitOptions
+from tightfit.api.options.declare import Option
 from tightfit.cli.flags.common import Json
 
 
@@ -26,4 +28,9 @@ class PreflightFlags(PreflightOptions):
 class StageFlags(StageOptions):
     __doc__ = StageOptions.__doc__
 
+    list_: Annotated[bool, Option("--list", help="Show what is staged where.")] = False
+    clean: Annotated[
+        bool,
+        Option("--clean", help="Remove MODEL's copies there, or all of yours without MODEL."),
+    ] = False
     as_json: Json = False

@@ -78,6 +78,16 @@ class StageResult(Frozen):
     def lost(self) -> list[StagedNode]:
         return [node for node in self.nodes if node.state == "lost"]
 
+    def find_error(self) -> SetupError | None:
+        """The error to report where nodes were lost."""
+        if not self.lost:
+            return None
+        return SetupError(
+            f"{len(self.lost)} of {len(self.nodes)} nodes were lost and have no whole copy: "
+            f"{', '.join(node.why or node.node for node in self.lost)}.",
+            remedy="the same command goes on where it stopped, once they are back",
+        )
+
 
 # The rates that a choice rests on, measured on the nodes themselves in about three seconds.
 
