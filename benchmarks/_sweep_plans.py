@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from _throughput_jobs import JOBS
+from tightfit.api.plan import warn_of_missing_packages
+from tightfit.api.training.hardware import choose_cluster
+from tightfit.api.training.recipe import read_plan_job
+from tightfit.api.training.tracing import trace_search
 from tightfit.cli.flags.training import PlanFlags
-from tightfit.cli.missing import warn_of_missing
-from tightfit.cli.training.hardware import choose_cluster
-from tightfit.cli.training.request import read_plan_job
-from tightfit.cli.training.tracing import trace_search
 from tightfit.core.errors import DoesNotFitError
 from tightfit.core.strategy import Offload, Sharding, Strategy
 from tightfit.hardware.types import Cluster
@@ -61,7 +61,7 @@ def find_first(request: JobRequest, cluster: Cluster, *, is_traced: bool) -> Pla
     result = search(request, cluster)
     if not result.plans:
         raise DoesNotFitError(result.failure or "Nothing fits.", remedy="--on a larger card")
-    traced = trace_search(warn_of_missing(result), asked=None if is_traced else False)
+    traced = trace_search(warn_of_missing_packages(result), asked=None if is_traced else False)
     return traced.result.plans[0]
 
 

@@ -67,6 +67,7 @@ def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         run = getattr(importlib.import_module(f"tightfit.cli.{verb}"), verb)
+        _print_log_messages()
         try:
             run(flags_type(**given))
         except BrokenPipeError:
@@ -86,6 +87,23 @@ def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:
     command.__name__ = verb
     command.__doc__ = flags_type.__doc__
     return command
+
+
+def _print_log_messages() -> None:
+    """Messages that the API logs go to stderr; a warning as a note."""
+    import logging
+
+    from tightfit.cli.terminal.output import write_err
+
+    class Printer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            prefix = "note: " if record.levelno >= logging.WARNING else ""
+            write_err(f"{prefix}{record.getMessage()}\n")
+
+    logger = logging.getLogger("tightfit.api")
+    logger.handlers = [Printer()]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _parameter(

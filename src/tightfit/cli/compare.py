@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.api.options.engines import engine_request, sampling
+from tightfit.api.training.hardware import DEFAULT_CARD
 from tightfit.cli.charts.memory import NAMED_COLOURS
 from tightfit.cli.flags.serving import CompareFlags
 from tightfit.cli.terminal.output import write_err, write_out
-from tightfit.cli.training.hardware import DEFAULT_CARD
 from tightfit.core.errors import UsageError
 from tightfit.core.text import sanitize, shorten
 from tightfit.serve.compare.server import (

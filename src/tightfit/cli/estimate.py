@@ -7,30 +7,74 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tightfit.api.options.choices import read_count
+from tightfit.api import estimate as api
 from tightfit.cli.charts.memory import check_chart_path
 from tightfit.cli.flags.training import EstimateFlags
-from tightfit.cli.network import note_network, state_network
-from tightfit.cli.terminal.output import show_json
-from tightfit.cli.training.hardware import choose_cluster_or_card
-from tightfit.cli.training.strategy_defaults import choose_strategy
+from tightfit.cli.terminal.output import progress_bar, show_json
 from tightfit.core.errors import DoesNotFitError, UsageError
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.text import count_of, sanitize
+from tightfit.core.text import count_of
 from tightfit.core.units import render_count
-from tightfit.estimate.result import Estimate, Verdict
-from tightfit.estimate.zero_table import estimate_zero_table, largest_layer_params
+from tightfit.estimate.result import Verdict
 from tightfit.hardware.types import Cluster, NodeGroup
-from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.judge import judge_strategy
-from tightfit.planning.rules import Case, check_lora_targets
 
 if TYPE_CHECKING:
-    from tightfit.cli.training.tracing import TracedEstimate
+    from pathlib import Path
+
+    from tightfit.api.training.tracing import TracedEstimate
 
 
-# What a JSON answer repeats of the question: model and hardware as they were understood.
+def estimate(flags: EstimateFlags) -> None:
+    """Print one estimate, or the ZeRO table."""
+    _check_flags(flags)
+    if flags.zero_table:
+        _show_zero_table(flags)
+        return
+    with progress_bar() as progress:
+        found = api.estimate(dataclasses.replace(flags, progress=progress))
+    if flags.as_json:
+        show_json(_describe(found))
+    else:
+        from tightfit.cli.render.estimate import show_estimate
+
+        show_estimate(found.estimate, spec=found.spec, strategy=found.strategy, group=found.group)
+    if found.traced is not None:
+        if not flags.as_json:
+            _show_trace(found, found.traced)
+        if flags.chart is not None:
+            _draw(found, found.traced, flags.chart)
+        if not flags.as_json:
+            from tightfit.cli.render.trace import show_advice
+
+            show_advice(found.traced.advice)  # last: it takes longest to trace
+    if flags.check and found.estimate.verdict in (Verdict.DOES_NOT_FIT, Verdict.ILLEGAL):
+        raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def _check_flags(flags: EstimateFlags) -> None:
+    if flags.chart is not None and not flags.trace:
+        raise UsageError(
+            "`--chart` draws a trace, and none was asked for.",
+            remedy=f"--trace --chart {flags.chart}",
+        )
+    if flags.zero_table and flags.trace:
+        raise UsageError(
+            "`--zero-table` is arithmetic on sizes alone; --trace would be ignored.",
+            remedy="tightfit estimate MODEL --trace    (without --zero-table)",
+        )
+    if flags.chart is not None:
+        check_chart_path(flags.chart)
+
+
+def _describe(found: api.EstimateResult) -> dict[str, Any]:
+    traced = {} if found.traced is None else found.traced.describe(found.closed_form)
+    return {
+        "model": describe_model(found.spec),
+        "strategy": found.strategy.model_dump(mode="json"),
+        "hardware": describe_group(found.group, found.cluster),
+        **found.estimate.model_dump(mode="json"),
+        **traced,
+    }
 
 
 def describe_model(spec: ModelSpec) -> dict[str, Any]:
@@ -64,152 +108,50 @@ def describe_group(group: NodeGroup, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-# `tightfit estimate --zero-table`: the field's six-row table, from a model or from two numbers.
+def _show_trace(found: api.EstimateResult, traced: TracedEstimate) -> None:
+    from tightfit.cli.render.trace import show_trace, show_traced_time
 
-
-def print_zero_table(flags: EstimateFlags) -> None:
-    """Print the table for `--gpus-per-node` times `--nodes`."""
-    total, largest, name = _read_sizes(flags)
-    rows = estimate_zero_table(
-        total_params=total,
-        largest_layer_params=largest,
-        gpus_per_node=flags.gpus_per_node,
-        num_nodes=flags.nodes,
+    closed_form = found.closed_form
+    show_trace(
+        traced.traced,
+        gpu=found.group.node.gpu,
+        context_bytes=closed_form.gpu.context_bytes,
+        closed_form=closed_form,
+        loading_bytes=traced.list_loading_bytes(),
     )
+    stages, step = traced.time_stages(), traced.time_step(closed_form.time)
+    if stages is not None and step is not None:
+        show_traced_time(stages, step=step, closed_form=closed_form.time)
+
+
+def _draw(found: api.EstimateResult, traced: TracedEstimate, path: Path) -> None:
+    from tightfit.cli.charts.trace import make_strategy_panel, write_trace_panels
+
+    gpu = found.group.node.gpu
+    panel = make_strategy_panel(found.strategy, gpu, found.closed_form, traced.traced)
+    write_trace_panels(found.spec.name, (panel,), path)
+
+
+def _show_zero_table(flags: EstimateFlags) -> None:
+    table = api.zero_table(flags)
     if flags.as_json:
         show_json(
             {
-                "model": name,
-                "total_params": total,
-                "largest_layer_params": largest,
+                "model": table.model,
+                "total_params": table.total_params,
+                "largest_layer_params": table.largest_layer_params,
                 "gpus_per_node": flags.gpus_per_node,
                 "nodes": flags.nodes,
-                "rows": [dataclasses.asdict(row) for row in rows],
+                "rows": [dataclasses.asdict(row) for row in table.rows],
             }
         )
         return
     from tightfit.cli.render.estimate import show_zero_table
 
     show_zero_table(
-        rows,
-        f"ZeRO-3 model states of {name or 'a model'}: {render_count(total)} parameters, "
-        f"largest layer {render_count(largest)}, {count_of(flags.nodes, 'node')} with "
-        f"{count_of(flags.gpus_per_node, 'GPU')} each.",
+        table.rows,
+        f"ZeRO-3 model states of {table.model or 'a model'}: "
+        f"{render_count(table.total_params)} parameters, "
+        f"largest layer {render_count(table.largest_layer_params)}, "
+        f"{count_of(flags.nodes, 'node')} with {count_of(flags.gpus_per_node, 'GPU')} each.",
     )
-
-
-def _read_sizes(flags: EstimateFlags) -> tuple[int, int, str | None]:
-    """Parameters in all, in the largest layer, and the model's name where there is a model."""
-    stated = (flags.total_params, flags.largest_layer_params)
-    if flags.model is not None:
-        if stated != (None, None):
-            raise UsageError(
-                "The table is made from MODEL or from --total-params, not from both.",
-                remedy=f"tightfit estimate {flags.model} --zero-table",
-            )
-        spec = resolve_model(flags.model)
-        return spec.num_params, largest_layer_params(spec), spec.name
-    if stated[0] is None or stated[1] is None:
-        raise UsageError(
-            "`--zero-table` needs MODEL, or both --total-params and --largest-layer-params.",
-            remedy="tightfit estimate --zero-table --total-params 2.8B --largest-layer-params 32M",
-        )
-    total = read_count(stated[0], option="--total-params")
-    largest = read_count(stated[1], option="--largest-layer-params")
-    if largest > total:
-        raise UsageError(
-            f"The largest layer ({render_count(largest)}) is larger than the model "
-            f"({render_count(total)}).",
-            remedy="swap --total-params and --largest-layer-params",
-        )
-    return total, largest, None
-
-
-def estimate(flags: EstimateFlags) -> None:
-    """Print one estimate, or the ZeRO table."""
-    if flags.chart is not None and not flags.trace:
-        raise UsageError(
-            "`--chart` draws what a trace has seen, and none was asked for.",
-            remedy=f"--trace --chart {flags.chart}",
-        )
-    if flags.zero_table and flags.trace:
-        raise UsageError(
-            "`--zero-table` is arithmetic on sizes alone; --trace would be ignored.",
-            remedy="tightfit estimate MODEL --trace    (without --zero-table)",
-        )
-    if flags.chart is not None:
-        check_chart_path(flags.chart)
-    if flags.zero_table:
-        print_zero_table(flags)
-    elif flags.model is None and flags.total_params is not None:
-        _estimate_model(flags, f"{flags.total_params}-params")
-    elif flags.model is None:
-        raise UsageError(
-            "Which model? MODEL is missing.", remedy="tightfit models    (lists the catalogue)"
-        )
-    else:
-        _estimate_model(flags, flags.model)
-
-
-def _estimate_model(flags: EstimateFlags, name: str) -> None:
-    spec = resolve_model(name)
-    cluster, notes = choose_cluster_or_card(flags.on)
-    cluster = state_network(cluster, flags.network)
-    group = cluster.groups[0]
-    if len(cluster.groups) > 1:
-        others = ", ".join(sanitize(other.name) for other in cluster.groups[1:])
-        notes = (*notes, f"Estimated on {sanitize(group.name)}; not on {others}.")
-    strategy = choose_strategy(flags, spec=spec, group=group)
-    if strategy.method is Method.LORA:
-        check_lora_targets(spec, strategy.lora_targets)
-    judged = judge_strategy(
-        spec=spec,
-        strategy=strategy,
-        node=group.node,
-        num_nodes=group.num_nodes,
-        network_bytes_per_second=cluster.network_bytes_per_second,
-    )
-    notes = (*notes, *cluster.warnings, *judged.assumptions)
-    notes = note_network(cluster, dict.fromkeys(notes))
-    judged = judged.model_copy(update={"assumptions": notes})
-    traced = _trace(spec, strategy, group, judged) if flags.trace else None
-    final = judged if traced is None else traced.apply(judged)
-    if flags.as_json:
-        show_json(
-            {
-                "model": describe_model(spec),
-                "strategy": strategy.model_dump(mode="json"),
-                "hardware": describe_group(group, cluster),
-                **final.model_dump(mode="json"),
-                **({} if traced is None else traced.describe(judged)),
-            }
-        )
-    else:
-        from tightfit.cli.render.estimate import show_estimate
-
-        show_estimate(final, spec=spec, strategy=strategy, group=group)
-    if traced is not None:
-        _show_trace(flags, traced, judged)
-    if flags.check and final.verdict in (Verdict.DOES_NOT_FIT, Verdict.ILLEGAL):
-        raise typer.Exit(DoesNotFitError.exit_code)
-
-
-def _show_trace(flags: EstimateFlags, traced: TracedEstimate, judged: Estimate) -> None:
-    """What is known first; the advice takes longest."""
-    if not flags.as_json:
-        traced.show(judged)
-    if flags.chart is not None:
-        traced.draw(flags.chart, judged)
-    if not flags.as_json:
-        traced.show_advice()
-
-
-def _trace(
-    spec: ModelSpec, strategy: Strategy, group: NodeGroup, judged: Estimate
-) -> TracedEstimate | None:
-    from tightfit.cli.training.tracing import trace_estimate
-
-    if judged.verdict is Verdict.ILLEGAL:
-        return None
-    case = Case(spec=spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes)
-    return trace_estimate(case, judged)

@@ -4,10 +4,10 @@ masks.
 
 from __future__ import annotations
 
-import re
+import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,21 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tightfit.api import prepare as api
+from tightfit.api.prepare import (
+    Batching,
+    InvalidRowsError,
+    PrepareJob,
+    count_lengths,
+    find_row,
+)
+from tightfit.api.training.recipe import RECIPE_ENDINGS
 from tightfit.cli.charts.lengths import Bin, choose_step, make_bins
 from tightfit.cli.charts.memory import check_chart_path
 from tightfit.cli.error_report import report_error
 from tightfit.cli.flags.training import PrepareFlags
 from tightfit.cli.render.data import ViewedRow, render_findings, render_legend, render_row
-from tightfit.cli.terminal.output import show_json, supports_unicode
+from tightfit.cli.terminal.output import progress_bar, show_json, supports_unicode
 from tightfit.cli.terminal.screen import (
     Column,
     heading,
@@ -35,40 +44,24 @@ from tightfit.cli.terminal.screen import (
     render_pairs,
     show,
 )
-from tightfit.cli.training.prepare import (
-    NextStep,
-    PrepareJob,
-    encode_for,
-    find_next,
-    list_row_errors,
-    lists_rows,
-    make_rows_error,
-    read_prepare_job,
-)
-from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
+from tightfit.core.errors import UsageError
+from tightfit.core.recipe import Recipe
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_count
 from tightfit.data.encode import EncodedDataset
-from tightfit.data.packing import count_packed_rows, estimate_padding_waste
 from tightfit.data.report import DataReport, SourceReport
-from tightfit.data.token_store import TokenStore, epoch_rows
 
-MICRO_BATCHES = (2, 4, 8, 16, 32)
-"""What padding is told for; alone, a row is not padded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batching:
-    """One epoch of training rows in sequences, packed and padded."""
-
-    num_rows: int
-    num_tokens: int
-    num_packed_rows: int | None
-    """None: an encoder-decoder's rows are not packed."""
-    packed_fraction: float | None
-    """Share of slots that hold tokens."""
-    padding_waste_fraction: dict[int, float]
-    """By micro-batch: share of slots that padding fills."""
+FORMAT_WORDS = {
+    "chat": "conversations (messages)",
+    "alpaca": "Alpaca (instruction, input, output)",
+    "question-context-answer": "question, context, answer",
+    "dialogue-summary": "dialogue, summary",
+    "prompt-completion": "prompt, completion",
+    "text": "plain text",
+}
+NUM_BARS = 14
+MOST_CHARS = 600
+"""Of one stretch of a shown row; `--row` shows all."""
 
 
 def prepare(flags: PrepareFlags) -> None:
@@ -79,21 +72,27 @@ def prepare(flags: PrepareFlags) -> None:
         )
     if flags.chart is not None:
         check_chart_path(flags.chart)
-    job = read_prepare_job(flags)
     try:
-        encoded = _encode(job, skip_faulty=flags.skip_faulty)
-    except InvalidInputError as fault:
-        if not lists_rows(fault):
-            raise
-        _refuse(flags, job, fault)
-        return
+        with progress_bar() as progress:
+            found = api.prepare(replace(flags, progress=progress))
+    except InvalidRowsError as error:
+        if flags.as_json:
+            show_json(
+                {
+                    "error": error.problem,
+                    "remedy": error.remedy,
+                    "exit_code": error.exit_code,
+                    "num_faults": error.num_rows,
+                    "faults": error.rows,
+                }
+            )
+        raise typer.Exit(report_error(error, as_json=False)) from None
+    job, encoded, batching = found.job, found.encoded, found.batching
     rows = _find_rows(flags, encoded)
-    batching = measure_batches(encoded, seed=job.training.seed)
     if flags.as_json:
         _draw(flags, job, encoded)
         show_json(_describe(flags, job, encoded, batching, rows))
         return
-
     show_prepared(
         job,
         encoded,
@@ -105,57 +104,6 @@ def prepare(flags: PrepareFlags) -> None:
     _draw(flags, job, encoded)
 
 
-def _encode(job: PrepareJob, *, skip_faulty: bool) -> EncodedDataset:
-    """The very encoding that `train` asks for; less its faulty rows where that is wished."""
-    return encode_for(
-        job.training, model_folder=job.folder, seq_len=job.seq_len, skip_faulty=skip_faulty
-    )
-
-
-def _refuse(flags: PrepareFlags, job: PrepareJob, refusal: InvalidInputError) -> None:
-    """Every faulty row: the first ones for a person, all of them in JSON."""
-    faults = list_row_errors(refusal, job.training.data)
-    counted = re.match(r"([\d,]+) rows?\b", refusal.problem)
-    num_faults = max(len(faults), int(counted[1].replace(",", "")) if counted else 0)
-    words = ["tightfit", "prepare", flags.job]
-    words += [word for name in flags.data or () for word in ("--data", name)]
-    remedy = f"correct these rows; the others: {shlex.join(words)} --skip-faulty"
-    fault = make_rows_error(faults, num_faults=num_faults, sources=job.training.data, remedy=remedy)
-    if flags.as_json:
-        told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
-        show_json({**told, "num_faults": num_faults, "faults": faults})
-    raise typer.Exit(report_error(fault, as_json=False))
-
-
-def measure_batches(encoded: EncodedDataset, *, seed: int) -> Batching:
-    """What an epoch's rows come to, each source as often as its weight says."""
-    import numpy as np
-
-    store = encoded.train
-    lengths = store.lengths[epoch_rows(store, seed=seed, epoch=0, shuffle=False)]
-    by_length = count_lengths(lengths)
-    num_tokens, seq_len = int(np.sum(lengths)), encoded.report.seq_len
-    is_pair = store.description.is_encoder_decoder
-    num_packed = None if is_pair else count_packed_rows(by_length, seq_len)
-    return Batching(
-        num_rows=len(lengths),
-        num_tokens=num_tokens,
-        num_packed_rows=num_packed,
-        packed_fraction=None if num_packed is None else num_tokens / (num_packed * seq_len),
-        padding_waste_fraction={
-            size: estimate_padding_waste(by_length.items(), size) for size in MICRO_BATCHES
-        },
-    )
-
-
-def count_lengths(lengths: Any) -> dict[int, int]:
-    """Rows by length."""
-    import numpy as np
-
-    values, counts = np.unique(lengths, return_counts=True)
-    return dict(zip(values.tolist(), counts.tolist(), strict=True))
-
-
 def _find_rows(flags: PrepareFlags, encoded: EncodedDataset) -> list[ViewedRow]:
     """Rows to show: those asked for; one for a person who asked for none."""
     if flags.as_json and flags.show is None and flags.row is None:
@@ -165,30 +113,9 @@ def _find_rows(flags: PrepareFlags, encoded: EncodedDataset) -> list[ViewedRow]:
 
     tokenizer = load_tokenizer(Path(encoded.report.tokenizer))
     if flags.row is not None:
-        return [view_row(store, at, tokenizer) for store, at in _find_row(encoded, flags.row)]
+        return [view_row(store, at, tokenizer) for store, at in find_row(encoded, flags.row)]
     picked = pick_rows(len(encoded.train), flags.show or 1)
     return [view_row(encoded.train, at, tokenizer) for at in picked]
-
-
-def _find_row(encoded: EncodedDataset, wanted: int) -> Iterator[tuple[TokenStore, int]]:
-    """Every encoded row that comes from this line or row of a data file."""
-    import numpy as np
-
-    stores = [store for store in (encoded.train, encoded.eval) if store is not None]
-    numbers = [np.load(store.folder / "numbers.npy") for store in stores]
-    found = [
-        (store, int(at))
-        for store, held in zip(stores, numbers, strict=True)
-        for at in np.flatnonzero(held == wanted)
-    ]
-    if not found:
-        known = np.concatenate(numbers)
-        nearest = int(known[np.argmin(np.abs(known - wanted))])
-        raise NotFoundError(
-            f"No encoded row begins at line {wanted:,}; the nearest is {nearest:,}.",
-            remedy=f"--row {nearest}",
-        )
-    yield from found
 
 
 def _draw(flags: PrepareFlags, job: PrepareJob, encoded: EncodedDataset) -> None:
@@ -238,21 +165,6 @@ def _describe(
         "rows": [row.describe() for row in rows],
         "next": None if flags.skip_faulty else asdict(find_next(flags, job)),
     }
-
-
-# What `tightfit prepare` prints: the data, its lengths, its batches, its faults, its mask.
-
-FORMAT_WORDS = {
-    "chat": "conversations (messages)",
-    "alpaca": "Alpaca (instruction, input, output)",
-    "question-context-answer": "question, context, answer",
-    "dialogue-summary": "dialogue, summary",
-    "prompt-completion": "prompt, completion",
-    "text": "plain text",
-}
-NUM_BARS = 14
-MOST_CHARS = 600
-"""Of one stretch of a shown row; `--row` shows all."""
 
 
 def show_prepared(
@@ -491,3 +403,59 @@ def _render_next(step: NextStep | None) -> Iterator[RenderableType]:
         for line in step.recipe_lines:
             yield Padding(plain(line), (0, 0, 0, 2))
     yield from render_notes("Next", [step.command])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextStep:
+    """How to go on."""
+
+    command: str
+    recipe_file: str | None = None
+    recipe_lines: tuple[str, ...] = ()
+    """To be written there first: what `train` has no options for."""
+
+
+def find_next(flags: PrepareFlags, job: PrepareJob) -> NextStep:
+    """The command that trains on this very encoding."""
+    words: list[str] = []
+    for option, value in (
+        ("--eval", flags.eval),
+        ("--seq-len", flags.seq_len),
+        ("--template", flags.template),
+    ):
+        words += [option, str(value)] if value is not None else []
+    sources = [source for source in job.recipe.data if source.split == "train"]
+    changes_data = flags.data is not None or flags.take is not None
+    is_told_by_flags = flags.train_on is None and (
+        not changes_data
+        or (flags.data is not None and len(sources) == 1 and sources[0].take is None)
+    )
+    if is_told_by_flags:
+        if changes_data:
+            words = ["--data", sources[0].path.removeprefix(f"{Path.cwd()}/"), *words]
+        return NextStep(command=shlex.join(["tightfit", "train", flags.job, *words]))
+    is_recipe = flags.job.lower().endswith(RECIPE_ENDINGS)
+    file = flags.job if is_recipe else "recipe.yaml"
+    lines = [] if is_recipe else [f"model: {_as_yaml(flags.job)}"]
+    return NextStep(
+        command=shlex.join(["tightfit", "train", file, *words]),
+        recipe_file=file,
+        recipe_lines=(*lines, *_write_data(job.recipe, flags)),
+    )
+
+
+def _write_data(recipe: Recipe, flags: PrepareFlags) -> Iterator[str]:
+    yield "data:"
+    for source in recipe.data:
+        if source.split == "eval" and flags.eval is not None:
+            continue  # the command line names it
+        stated = source.model_dump(exclude_defaults=True)
+        listed = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in stated.items())
+        yield f"  - {{{listed}}}"
+    if flags.train_on is not None and recipe.train_on is not None:
+        yield f"train_on: {recipe.train_on.value}"
+
+
+def _as_yaml(value: object) -> str:
+    """JSON is YAML."""
+    return json.dumps(value, ensure_ascii=False)

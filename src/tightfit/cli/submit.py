@@ -48,7 +48,7 @@ def submit(flags: SubmitFlags) -> None:
 
 
 def _show_finished(result: SubmitResult, *, as_json: bool) -> None:
-    from tightfit.cli.training.finish import find_artefact
+    from tightfit.api.train import find_artefact
 
     assert result.run is not None
     artefact = find_artefact(result.run)
@@ -195,7 +195,7 @@ def _leave(result: SubmitResult) -> None:
 
 
 def _show_end(result: SubmitResult, end: JobEnd, *, code: int, as_json: bool) -> None:
-    from tightfit.cli.training.finish import find_artefact
+    from tightfit.api.train import find_artefact
     from tightfit.runs.report import make_report
 
     run = result.run

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tightfit.api.bench import read_bench_job
 from tightfit.cli.flags.training import BenchFlags
 from tightfit.cli.terminal.run_display import SilentDisplay
-from tightfit.cli.training.bench import read_bench_job
 from tightfit.clusters.local.launcher import run_job
 from tightfit.clusters.local.trial import TRIAL_PREFIX
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus, TokenFolders

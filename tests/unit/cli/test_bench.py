@@ -17,7 +17,7 @@ import pytest
 from conftest import Run
 
 from tightfit.api.options.choices import PLAN_METHODS
-from tightfit.cli.training.command_line import list_plan_options, read_settings
+from tightfit.api.training.settings import list_plan_options, read_settings
 from tightfit.clusters.local import trial
 from tightfit.core.recipe import Recipe, RecipeMethod
 from tightfit.core.strategy import Strategy
@@ -262,7 +262,7 @@ class TestWords:
             assert [found.strategy for found in again[:1]] == [plan.strategy]
 
     def test_every_field_is_said_or_known_not_to_be_turned(self) -> None:
-        from tightfit.cli.training.command_line import NOT_SEARCHED
+        from tightfit.api.training.settings import NOT_SEARCHED
 
         said = {word.partition("=")[0] for word in list_plan_options(Strategy())[3::2]}
         silent = {"quirks", "recomputed_layers"}

@@ -12,7 +12,7 @@ import pytest
 from conftest import Run
 
 from made_calibrations import make_calibration
-from tightfit.cli import calibrate as verb
+from tightfit.api import calibrate as verb
 from tightfit.core.units import GIB
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.local import probe_cpu
@@ -39,7 +39,7 @@ def one_h200(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """An idle machine with a card, and a measurement that takes no time; what it was asked."""
     asked: list[dict[str, Any]] = []
 
-    def measure(node: Node, seconds: float | None) -> Any:
+    def measure(node: Node, seconds: float | None, _progress: Any) -> Any:
         asked.append({"gpu": node.gpu.name, "seconds": seconds})
         return make_calibration(skipped=("fp8 products: there are none",), warnings=("busy",))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from tightfit.cli.training import hardware
+from tightfit.api.training import hardware
 from tightfit.core.errors import SetupError
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Estimate

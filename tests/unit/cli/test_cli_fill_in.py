@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from tightfit.api.estimate import choose_strategy
 from tightfit.cli.flags.training import EstimateFlags
-from tightfit.cli.training.strategy_defaults import choose_strategy
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Sharding, Strategy
 from tightfit.hardware.resolve import resolve_hardware

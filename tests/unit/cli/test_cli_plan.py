@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from tightfit.cli.training import hardware
+from tightfit.api.training import hardware
 from tightfit.core.errors import SetupError
 from tightfit.planning.plan import Exclusion, Plan
 

@@ -11,11 +11,11 @@ import pytest
 from cli_examples import CLUSTER, OFFLOADED, STRATEGY, make_estimate, make_plan
 from conftest import Run
 
-from tightfit.cli.missing import warn_of_missing
+from tightfit.api.plan import warn_of_missing_packages
+from tightfit.api.training import tracing
+from tightfit.api.training.tracing import ModelTracer
 from tightfit.cli.render.estimate import show_estimate
 from tightfit.cli.render.plan import show_plans
-from tightfit.cli.training import tracing
-from tightfit.cli.training.tracing import ModelTracer
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Verdict
 from tightfit.hardware import environment
@@ -152,7 +152,7 @@ def test_a_cache_that_cannot_be_written_is_noted_once(
     monkeypatch.setattr(Tracer, "ask", ask)
     monkeypatch.setattr(tracing, "require_packages", lambda *_, **__: None)
     monkeypatch.setattr(tracing, "has_torch", lambda: True)
-    monkeypatch.setattr(tracing, "_NOTED", [])
+    monkeypatch.setattr(tracing, "_LOGGED", [])
     told = run(*TRACE)
 
     assert told.code == 0
@@ -242,8 +242,8 @@ def test_plans_for_this_machine_name_what_is_not_installed(
     monkeypatch.setattr(
         environment, "read_version", lambda name: None if name == "deepspeed" else "1.0"
     )
-    here = warn_of_missing(make_result("closed-form", source="here"))
-    elsewhere = warn_of_missing(make_result("closed-form", source="words"))
+    here = warn_of_missing_packages(make_result("closed-form", source="here"))
+    elsewhere = warn_of_missing_packages(make_result("closed-form", source="words"))
 
     command = "pip install 'tightfit[zero]'"
     (warning,) = set(here.plans[0].warnings) - set(elsewhere.plans[0].warnings)

@@ -21,10 +21,10 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from tightfit.api.options.training import TRAIN_ON
+from tightfit.api.training.data import encode_for
+from tightfit.api.training.recipe import read_run_recipe
 from tightfit.cli.charts.lengths import choose_step, make_bins
 from tightfit.cli.flags.training import TrainFlags
-from tightfit.cli.training.prepare import encode_for
-from tightfit.cli.training.request import read_run_recipe
 from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
 from tightfit.core.training import TrainOn
@@ -239,7 +239,7 @@ def test_all_faults_come_at_once(run: Run, model: Path, tmp_path: Path) -> None:
     assert (answer.code, answer.out) == (4, "")
     listed = re.findall(r"bad\.jsonl line (\d+)", answer.err)
     assert [int(number) for number in listed] == list(range(2, 22))
-    assert "has 26 faults" in answer.err
+    assert "has 26 errors" in answer.err
     assert "and 6 more" in answer.err
     assert "--skip-faulty" in answer.err
 

@@ -17,8 +17,8 @@ import pytest
 from conftest import Run
 from submit_world import SINFO, Slurm, write_site
 
-from tightfit.cli.training.request import RunRecipe
-from tightfit.cli.training.run_folder import claim_folder, name_folder
+from tightfit.api.training.recipe import RunRecipe
+from tightfit.api.training.run_folder import claim_folder, name_folder
 from tightfit.clusters.slurm import shared_files
 from tightfit.core.recipe import read_recipe
 from tightfit.runs.run_folder import RunFolder

@@ -11,6 +11,16 @@ from typing import Any
 import pytest
 from conftest import Run
 
+from tightfit.api.training import run_folder as train_place
+from tightfit.api.training.hardware import find_hardware, read_limit, read_rendezvous
+from tightfit.api.training.recipe import RunRecipe, fixed_fields, read_run_recipe
+from tightfit.api.training.run_folder import (
+    RunStage,
+    find_run_location,
+    move_aside,
+    name_folder,
+    write_run_recipe_file,
+)
 from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.terminal.run_display import (
     PlainDisplay,
@@ -21,16 +31,6 @@ from tightfit.cli.terminal.run_display import (
     render_live,
     render_step,
 )
-from tightfit.cli.training import run_folder as train_place
-from tightfit.cli.training.hardware import find_hardware, read_limit, read_rendezvous
-from tightfit.cli.training.request import RunRecipe, fixed_fields, read_run_recipe
-from tightfit.cli.training.run_folder import (
-    RunStage,
-    find_run_location,
-    move_aside,
-    name_folder,
-    write_run_recipe_file,
-)
 from tightfit.clusters.local import launcher
 from tightfit.clusters.requirements import check_space, estimate_run_bytes
 from tightfit.core.errors import SetupError, UsageError
@@ -40,6 +40,7 @@ from tightfit.data.token_store import TokenStore
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import EvalRecord, EventRecord, StepRecord
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
+from word_model import ROWS, plant_model
 
 CLUSTER_TESTS = Path(__file__).parents[1] / "clusters"
 
@@ -331,43 +332,6 @@ def test_a_disk_that_is_too_small_is_refused(
         check_space(tmp_path / "not" / "there", plan)
 
 
-ROWS = [
-    {"instruction": f"add {i} and 1", "input": "", "output": f"that is {i + 1}"} for i in range(40)
-]
-
-
-def plant_model(folder: Path) -> None:
-    """A Llama-like model of a few thousand values, with a tokenizer of single words."""
-    import struct
-
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder.mkdir()
-    words = sorted({w for row in ROWS for text in row.values() for w in text.split()})
-    known = {w: i for i, w in enumerate(["<unk>", "<s>", "</s>", "<pad>", "\n", *words])}
-    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = (
-        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} </s>{% endfor %}"
-        "{% if add_generation_prompt %}assistant {% endif %}"
-    )
-    settings = {"eos_token": "</s>", "pad_token": "<pad>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    shape = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
-        "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "vocab_size": len(known), "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5, "torch_dtype": "float32", "tie_word_embeddings": True,
-        "eos_token_id": 2, "pad_token_id": 3, "bos_token_id": 1,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(shape))
-    head = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    weights = struct.pack("<Q", len(head)) + head + bytes(8)
-    (folder / "model.safetensors").write_bytes(weights)
-
-
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe whose worker is the stand-in; what it does stands in STAND_IN."""
@@ -403,7 +367,7 @@ class TestWholeRuns:
             behave(run.path, **self.orders)
             return launcher.run_job(run, **more)
 
-        monkeypatch.setattr("tightfit.cli.train.run_job", run_job)
+        monkeypatch.setattr("tightfit.api.train.run_job", run_job)
 
     def test_a_run_from_recipe_to_report(self, run: Run, job: Path, tmp_path: Path) -> None:
         answer = run("train", str(job))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from planning_cases import make_cluster
 
-from tightfit.cli.training.command_line import read_settings
+from tightfit.api.training.settings import read_settings
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.result import Peak, PeakTensor

@@ -61,7 +61,7 @@ def read_given(options: Options) -> Options:
     """The same options with every value read and checked as the command line does."""
     given: Any = options
     read = {
-        name: declared.read(str(value))
+        name: declared.read(value if isinstance(value, list) else str(value))
         for name, declared in list_declared(type(options)).items()
         if declared.read is not None and (value := getattr(options, name)) is not None
     }

@@ -35,6 +35,7 @@ from tightfit.api.options.common import (
     word_option,
 )
 from tightfit.api.options.declare import Argument, Option
+from tightfit.core.progress import Progress
 
 MAX_STEPS = 10**9
 MAX_LEARNING_RATE = 10.0
@@ -227,10 +228,6 @@ class EstimateOptions:
     settings: Settings = None
     on: On = None
     network: Network = None
-    zero_table: Annotated[
-        bool,
-        Option("--zero-table", help="Print the six-row ZeRO-3 offload table instead."),
-    ] = False
     gpus_per_node: Annotated[
         int,
         count_option(
@@ -260,17 +257,7 @@ class EstimateOptions:
         ),
     ] = None
     trace: Trace = None
-    chart: Annotated[
-        Path | None,
-        path_option(
-            "--chart",
-            "With --trace: draw memory over the step into a .png or .html file.",
-            example="step.html",
-        ),
-    ] = None
-    check: Annotated[
-        bool, Option("--check", help="Exit with 5 where it does not fit or cannot work.")
-    ] = False
+    progress: Progress | None = None
 
 
 # What `tightfit plan` accepts. None: not given, so a recipe or the planner says it.
@@ -326,18 +313,9 @@ class PlanOptions:
     explain: Annotated[
         bool, Option("--explain", help="List what was excluded and the reason of each.")
     ] = False
-    save: Annotated[
-        Path | None, path_option("--save", "Write the best plan as JSON.", example="plan.json")
-    ] = None
-    buy: Annotated[bool, Option("--buy", help="The cheapest hardware that does the job.")] = False
-    chart: Annotated[
-        Path | None,
-        path_option(
-            "--chart", "Draw memory by phase into a .png or .html file.", example="memory.html"
-        ),
-    ] = None
     settings: Settings = None
     trace: Trace = None
+    progress: Progress | None = None
 
 
 # What `tightfit prepare` accepts. None: not given, so a recipe or a default says it.
@@ -406,31 +384,11 @@ class PrepareOptions:
         str | None,
         word_option("--train-on", TRAIN_ON, "Which tokens carry loss. [default: answers]"),
     ] = None
-    show: Annotated[
-        int | None,
-        count_option(
-            "--show",
-            "Rows to show with their mask, spread over the data. [default: 1]",
-            most=MAX_SHOWN,
-            example=3,
-        ),
-    ] = None
-    row: Annotated[
-        int | None,
-        count_option(
-            "--row", "Show the row at this line, as messages count.", most=MAX_ROW, example=812
-        ),
-    ] = None
-    chart: Annotated[
-        Path | None,
-        path_option(
-            "--chart", "Draw the lengths into a .png or .html file.", example="lengths.png"
-        ),
-    ] = None
     skip_faulty: Annotated[
         bool,
         Option("--skip-faulty", help="Report on the other rows where some cannot be read."),
     ] = False
+    progress: Progress | None = None
 
 
 # What `tightfit train` accepts. None: not given, so a recipe or the planner says it.
@@ -527,6 +485,7 @@ class TrainOptions:
             "--as-planned", "Run a run folder's plan as it is, without a look at the hardware."
         ),
     ] = False
+    progress: Progress | None = None
 
 
 # What `tightfit bench` accepts. None: not given, so a recipe or the planner says it.
@@ -635,12 +594,7 @@ class BenchOptions:
             "--out", "Write the figures as JSON, anew after each plan.", example="plans.json"
         ),
     ] = None
-    chart: Annotated[
-        Path | None,
-        path_option(
-            "--chart", "Draw predicted and measured speeds into a .png file.", example="plans.png"
-        ),
-    ] = None
+    progress: Progress | None = None
 
 
 # What `tightfit calibrate` accepts.
@@ -684,10 +638,6 @@ class CalibrateOptions:
             example=30,
         ),
     ] = None
-    show: Annotated[
-        bool,
-        Option("--show", help="Measure nothing; print what was stored.", show_default=False),
-    ] = False
     force: Annotated[
         bool,
         Option(
@@ -696,3 +646,4 @@ class CalibrateOptions:
             show_default=False,
         ),
     ] = False
+    progress: Progress | None = None

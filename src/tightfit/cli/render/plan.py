@@ -10,8 +10,8 @@ from itertools import pairwise
 from rich.console import RenderableType
 from rich.text import Text
 
-from tightfit.cli.missing import find_missing
-from tightfit.cli.network import note_network
+from tightfit.api.plan import find_missing_packages
+from tightfit.api.training.hardware import note_network
 from tightfit.cli.render.estimate import VERDICT_STYLES
 from tightfit.cli.terminal.screen import (
     Cell,
@@ -281,7 +281,7 @@ def _render_table(plans: Sequence[Plan], *, is_one_group: bool) -> RenderableTyp
     for number, found in enumerate(plans, start=1):
         how = Text(_describe_place(found, is_one_group=is_one_group))
         how.append("\n" + describe_levers(found.strategy), style="dim")
-        for need in find_missing(found):
+        for need in find_missing_packages(found):
             how.append(f"\nneeds: {need.command}", style="yellow")
         memory = _memory_cell(found)
         if has_traced:

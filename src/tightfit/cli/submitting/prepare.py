@@ -10,11 +10,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tightfit.cli.flags.clusters import SubmitFlags
-from tightfit.cli.flags.training import TrainFlags
-from tightfit.cli.training.plan import PlannedJob, plan_job, reuse_plan
-from tightfit.cli.training.request import RunRecipe
-from tightfit.cli.training.run_folder import (
+from tightfit.api.training.job import PlannedJob, plan_job, reuse_plan
+from tightfit.api.training.recipe import RunRecipe
+from tightfit.api.training.run_folder import (
     RunLocation,
     RunStage,
     claim_folder,
@@ -25,6 +23,8 @@ from tightfit.cli.training.run_folder import (
     read_training_job,
     write_folder,
 )
+from tightfit.cli.flags.clusters import SubmitFlags
+from tightfit.cli.flags.training import TrainFlags
 from tightfit.clusters.requirements import check_space
 from tightfit.core.errors import DoesNotFitError, UsageError, UserError
 from tightfit.core.recipe import Recipe
@@ -232,7 +232,7 @@ def _plan(
     if old is not None:
         group = _find_group(cluster, old)
         if group is not None and flags.nodes in (None, old.strategy.num_nodes):
-            ready = reuse_plan(old, wanted, cache=cache)
+            ready = reuse_plan(old, wanted, as_train_flags(flags), cache=cache)
             plan = ready.plan if held.begun is None else held.begun
             return ready.keep(_moved(plan, group)), group
     if held.begun is None and old is not None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from tightfit.api.training.hardware import state_network
+from tightfit.api.training.recipe import RECIPE_ENDINGS, read_saved_plans
+from tightfit.api.training.run_folder import RunLocation, RunStage, read_run_recipe_file
 from tightfit.cli.flags.clusters import SubmitFlags
-from tightfit.cli.network import state_network
 from tightfit.cli.submitting.prepare import (
     find_base,
     find_submitted,
@@ -16,8 +18,6 @@ from tightfit.cli.submitting.prepare import (
     prepare_run,
     write_prepared_run,
 )
-from tightfit.cli.training.request import RECIPE_ENDINGS, read_saved_plans
-from tightfit.cli.training.run_folder import RunLocation, RunStage, read_run_recipe_file
 from tightfit.clusters.protocol import (
     ClusterBackend,
     ClusterOptions,

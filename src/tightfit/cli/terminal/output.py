@@ -94,6 +94,13 @@ def _escape_halves(text: str) -> str:
 # A bar with the time left on stderr where someone watches, and nothing elsewhere.
 
 
+def report_progress(what: str, done: int, of: int) -> None:
+    """One line on stderr where someone watches, rewritten in place; gone when all is done."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return
+    write_err("\r\x1b[K" if done >= of else f"\r{what}: {done / of:.0%}")
+
+
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress | None]:
     """What to call with a task's name, how far it is, and of how much."""

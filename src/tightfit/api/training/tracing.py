@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-from tightfit.cli.terminal.output import progress_bar, write_err
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
 from tightfit.core.packages import TRACING, require_packages
@@ -21,7 +20,6 @@ from tightfit.hardware.types import Node
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.advice import Advice, judge_alternatives, list_alternatives
-from tightfit.planning.plan import Plan
 from tightfit.planning.rules import Case
 from tightfit.planning.search import SearchResult
 from tightfit.planning.traced import (
@@ -39,6 +37,8 @@ from tightfit.trace.traced_time import estimate_traced_time, with_traced_time
 from tightfit.trace.tracer import Tracer, TraceResponse, has_torch
 from tightfit.train.tracing.job import TraceJob, find_trace_obstacle
 
+_log = logging.getLogger(__name__)
+
 TRACE_WORKER = "tightfit.train.tracing.worker"
 NUM_TRACED = 3
 """Plans that are traced: the first and what may yet take its place."""
@@ -53,6 +53,7 @@ class ModelTracer:
     spec: ModelSpec
     config: dict[str, Any]
     profile: DataProfile | None = None
+    progress: Progress | None = None
 
     def trace(self, requests: Sequence[TraceRequest]) -> list[TraceOutcome]:
         """All in one process, which takes seconds to start. The `Trace` that planning asks for."""
@@ -66,16 +67,19 @@ class ModelTracer:
     def _ask(self, requests: Sequence[TraceRequest]) -> list[TraceOutcome]:
         jobs = [self._job(request).model_dump(mode="json") for request in requests]
         tracer = Tracer(module=TRACE_WORKER)
+        progress = self.progress
+
+        def report(num_done: int) -> None:
+            if progress is not None:
+                progress("tracing the step", num_done, len(jobs))
+
+        report(0)
         try:
-            with progress_bar() as report:
-                tell = None if report is None else partial(_report_progress, report, len(jobs))
-                if tell is not None:
-                    tell(0)
-                answers = tracer.ask(jobs, tell)
+            answers = tracer.ask(jobs, report)
         except KeyboardInterrupt:
-            write_err("interrupted: tracing was stopped\n")
+            _log.info("interrupted: tracing was stopped")
             raise
-        _note_losses(tracer.write_errors)
+        _log_uncached(tracer.write_errors)
         return [_read_answer(answer) for answer in answers]
 
     def advise(self, case: Case, traced: TracedMemory, *, room_bytes: int) -> tuple[Advice, ...]:
@@ -104,11 +108,16 @@ class ModelTracer:
 
 
 def choose_tracer(
-    spec: ModelSpec, node: Node, *, asked: bool | None, profile: DataProfile | None = None
+    spec: ModelSpec,
+    node: Node,
+    *,
+    asked: bool | None,
+    profile: DataProfile | None = None,
+    progress: Progress | None = None,
 ) -> ModelTracer | None:
-    """The tracer, where one was asked for or can be had; None where formulas must do.
+    """A tracer; None where only the closed forms can be used.
 
-    Raises where a trace was asked for and cannot be had.
+    Raises where a trace was asked for and is not possible.
     """
     if asked is False or (asked is None and os.environ.get(TRACE_VARIABLE) == "0"):
         return None
@@ -120,7 +129,9 @@ def choose_tracer(
         return None
     if asked:
         require_packages("Tracing", *TRACING)
-    return ModelTracer(spec=spec, config=config, profile=profile) if has_torch() else None
+    if not has_torch():
+        return None
+    return ModelTracer(spec=spec, config=config, profile=profile, progress=progress)
 
 
 def _describe_obstacle(spec: ModelSpec, node: Node) -> str:
@@ -129,22 +140,18 @@ def _describe_obstacle(spec: ModelSpec, node: Node) -> str:
     return f"{spec.name} has no config.json that transformers could build"
 
 
-def _report_progress(report: Progress, of: int, done: int) -> None:
-    report("tracing the step", done, of)
-
-
-def _note_losses(faults: Sequence[str]) -> None:
-    """Once a command: everything that is asked again is then traced again."""
-    if faults and not _NOTED:
-        _NOTED.append(faults[0])
-        why = sanitize(faults[0].rstrip("."))
-        write_err(
-            f"note: traces cannot be kept, so each is made anew ({why}); TIGHTFIT_CACHE names "
-            "another folder\n"
+def _log_uncached(errors: Sequence[str]) -> None:
+    """Once a process: without a cache every repeated question is traced again."""
+    if errors and not _LOGGED:
+        _LOGGED.append(errors[0])
+        why = sanitize(errors[0].rstrip("."))
+        _log.warning(
+            "traces cannot be kept, so each is made anew (%s); TIGHTFIT_CACHE names another folder",
+            why,
         )
 
 
-_NOTED: list[str] = []
+_LOGGED: list[str] = []
 
 
 def _read_answer(answer: TraceResponse) -> TraceOutcome:
@@ -157,13 +164,14 @@ def _read_answer(answer: TraceResponse) -> TraceOutcome:
     )
 
 
-# The plans of a search, traced: what fits by formula alone leaves, the rest is put in order.
-
-
-def trace_search(result: SearchResult, *, asked: bool | None) -> TracedSearch:
-    """The search with its first plans traced, or as it was where formulas must do."""
+def trace_search(
+    result: SearchResult, *, asked: bool | None, progress: Progress | None = None
+) -> TracedSearch:
+    """The search with its first plans traced, or as it was where no trace is possible."""
     first = result.plans[0]
-    tracer = choose_tracer(first.model, first.hardware.node, asked=asked, profile=first.data)
+    tracer = choose_tracer(
+        first.model, first.hardware.node, asked=asked, profile=first.data, progress=progress
+    )
     if tracer is None:
         return TracedSearch(result=result, traces=(), lost=(), notes=())
     found = trace_plans(result, tracer.trace, num_traced=NUM_TRACED)
@@ -174,48 +182,31 @@ def trace_search(result: SearchResult, *, asked: bool | None) -> TracedSearch:
             remedy=f"{TRACE_VARIABLE}=0 goes by the formulas alone",
         )
     best = found.result.plans[0]
-    told = best.estimate.model_copy(
+    estimate = best.estimate.model_copy(
         update={"assumptions": (*best.estimate.assumptions, *_describe_traces(found))}
     )
-    plans = (best.model_copy(update={"estimate": told}), *found.result.plans[1:])
+    plans = (best.model_copy(update={"estimate": estimate}), *found.result.plans[1:])
     return replace(found, result=replace(found.result, plans=plans))
-
-
-def draw_traces(pairs: Sequence[tuple[Plan, TracedMemory | None]], path: Path) -> None:
-    """Memory over the step of each traced plan."""
-    from tightfit.cli.charts.trace import make_strategy_panel, write_trace_panels
-
-    panels = tuple(
-        make_strategy_panel(
-            plan.strategy, plan.hardware.node.gpu, plan.estimate, traced, number=number
-        )
-        for number, (plan, traced) in enumerate(pairs, start=1)
-        if traced is not None
-    )
-    write_trace_panels(pairs[0][0].model.name, panels, path)
 
 
 def _describe_traces(found: TracedSearch) -> tuple[str, ...]:
     num_traced = sum(traced is not None for traced in found.traces)
     num_timed = sum(plan.estimate.time.tier == TRACED for plan in found.result.plans)
-    said = []
+    notes = []
     if num_traced:
         what = "memory and time" if num_timed == num_traced else "memory"
-        said.append(f"{what} of {count_of(num_traced, 'plan')} traced, of the others by formula")
+        notes.append(f"{what} of {count_of(num_traced, 'plan')} traced, of the others by formula")
     if num_timed < num_traced:
         count = f"{num_timed} of them" if num_timed else "none"
-        said.append(f"time is traced for {count}: not all operations were understood")
+        notes.append(f"time is traced for {count}: not all operations were understood")
     for plan in found.lost:
-        said.append(f"left out after tracing: {plan.summary}")
-    return (*said, *found.notes)
-
-
-# `tightfit estimate --trace`: one trace, the advice that follows from it, and their telling.
+        notes.append(f"left out after tracing: {plan.summary}")
+    return (*notes, *found.notes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedEstimate:
-    """One traced configuration. Without slots, so that the advice is traced once."""
+    """One traced configuration. No slots: `advice` is cached on the instance."""
 
     case: Case
     tracer: ModelTracer
@@ -226,30 +217,31 @@ class TracedEstimate:
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """Traced when it is asked for, which takes longer than all the rest."""
+        """Single changes that lower the peak. Traced on first use: slower than all the rest."""
         return self.tracer.advise(self.case, self.traced, room_bytes=self.room_bytes)
 
     def apply(self, closed_form: Estimate) -> Estimate:
+        """The estimate with traced memory and time in place of the closed forms."""
         return apply_trace(
-            closed_form, self.traced, self.case.node, self._time_step(closed_form.time)
+            closed_form, self.traced, self.case.node, self.time_step(closed_form.time)
         )
 
-    def _time_step(self, closed: StepTime) -> StepTime | None:
+    def time_step(self, closed: StepTime) -> StepTime | None:
         if self.operations is None:
             return None
         return with_traced_time(closed, self.operations, self.case.node.gpu, self.case.strategy)
 
-    def _time_stages(self) -> TracedTime | None:
+    def time_stages(self) -> TracedTime | None:
         if self.operations is None:
             return None
         return estimate_traced_time(self.operations, self.case.node.gpu, self.case.strategy)
 
-    def _list_loading(self) -> list[int]:
+    def list_loading_bytes(self) -> list[int]:
         return estimate_loading_bytes_by_rank(self.case.spec, self.case.strategy)
 
     def describe(self, closed_form: Estimate) -> dict[str, Any]:
         """What `--json` adds to the estimate."""
-        time = self._time_stages()
+        time = self.time_stages()
         return {
             "totals": self._describe_totals(closed_form.gpu),
             "closed_form": closed_form.model_dump(
@@ -260,7 +252,7 @@ class TracedEstimate:
             "advice": [one.model_dump(mode="json") for one in self.advice],
             "host_loading": {
                 "process_bytes": PROCESS_BYTES,
-                "weight_bytes_by_rank": self._list_loading(),
+                "weight_bytes_by_rank": self.list_loading_bytes(),
             },
         }
 
@@ -286,50 +278,25 @@ class TracedEstimate:
             },
         }
 
-    def show(self, closed_form: Estimate) -> None:
-        """All but the advice, which is not traced yet."""
-        from tightfit.cli.render.trace import show_trace, show_traced_time
 
-        show_trace(
-            self.traced,
-            gpu=self.case.node.gpu,
-            context_bytes=closed_form.gpu.context_bytes,
-            closed_form=closed_form,
-            loading_bytes=self._list_loading(),
-        )
-        stages, step = self._time_stages(), self._time_step(closed_form.time)
-        if stages is not None and step is not None:
-            show_traced_time(stages, step=step, closed_form=closed_form.time)
-
-    def show_advice(self) -> None:
-        from tightfit.cli.render.trace import show_advice
-
-        show_advice(self.advice)
-
-    def draw(self, path: Path, closed_form: Estimate) -> None:
-        from tightfit.cli.charts.trace import make_strategy_panel, write_trace_panels
-
-        case = self.case
-        panel = make_strategy_panel(case.strategy, case.node.gpu, closed_form, self.traced)
-        write_trace_panels(case.spec.name, (panel,), path)
-
-
-def trace_estimate(case: Case, judged: Estimate) -> TracedEstimate:
-    """Trace one configuration. Raises where it cannot be traced: it was asked for."""
+def trace_estimate(
+    case: Case, judged: Estimate, *, progress: Progress | None = None
+) -> TracedEstimate:
+    """Trace one configuration. Raises where it cannot be traced."""
     obstacle = find_trace_obstacle(case.strategy)
     if obstacle:
         raise UsageError(
             f"This job cannot be traced: {obstacle}.",
-            remedy="leave --trace out; the formulas speak of it all the same",
+            remedy="leave --trace out    (the closed forms estimate it)",
         )
-    tracer = choose_tracer(case.spec, case.node, asked=True)
+    tracer = choose_tracer(case.spec, case.node, asked=True, progress=progress)
     assert isinstance(tracer, ModelTracer), "asked for, a tracer comes or an error is raised"
     room = max(1, judged.gpu.capacity_bytes - judged.gpu.context_bytes)
     found = tracer.trace([TraceRequest(strategy=case.strategy, node=case.node, room_bytes=room)])[0]
     if found.traced is None:
         raise SetupError(
             f"This job cannot be traced: {found.problem}.",
-            remedy=found.remedy or "leave --trace out; the formulas speak of it all the same",
+            remedy=found.remedy or "leave --trace out    (the closed forms estimate it)",
         )
     return TracedEstimate(
         case=case,

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, ValidationError
 
 from tightfit.api.options import choices
 from tightfit.api.options.choices import read_word
-from tightfit.cli.flags.training import PlanFlags, TrainFlags
-from tightfit.cli.terminal.output import write_err
-from tightfit.cli.training.command_line import read_settings, refuse_twice, show_value
-from tightfit.core.data_profile import DataProfile
+from tightfit.api.options.training import PlanOptions, TrainOptions
+from tightfit.api.training.data import profile_sources
+from tightfit.api.training.settings import read_settings, refuse_twice, show_value
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.frozen import Frozen
 from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
-from tightfit.core.text import count_of, shorten
+from tightfit.core.text import shorten
 from tightfit.core.training import DataSource
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import JobRequest
 from tightfit.planning.search import SearchResult
-
-if TYPE_CHECKING:
-    from tightfit.data.streams import ReadProgress
-
 
 RECIPE_ENDINGS = (".yaml", ".yml")
 
@@ -40,14 +34,14 @@ class PlanJob:
     request: JobRequest
     on: str | None
     recipe: Recipe
-    """What was asked, flags and file together."""
+    """What was asked, options and file together."""
 
 
-def read_plan_job(flags: PlanFlags) -> PlanJob:
-    """The recipe where one is named, else a bare model; flags win over the recipe."""
-    settings = read_settings(flags.settings)
-    refuse_twice(settings, {"method": flags.method, "seq_len": flags.seq_len})
-    recipe = apply_flags(read_base_recipe(flags.job), flags)
+def read_plan_job(options: PlanOptions) -> PlanJob:
+    """The recipe where one is named, else a bare model; options win over the recipe."""
+    settings = read_settings(options.settings)
+    refuse_twice(settings, {"method": options.method, "seq_len": options.seq_len})
+    recipe = apply_options(read_base_recipe(options.job), options)
     fixed = recipe.fixed_strategy() | settings
     refuse_plain_qlora(recipe, fixed)
     stated: dict[str, Any] = {"seq_len": fixed.pop("seq_len", None)}
@@ -58,10 +52,15 @@ def read_plan_job(flags: PlanFlags) -> PlanJob:
     )
     sources = tuple(source for source in recipe.data if source.split == "train")
     if sources:
-        profile = profile_sources(sources, seq_len=request.planned_seq_len, model=recipe.model)
+        profile = profile_sources(
+            sources,
+            seq_len=request.planned_seq_len,
+            model=recipe.model,
+            progress=options.progress,
+        )
         request = replace(request, profile=profile)
     request = replace(request, num_epochs=recipe.num_epochs, max_steps=recipe.max_steps)
-    return PlanJob(request=request, on=flags.on or recipe.on, recipe=recipe)
+    return PlanJob(request=request, on=options.on or recipe.on, recipe=recipe)
 
 
 def read_base_recipe(name: str) -> Recipe:
@@ -71,20 +70,20 @@ def read_base_recipe(name: str) -> Recipe:
     return Recipe(model="unnamed").model_copy(update={"model": name})
 
 
-def apply_flags(recipe: Recipe, flags: PlanFlags) -> Recipe:
+def apply_options(recipe: Recipe, options: PlanOptions) -> Recipe:
     update: dict[str, Any] = {}
-    if flags.method is not None:
-        word = choices.read_word(flags.method, choices.PLAN_METHODS, option="--method")
+    if options.method is not None:
+        word = choices.read_word(options.method, choices.PLAN_METHODS, option="--method")
         update["method"] = RecipeMethod(word)
-    if flags.seq_len is not None:
-        update["seq_len"] = flags.seq_len
-    if flags.epochs is not None:
-        update |= {"epochs": flags.epochs, "max_steps": None}
-    if flags.effective_batch is not None:
-        update["effective_batch"] = flags.effective_batch
-    if flags.data is not None:
+    if options.seq_len is not None:
+        update["seq_len"] = options.seq_len
+    if options.epochs is not None:
+        update |= {"epochs": options.epochs, "max_steps": None}
+    if options.effective_batch is not None:
+        update["effective_batch"] = options.effective_batch
+    if options.data is not None:
         held_out = tuple(source for source in recipe.data if source.split == "eval")
-        named = DataSource(path="unnamed").model_copy(update={"path": str(flags.data)})
+        named = DataSource(path="unnamed").model_copy(update={"path": str(options.data)})
         update["data"] = (named, *held_out)
     return recipe.model_copy(update=update)
 
@@ -96,28 +95,6 @@ def refuse_plain_qlora(recipe: Recipe, fixed: dict[str, Any]) -> None:
             f"`--method qlora` trains over quantized weights, not {weights.value}.",
             remedy=f"--method lora --set weights={weights.value}",
         )
-
-
-def profile_sources(sources: tuple[DataSource, ...], *, seq_len: int, model: str) -> DataProfile:
-    """Read the data, counting aloud where somebody watches."""
-    from tightfit.data.profile import profile_dataset
-
-    is_watched = sys.stderr is not None and sys.stderr.isatty()
-
-    def tell(state: ReadProgress) -> None:
-        rows = count_of(state.num_rows, "row")
-        write_err(f"\rreading data: {rows} ({state.fraction:.0%})")
-
-    try:
-        return profile_dataset(
-            sources,
-            seq_len=seq_len,
-            model=model,
-            watch=tell if is_watched else None,
-        )
-    finally:
-        if is_watched:
-            write_err("\r\x1b[K")
 
 
 # A saved plan given as the job: read back and shown, not searched again.
@@ -137,35 +114,38 @@ def read_saved_plans(name: str) -> SearchResult | None:
         return None
     try:
         plans = tuple(Plan.model_validate_json(json.dumps(plan)) for plan in held)
-    except ValidationError as fault:
+    except ValidationError as error:
         maker = held[0].get("tightfit_version", "another version")
         raise InvalidInputError(
             f"{name} is a plan that this version cannot read (written by tightfit {maker}).",
             remedy="plan the model again: tightfit plan MODEL --on HARDWARE --save plan.json",
-        ) from fault
+        ) from error
     return SearchResult(plans=plans, excluded=(), num_considered=0, shortfall=None)
 
 
-def refuse_new_options(flags: PlanFlags, plan: Plan) -> None:
+def refuse_new_options(options: PlanOptions, plan: Plan) -> None:
     """Options that would ask for another plan than the saved one."""
     given = {
-        "--on": flags.on,
-        "--network": flags.network,
-        "--seq-len": flags.seq_len,
-        "--data": flags.data,
-        "--method": flags.method,
-        "--epochs": flags.epochs,
-        "--effective-batch": flags.effective_batch,
-        "--set": flags.settings or None,
-        "--buy": flags.buy or None,
-        "--explain": flags.explain or None,
+        "--on": options.on,
+        "--network": options.network,
+        "--seq-len": options.seq_len,
+        "--data": options.data,
+        "--method": options.method,
+        "--epochs": options.epochs,
+        "--effective-batch": options.effective_batch,
+        "--set": options.settings or None,
+        "--explain": options.explain or None,
     }
     option = next((name for name, value in given.items() if value is not None), None)
     if option is not None:
-        raise UsageError(
-            f"{flags.job} is a saved plan, which {option} cannot change.",
-            remedy=f"tightfit plan {plan.model.name} with the same options    (plans it anew)",
-        )
+        raise saved_plan_error(options.job, plan, option)
+
+
+def saved_plan_error(job: str, plan: Plan, option: str) -> UsageError:
+    return UsageError(
+        f"{job} is a saved plan, which {option} cannot change.",
+        remedy=f"tightfit plan {plan.model.name} with the same options    (plans it anew)",
+    )
 
 
 def _read_json(path: Path) -> Any:
@@ -181,7 +161,7 @@ def _is_plan(document: Any) -> bool:
     return isinstance(document, dict) and document.keys() >= _PLAN_KEYS
 
 
-# What `train` is asked: a recipe with the flags laid over it, kept beside the run.
+# What `train` is asked: a recipe with the options laid over it, kept beside the run.
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "none")
 MOST_HELD_BACK = 0.5
@@ -212,12 +192,12 @@ class RunRecipe(Frozen):
         return found + (["--plan"] if mine["plan_number"] != theirs["plan_number"] else [])
 
 
-def read_run_recipe(flags: TrainFlags, *, needs_data: bool = True) -> RunRecipe:
-    """The recipe where one is named, else a bare model; flags win over the recipe."""
-    settings = read_settings(flags.settings)
-    refuse_twice(settings, {"method": flags.method, "seq_len": flags.seq_len})
-    recipe = apply_flags(read_base_recipe(flags.job), _as_plan_flags(flags))
-    recipe = recipe.model_copy(update=read_overlay(recipe, flags))
+def read_run_recipe(options: TrainOptions, *, needs_data: bool = True) -> RunRecipe:
+    """The recipe where one is named, else a bare model; options win over the recipe."""
+    settings = read_settings(options.settings)
+    refuse_twice(settings, {"method": options.method, "seq_len": options.seq_len})
+    recipe = apply_options(read_base_recipe(options.job), _as_plan_flags(options))
+    recipe = recipe.model_copy(update=read_overlay(recipe, options))
     recipe = recipe.model_copy(
         update={
             "model": _make_model_absolute(recipe.model),
@@ -227,7 +207,7 @@ def read_run_recipe(flags: TrainFlags, *, needs_data: bool = True) -> RunRecipe:
     refuse_plain_qlora(recipe, recipe.fixed_strategy() | settings)
     check_recipe(recipe, needs_data=needs_data)
     shown = {name: show_value(value) for name, value in settings.items()}
-    return RunRecipe(recipe=recipe, settings=shown, plan_number=flags.plan)
+    return RunRecipe(recipe=recipe, settings=shown, plan_number=options.plan)
 
 
 def fixed_fields(wanted: RunRecipe) -> dict[str, Any]:
@@ -236,39 +216,39 @@ def fixed_fields(wanted: RunRecipe) -> dict[str, Any]:
     return wanted.recipe.fixed_strategy() | settings
 
 
-def _as_plan_flags(flags: TrainFlags) -> PlanFlags:
-    return PlanFlags(
-        job=flags.job,
-        method=flags.method,
-        seq_len=flags.seq_len,
-        epochs=flags.epochs,
-        effective_batch=flags.effective_batch,
-        data=flags.data,
+def _as_plan_flags(options: TrainOptions) -> PlanOptions:
+    return PlanOptions(
+        job=options.job,
+        method=options.method,
+        seq_len=options.seq_len,
+        epochs=options.epochs,
+        effective_batch=options.effective_batch,
+        data=options.data,
     )
 
 
-def read_overlay(recipe: Recipe, flags: TrainFlags) -> dict[str, Any]:
-    if flags.epochs is not None and flags.max_steps is not None:
+def read_overlay(recipe: Recipe, options: TrainOptions) -> dict[str, Any]:
+    if options.epochs is not None and options.max_steps is not None:
         raise UsageError(
             "--epochs and --max-steps both say how long to train.",
-            remedy=f"keep one: --max-steps {flags.max_steps}",
+            remedy=f"keep one: --max-steps {options.max_steps}",
         )
     update: dict[str, Any] = {}
-    if flags.max_steps is not None:
-        update |= {"max_steps": flags.max_steps, "epochs": None}
-    if flags.lr is not None:
-        update["learning_rate"] = flags.lr
-    if flags.output is not None:
-        update["output"] = str(flags.output)
-    if flags.template is not None:
-        update["template"] = flags.template
-    if flags.seed is not None:
-        update["seed"] = _read_seed(flags.seed)
-    if flags.log_to is not None:
-        update["log_to"] = _read_trackers(flags.log_to)
-    if flags.on is not None:
-        update["on"] = flags.on
-    return update | _read_eval(recipe, flags.eval)
+    if options.max_steps is not None:
+        update |= {"max_steps": options.max_steps, "epochs": None}
+    if options.lr is not None:
+        update["learning_rate"] = options.lr
+    if options.output is not None:
+        update["output"] = str(options.output)
+    if options.template is not None:
+        update["template"] = options.template
+    if options.seed is not None:
+        update["seed"] = _read_seed(options.seed)
+    if options.log_to is not None:
+        update["log_to"] = _read_trackers(options.log_to)
+    if options.on is not None:
+        update["on"] = options.on
+    return update | _read_eval(recipe, options.eval)
 
 
 def _read_eval(recipe: Recipe, text: str | None) -> dict[str, Any]:
@@ -322,6 +302,6 @@ def check_recipe(recipe: Recipe, *, needs_data: bool = True) -> None:
         raise UsageError("No data to train on was named.", remedy="--data train.jsonl")
     try:
         Recipe.model_validate(recipe.model_dump())
-    except ValidationError as fault:
-        said = fault.errors()[0]["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{said}.", remedy="tightfit train --help") from fault
+    except ValidationError as error:
+        said = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{said}.", remedy="tightfit train --help") from error

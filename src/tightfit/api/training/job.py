@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.cli.flags.training import TrainFlags
-from tightfit.cli.training.hardware import find_hardware
-from tightfit.cli.training.no_plan import NoPlanError, suggest_fix
-from tightfit.cli.training.prepare import encode_for
-from tightfit.cli.training.request import RunRecipe, fixed_fields
-from tightfit.cli.training.tracing import trace_search
-from tightfit.core.errors import DoesNotFitError, UsageError
+from tightfit.api.options.training import TrainOptions
+from tightfit.api.training.data import encode_for
+from tightfit.api.training.hardware import find_hardware
+from tightfit.api.training.recipe import PlanJob, RunRecipe, fixed_fields
+from tightfit.api.training.search import search_plans
+from tightfit.api.training.tracing import trace_search
+from tightfit.core.errors import UsageError
 from tightfit.core.recipe import make_training
 from tightfit.core.strategy import Method
 from tightfit.core.text import count_of
@@ -23,7 +23,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
-from tightfit.planning.search import NUM_PLANS, SearchResult, search
+from tightfit.planning.search import NUM_PLANS, SearchResult
 
 SAME_TRAINING = (
     "method",
@@ -60,7 +60,7 @@ class PlannedJob:
 
 def plan_job(
     wanted: RunRecipe,
-    flags: TrainFlags,
+    options: TrainOptions,
     *,
     cluster: Cluster | None = None,
     cache: Path | None = None,
@@ -76,14 +76,19 @@ def plan_job(
     recipe = wanted.recipe
     folder = locate_model(recipe.model, needs_weights=not recipe.random_weights)
     if cluster is None:
-        cluster = find_hardware(flags, recipe.on)
+        cluster = find_hardware(options, recipe.on)
     training = {
         method: make_training(recipe, method=method, model_path=folder)
         for method in (Method.FULL, Method.LORA)
     }
-    request = make_job_request(wanted, flags, read_spec(recipe.model, folder), begun)
-    anyhow = training[Method.LORA]  # the data side is the same for every method
-    encoded = encode_for(anyhow, model_folder=folder, seq_len=request.planned_seq_len, cache=cache)
+    request = make_job_request(wanted, options, read_spec(recipe.model, folder), begun)
+    encoded = encode_for(
+        training[Method.LORA],  # the data side is the same for every method
+        model_folder=folder,
+        seq_len=request.planned_seq_len,
+        cache=cache,
+        progress=options.progress,
+    )
     request = replace(
         request,
         seq_len=request.planned_seq_len,
@@ -91,13 +96,19 @@ def plan_job(
         training=training,
     )
     num_plans = max(NUM_PLANS, wanted.plan_number)
-    result = search_plans(request, cluster, wanted, flags, num_plans=num_plans)
-    result = trace_search(result, asked=None).result
+    result = search_plans(
+        PlanJob(request=request, on=recipe.on, recipe=recipe),
+        cluster,
+        options,
+        num_plans=num_plans,
+        known=recall_outcomes(request.spec),
+    )
+    result = trace_search(result, asked=None, progress=options.progress).result
     return PlannedJob(plan=_warn(_pick(result, wanted), encoded), encoded=encoded)
 
 
 def make_job_request(
-    wanted: RunRecipe, flags: TrainFlags, spec: ModelSpec, begun: Plan | None = None
+    wanted: RunRecipe, options: TrainOptions, spec: ModelSpec, begun: Plan | None = None
 ) -> JobRequest:
     """What is asked of the planner, before the data is known."""
     recipe, fixed = wanted.recipe, fixed_fields(wanted)
@@ -106,8 +117,8 @@ def make_job_request(
         fixed |= {name: getattr(begun.strategy, name) for name in SAME_TRAINING}
         fixed["seq_len"] = encoded_len(begun)
         batch = begun.effective_batch
-    if flags.nodes > 1:
-        fixed["num_nodes"] = flags.nodes
+    if options.nodes > 1:
+        fixed["num_nodes"] = options.nodes
     return JobRequest(
         spec=spec,
         method=recipe.method.value,
@@ -119,26 +130,34 @@ def make_job_request(
     )
 
 
-def reuse_plan(saved: Plan, wanted: RunRecipe, *, cache: Path | None = None) -> PlannedJob:
+def reuse_plan(
+    saved: Plan, wanted: RunRecipe, options: TrainOptions, *, cache: Path | None = None
+) -> PlannedJob:
     """A saved plan as it is, with the data and the learning side that were asked for."""
     from tightfit.runtime.model_files import locate_model
 
     folder = locate_model(wanted.recipe.model, needs_weights=not wanted.recipe.random_weights)
     training = make_training(wanted.recipe, method=saved.strategy.method, model_path=folder)
-    encoded = encode_for(training, model_folder=folder, seq_len=encoded_len(saved), cache=cache)
+    encoded = encode_for(
+        training,
+        model_folder=folder,
+        seq_len=encoded_len(saved),
+        cache=cache,
+        progress=options.progress,
+    )
     profile = profile_from_store(encoded.train)
     update = {"training": training, "data": profile, "num_epochs": wanted.recipe.num_epochs}
     return PlannedJob(plan=_warn(saved.model_copy(update=update), encoded), encoded=encoded)
 
 
 def _warn(plan: Plan, encoded: EncodedDataset) -> Plan:
-    """Rows that train less than they look, told where the number of rows is."""
-    told = [
+    """The plan with a warning for each kind of row that trains less than it seems to."""
+    warnings = [
         f"{count_of(finding.num_rows, 'row')}: {finding.says}    (tightfit prepare lists them)"
         for finding in encoded.report.findings
         if finding.kind in REPORTED_FINDINGS
     ]
-    return plan.model_copy(update={"warnings": (*plan.warnings, *told)})
+    return plan.model_copy(update={"warnings": (*plan.warnings, *warnings)})
 
 
 def encoded_len(plan: Plan) -> int:
@@ -153,7 +172,7 @@ def read_spec(name: str, folder: Path) -> ModelSpec:
 
 
 def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
-    """What earlier runs of this model showed, as far as it bears on planning."""
+    """Outcomes of earlier runs of this model that bear on planning."""
     from tightfit.runs.store import read_outcomes
 
     return [
@@ -168,25 +187,6 @@ def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
         for outcome in read_outcomes(model=spec.name)
         if outcome.status.value in ("finished", "out-of-memory")
     ]
-
-
-def search_plans(
-    request: JobRequest,
-    cluster: Cluster,
-    wanted: RunRecipe,
-    flags: TrainFlags,
-    *,
-    num_plans: int,
-    is_exhaustive: bool = False,
-) -> SearchResult:
-    """Plans that earlier runs do not speak against, at least one."""
-    known = recall_outcomes(request.spec)
-    result = search(request, cluster, num_plans=num_plans, is_exhaustive=is_exhaustive, known=known)
-    if not result.plans:
-        vain = NoPlanError(result=result, request=request, cluster=cluster, known=known)
-        remedy = suggest_fix(vain, flags, wanted.recipe)
-        raise DoesNotFitError(result.failure or "Nothing fits.", remedy=remedy)
-    return result
 
 
 def _pick(result: SearchResult, wanted: RunRecipe) -> Plan:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tightfit.cli.flags.training import BenchFlags, PlanFlags, TrainFlags
+from tightfit.api.options.training import BenchOptions, PlanOptions, TrainOptions
 from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.suggest import did_you_mean, nearest
@@ -36,8 +36,8 @@ def read_settings(texts: Iterable[str] | None) -> dict[str, Any]:
     read = {name: _read_value(name, value) for name, value in found.items()}
     try:
         checked = Strategy.model_validate(read)
-    except ValidationError as fault:
-        raise _refuse(fault, found) from fault
+    except ValidationError as error:
+        raise _refuse(error, found) from error
     return {name: getattr(checked, name) for name in found}
 
 
@@ -109,9 +109,9 @@ def _read_value(name: str, text: str) -> Any:
     return text.lower()
 
 
-def _refuse(fault: ValidationError, typed: Mapping[str, str]) -> UsageError:
-    name = str(fault.errors()[0]["loc"][0])
-    said = describe_validation_errors(fault, Strategy, lines={})
+def _refuse(error: ValidationError, typed: Mapping[str, str]) -> UsageError:
+    name = str(error.errors()[0]["loc"][0])
+    said = describe_validation_errors(error, Strategy, lines={})
     # `name: expected ...` or `name[0]: ...`: ours begins with what was typed.
     expected = next(line for line in said if line.startswith(f"`{name}")).partition(": ")[2]
     return UsageError(
@@ -128,26 +128,26 @@ def _example(name: str) -> str:
 # A command line again, as part of a remedy.
 
 
-def list_given(options: Iterable[tuple[str, object]]) -> list[str]:
+def list_given(pairs: Iterable[tuple[str, object]]) -> list[str]:
     """The words of those options that have a value."""
-    given = [(option, str(value)) for option, value in options if value is not None]
+    given = [(option, str(value)) for option, value in pairs if value is not None]
     return [word for pair in given for word in pair]
 
 
-def repeat_plan(flags: PlanFlags | TrainFlags, *, without: Collection[str] = ()) -> str:
+def repeat_plan(options: PlanOptions | TrainOptions, *, without: Collection[str] = ()) -> str:
     """`tightfit plan` of the job that was asked for, less its hardware, to be continued.
 
     `without` are settings to leave out, as they were typed.
     """
-    settings = [setting for setting in flags.settings or () if setting not in without]
-    options = (
-        ("--method", flags.method),
-        ("--seq-len", flags.seq_len),
-        ("--data", flags.data),
-        ("--effective-batch", flags.effective_batch),
+    settings = [setting for setting in options.settings or () if setting not in without]
+    pairs = (
+        ("--method", options.method),
+        ("--seq-len", options.seq_len),
+        ("--data", options.data),
+        ("--effective-batch", options.effective_batch),
         *(("--set", setting) for setting in settings),
     )
-    return shlex.join(["tightfit", "plan", flags.job, *list_given(options)])
+    return shlex.join(["tightfit", "plan", options.job, *list_given(pairs)])
 
 
 # The words that make the planner come to one plan alone.
@@ -182,23 +182,23 @@ def list_plan_options(strategy: Strategy) -> tuple[str, ...]:
     return tuple(words)
 
 
-def repeat_bench(flags: BenchFlags) -> str:
+def repeat_bench(options: BenchOptions) -> str:
     """The command again as far as it names the job, to be continued with a plan's words."""
-    options = (
-        ("--data", flags.data),
-        ("--on", flags.on),
-        ("--seq-len", flags.seq_len),
-        ("--effective-batch", flags.effective_batch),
-        ("--template", flags.template),
-        ("--memory-limit", flags.memory_limit),
+    pairs = (
+        ("--data", options.data),
+        ("--on", options.on),
+        ("--seq-len", options.seq_len),
+        ("--effective-batch", options.effective_batch),
+        ("--template", options.template),
+        ("--memory-limit", options.memory_limit),
     )
-    words = ["tightfit", "bench", flags.job, *list_given(options)]
+    words = ["tightfit", "bench", options.job, *list_given(pairs)]
     for option, is_given in (
-        ("--random-weights", flags.random_weights),
-        ("--synthetic", flags.synthetic),
+        ("--random-weights", options.random_weights),
+        ("--synthetic", options.synthetic),
     ):
         words += [option] if is_given else []
-    for field, value in read_settings(flags.settings).items():
+    for field, value in read_settings(options.settings).items():
         if field in NOT_SEARCHED and field != "method":
             words += ["--set", f"{field}={show_value(value)}"]
     return shlex.join(words)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tightfit.cli.flags.training import TrainFlags
-from tightfit.cli.training.plan import PlannedJob
-from tightfit.cli.training.request import RunRecipe, read_run_recipe, read_saved_plans
+from tightfit.api.options.training import TrainOptions
+from tightfit.api.training.job import PlannedJob
+from tightfit.api.training.recipe import RunRecipe, read_run_recipe, read_saved_plans
 from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.locks import open_locked
@@ -53,19 +53,19 @@ class RunLocation:
 
 
 def find_run_location(
-    wanted: RunRecipe, flags: TrainFlags, *, base: Path = DEFAULT_FOLDER
+    wanted: RunRecipe, options: TrainOptions, *, base: Path = DEFAULT_FOLDER
 ) -> RunLocation:
     """Where this recipe was or will be trained; `base` holds runs without a folder of their own."""
     if wanted.recipe.output is None:
-        return _find_default(wanted, flags, base)
+        return _find_default(wanted, options, base)
     folder = Path(wanted.recipe.output).expanduser()
-    stage = _read_stage(folder, wanted, flags)
-    if stage is RunStage.FINISHED and flags.again:
+    stage = _read_stage(folder, wanted, options)
+    if stage is RunStage.FINISHED and options.again:
         return RunLocation(folder=_next_free(folder), stage=RunStage.NEW)
     return RunLocation(folder=folder, stage=stage)
 
 
-def _find_default(wanted: RunRecipe, flags: TrainFlags, base: Path) -> RunLocation:
+def _find_default(wanted: RunRecipe, options: TrainOptions, base: Path) -> RunLocation:
     """Among the default folders, the one that was made for the same recipe."""
     found = sorted(base.glob(f"*/{RUN_RECIPE_FILE}"), key=lambda path: path.stat().st_mtime)
     for path in reversed(found):
@@ -73,7 +73,7 @@ def _find_default(wanted: RunRecipe, flags: TrainFlags, base: Path) -> RunLocati
         if held is None or held.recipe.output is not None or not held.is_same(wanted):
             continue
         stage = _stage_of(RunFolder(path=path.parent))
-        if flags.fresh or (stage is RunStage.FINISHED and flags.again):
+        if options.fresh or (stage is RunStage.FINISHED and options.again):
             break
         return RunLocation(folder=path.parent, stage=stage)
     return RunLocation(folder=None, stage=RunStage.NEW)
@@ -97,24 +97,24 @@ def claim_folder(wanted: RunRecipe, method: str, *, home: Path) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
-        except OSError as fault:
-            raise folder_error(folder, fault) from fault
+        except OSError as error:
+            raise folder_error(folder, error) from error
         return folder
 
 
-def folder_error(folder: Path, fault: OSError) -> SetupError:
+def folder_error(folder: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot make the folder {sanitize(str(folder))}: {fault.strerror or fault}.",
+        f"Cannot make the folder {sanitize(str(folder))}: {error.strerror or error}.",
         remedy="choose a folder that is writable: --output FOLDER",
     )
 
 
-def _read_stage(folder: Path, wanted: RunRecipe, flags: TrainFlags) -> RunStage:
+def _read_stage(folder: Path, wanted: RunRecipe, options: TrainOptions) -> RunStage:
     run = RunFolder(path=folder)
     if not run.is_run():
         _refuse_foreign(folder)
         return RunStage.NEW
-    if flags.fresh:
+    if options.fresh:
         return RunStage.NEW
     held = read_run_recipe_file(folder)
     if held is not None and not held.is_same(wanted):
@@ -154,9 +154,9 @@ def _is_ours(item: Path) -> bool:
 
 
 @contextmanager
-def one_node_at_a_time(wanted: RunRecipe, flags: TrainFlags) -> Iterator[None]:
+def one_node_at_a_time(wanted: RunRecipe, options: TrainOptions) -> Iterator[None]:
     """Of several nodes the first prepares the folder; the others wait and find it made."""
-    if flags.nodes == 1 or flags.dry_run:
+    if options.nodes == 1 or options.dry_run:
         yield
         return
     if wanted.recipe.output is None:
@@ -168,11 +168,11 @@ def one_node_at_a_time(wanted: RunRecipe, flags: TrainFlags) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open_locked(folder / "prepare.lock", wait_seconds=None)
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot write in {folder}: {fault.strerror or fault}.",
+            f"Cannot write in {folder}: {error.strerror or error}.",
             remedy="choose a folder that is writable: --output FOLDER",
-        ) from fault
+        ) from error
     try:
         yield
     finally:
@@ -210,85 +210,85 @@ def write_run_recipe_file(folder: Path, wanted: RunRecipe) -> None:
 # What `train` and `submit` are asked to run: a recipe, a model, a saved plan, or a run.
 
 
-def read_training_job(flags: TrainFlags) -> tuple[RunRecipe, Plan | None]:
+def read_training_job(options: TrainOptions) -> tuple[RunRecipe, Plan | None]:
     """The recipe, and the plan where a saved one was named."""
-    run = find_run(flags.job)
+    run = find_run(options.job)
     if run is not None:
-        return _recipe_of_run(run, flags), None
-    saved = read_saved_plans(flags.job)
+        return _recipe_of_run(run, options), None
+    saved = read_saved_plans(options.job)
     if saved is None:
-        return read_run_recipe(flags), None
-    if flags.plan > len(saved.plans):
+        return read_run_recipe(options), None
+    if options.plan > len(saved.plans):
         raise UsageError(
-            f"`--plan {flags.plan}`: {flags.job} holds {len(saved.plans)} plans.",
+            f"`--plan {options.plan}`: {options.job} holds {len(saved.plans)} plans.",
             remedy=f"--plan {len(saved.plans)}",
         )
-    plan = saved.plans[flags.plan - 1]
-    return _recipe_of_plan(plan, flags), plan
+    plan = saved.plans[options.plan - 1]
+    return _recipe_of_plan(plan, options), plan
 
 
-def _recipe_of_run(run: RunFolder, flags: TrainFlags) -> RunRecipe:
+def _recipe_of_run(run: RunFolder, options: TrainOptions) -> RunRecipe:
     """A run goes on as it was; only where it runs may change."""
-    refuse_changes(flags)
+    refuse_changes(options)
     wanted = read_run_recipe_file(run.path)
     if wanted is None:
         raise UsageError(
-            f"{flags.job} does not hold the recipe it was started with.",
+            f"{options.job} does not hold the recipe it was started with.",
             remedy="start it with the command that began it",
         )
     update: dict[str, str] = {"output": str(run.path)}
-    if flags.on is not None:
-        update["on"] = flags.on
+    if options.on is not None:
+        update["on"] = options.on
     return wanted.model_copy(update={"recipe": wanted.recipe.model_copy(update=update)})
 
 
-def refuse_changes(flags: TrainFlags) -> None:
+def refuse_changes(options: TrainOptions) -> None:
     """Options that would make another run of it."""
     given: dict[str, object] = {
-        "--data": flags.data,
-        "--eval": flags.eval,
-        "--method": flags.method,
-        "--seq-len": flags.seq_len,
-        "--epochs": flags.epochs,
-        "--max-steps": flags.max_steps,
-        "--lr": flags.lr,
-        "--effective-batch": flags.effective_batch,
-        "--template": flags.template,
-        "--seed": flags.seed,
-        "--set": flags.settings,
-        "--output": flags.output,
-        "--log-to": flags.log_to,
+        "--data": options.data,
+        "--eval": options.eval,
+        "--method": options.method,
+        "--seq-len": options.seq_len,
+        "--epochs": options.epochs,
+        "--max-steps": options.max_steps,
+        "--lr": options.lr,
+        "--effective-batch": options.effective_batch,
+        "--template": options.template,
+        "--seed": options.seed,
+        "--set": options.settings,
+        "--output": options.output,
+        "--log-to": options.log_to,
     }
-    if flags.as_planned:
-        given["--on"], given["--network"] = flags.on, flags.network
-        given["--fresh"], given["--again"] = flags.fresh or None, flags.again or None
-        given["--plan"] = None if flags.plan == 1 else flags.plan
+    if options.as_planned:
+        given["--on"], given["--network"] = options.on, options.network
+        given["--fresh"], given["--again"] = options.fresh or None, options.again or None
+        given["--plan"] = None if options.plan == 1 else options.plan
     option = next((name for name, value in given.items() if value is not None), None)
     if option is not None:
         raise UsageError(
-            f"{flags.job} is a run, which {option} cannot change.",
-            remedy=f"tightfit train {flags.job}    (goes on with it as it is)",
+            f"{options.job} is a run, which {option} cannot change.",
+            remedy=f"tightfit train {options.job}    (goes on with it as it is)",
         )
 
 
-def _recipe_of_plan(plan: Plan, flags: TrainFlags) -> RunRecipe:
+def _recipe_of_plan(plan: Plan, options: TrainOptions) -> RunRecipe:
     """The plan's job as a recipe; data and learning side may be given beside it."""
     from dataclasses import replace
 
-    fixed = {"--method": flags.method, "--seq-len": flags.seq_len, "--set": flags.settings,
-             "--on": flags.on, "--effective-batch": flags.effective_batch}  # fmt: skip
+    fixed = {"--method": options.method, "--seq-len": options.seq_len, "--set": options.settings,
+             "--on": options.on, "--effective-batch": options.effective_batch}  # fmt: skip
     option = next((name for name, value in fixed.items() if value is not None), None)
     if option is not None:
         raise UsageError(
-            f"{flags.job} is a saved plan, which {option} cannot change.",
+            f"{options.job} is a saved plan, which {option} cannot change.",
             remedy=f"tightfit train {plan.model.name} with the same options    (plans it anew)",
         )
     held = plan.training
-    data = flags.data
+    data = options.data
     if data is None and held is not None and held.data:
         data = Path(held.data[0].path)
     name = plan.model.name if held is None else held.model_path
-    return read_run_recipe(replace(flags, job=name, data=data, plan=1))
+    return read_run_recipe(replace(options, job=name, data=data, plan=1))
 
 
 # `train RUN --as-planned`: a batch job on a node, a pod: the folder's plan, and nothing else.
@@ -297,26 +297,26 @@ LOCK_WAIT_SECONDS = 180.0
 """A file server forgets the lock of a node that died after its lease, mostly 90 seconds."""
 
 
-def open_planned(flags: TrainFlags) -> tuple[RunFolder, Plan]:
+def open_planned(options: TrainOptions) -> tuple[RunFolder, Plan]:
     """The run and its plan, without a look at what is here: whoever planned it looked."""
-    found = find_run(flags.job)
+    found = find_run(options.job)
     if found is None:
         raise UsageError(
-            f"`--as-planned` takes a run's folder, and {flags.job} is none.",
-            remedy=f"tightfit train {flags.job}    (plans and runs)",
+            f"`--as-planned` takes a run's folder, and {options.job} is none.",
+            remedy=f"tightfit train {options.job}    (plans and runs)",
         )
     run = RunFolder(path=found.path.absolute())
-    refuse_changes(flags)
+    refuse_changes(options)
     plan = run.read_plan()
     count = plan.strategy.num_nodes
-    if flags.nodes != count:
+    if options.nodes != count:
         raise UsageError(
-            f"The plan in {run.path} is for {count} nodes, not for {flags.nodes}.",
+            f"The plan in {run.path} is for {count} nodes, not for {options.nodes}.",
             remedy=f"--nodes {count} --rendezvous FIRST-NODE:29500    (on every node)"
             if count > 1
             else "leave out --nodes",
         )
-    if not flags.dry_run and not is_finished(run) and flags.node_rank in (None, "0"):
+    if not options.dry_run and not is_finished(run) and options.node_rank in (None, "0"):
         write_environment(run, probe_environment(sys.argv))
     return run, plan
 
@@ -339,11 +339,11 @@ def write_folder(run: RunFolder, wanted: RunRecipe, ready: PlannedJob, begun: Pl
     )
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot make the folder {run.path}: {fault.strerror or fault}.",
+            f"Cannot make the folder {run.path}: {error.strerror or error}.",
             remedy="choose a folder that is writable: --output FOLDER",
-        ) from fault
+        ) from error
     if begun is not None:
         _refuse_changed_data(run, tokens)
     write_run_recipe_file(run.path, wanted)  # first: by it a half-made folder is known as ours

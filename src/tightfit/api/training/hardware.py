@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from tightfit.cli.flags.training import TrainFlags
-from tightfit.cli.network import state_network
+from tightfit.api.options.training import TrainOptions
 from tightfit.clusters.rendezvous import Rendezvous, parse_endpoint, probe_is_here
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError
 from tightfit.core.text import shorten
 from tightfit.core.training import MEMORY_VARIABLE
-from tightfit.core.units import parse_bytes
+from tightfit.core.units import parse_bytes, parse_link_speed
+from tightfit.estimate.communication import UNSTATED_NETWORK
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster, NodeGroup
-
-# Which hardware is meant where `--on` was not given: this machine, else what the verb says.
 
 DEFAULT_CARD = "RTX-4090"
 """What an estimate is made against where no GPU is here and none was named."""
@@ -65,37 +63,63 @@ def with_measured_rates(cluster: Cluster) -> Cluster:
     return apply_calibrations(cluster)
 
 
+def state_network(cluster: Cluster, text: str | None) -> Cluster:
+    """The cluster with the network that `--network` names; as found where it names none."""
+    if text is None:
+        return cluster
+    try:
+        speed = parse_link_speed(text)
+    except InvalidInputError as error:
+        raise UsageError(
+            f"`--network {shorten(text)}` is not a network speed between 1 Mb/s and 100 Tb/s.",
+            remedy="--network 100Gb/s    (b for bits; 12.5GB/s is the same in bytes)",
+        ) from error
+    return cluster.model_copy(update={"network_bytes_per_second": speed})
+
+
+def note_network(cluster: Cluster, notes: Iterable[str]) -> tuple[str, ...]:
+    """The notes, with one on the assumed network wherever several nodes could have been used.
+
+    A plan on one node may have won only because the network was taken to be slow.
+    """
+    is_spread = any(group.num_nodes > 1 for group in cluster.groups)
+    if cluster.network_bytes_per_second is not None or not is_spread:
+        return tuple(notes)
+    return tuple(dict.fromkeys((*notes, UNSTATED_NETWORK)))
+
+
 ELSEWHERE = ("slurm", "k8s", "kubernetes")
 
 
-def find_hardware(flags: TrainFlags, on: str | None) -> Cluster:
+def find_hardware(options: TrainOptions, on: str | None) -> Cluster:
     """This machine, or the part of it that `--on` names; times the nodes of the job."""
     said = on or "here"
     if said.partition(":")[0].strip().casefold() in ELSEWHERE:
         raise UsageError(
             f"`--on {shorten(said)}` is a cluster; `train` trains where it is started.",
-            remedy=f"tightfit submit {shorten(flags.job)} --on {shorten(said)}    (as a job there)",
+            remedy=f"tightfit submit {shorten(options.job)} --on {shorten(said)}    "
+            "(as a job there)",
         )
-    cluster = state_network(with_measured_rates(resolve_hardware(said)), flags.network)
+    cluster = state_network(with_measured_rates(resolve_hardware(said)), options.network)
     if cluster.source != "here":
         _refuse_absent(cluster, said)
-    limit = read_limit(flags, os.environ)
+    limit = read_limit(options, os.environ)
     groups = tuple(
-        _limited(group, limit).model_copy(update={"num_nodes": flags.nodes})
+        _limited(group, limit).model_copy(update={"num_nodes": options.nodes})
         for group in cluster.groups
     )
     return cluster.model_copy(update={"groups": groups})
 
 
-def read_limit(flags: TrainFlags, environ: Mapping[str, str]) -> int | None:
+def read_limit(options: TrainOptions, environ: Mapping[str, str]) -> int | None:
     """Bytes per GPU, by the option or the variable."""
-    if flags.memory_limit is None:
+    if options.memory_limit is None:
         text = environ.get(MEMORY_VARIABLE, "")
         return int(text) if text.isdecimal() and int(text) > 0 else None
     try:
-        limit = parse_bytes(flags.memory_limit)
-    except InvalidInputError as fault:
-        raise UsageError(fault.problem, remedy="--memory-limit 20GiB") from fault
+        limit = parse_bytes(options.memory_limit)
+    except InvalidInputError as error:
+        raise UsageError(error.problem, remedy="--memory-limit 20GiB") from error
     if limit < 1:
         raise UsageError("`--memory-limit 0` leaves no memory.", remedy="--memory-limit 20GiB")
     return limit
@@ -116,22 +140,22 @@ def limiting(limit_bytes: int | None) -> Iterator[None]:
             os.environ[MEMORY_VARIABLE] = before
 
 
-def read_rendezvous(flags: TrainFlags) -> Rendezvous | None:
+def read_rendezvous(options: TrainOptions) -> Rendezvous | None:
     """Where the nodes meet; None for one node."""
-    if flags.nodes == 1 and flags.rendezvous is None:
+    if options.nodes == 1 and options.rendezvous is None:
         return None
-    if flags.rendezvous is None:
+    if options.rendezvous is None:
         raise UsageError(
-            f"`--nodes {flags.nodes}` needs a place where the nodes meet.",
-            remedy=f"--nodes {flags.nodes} --rendezvous FIRST-NODE:29500    (on every node)",
+            f"`--nodes {options.nodes}` needs a place where the nodes meet.",
+            remedy=f"--nodes {options.nodes} --rendezvous FIRST-NODE:29500    (on every node)",
         )
-    rank = flags.node_rank
-    if rank is not None and not (rank.strip().isdecimal() and int(rank) < flags.nodes):
+    rank = options.node_rank
+    if rank is not None and not (rank.strip().isdecimal() and int(rank) < options.nodes):
         raise UsageError(
-            f"`--node-rank {shorten(rank)}` is not between 0 and {flags.nodes - 1}.",
+            f"`--node-rank {shorten(rank)}` is not between 0 and {options.nodes - 1}.",
             remedy="--node-rank 0",
         )
-    endpoint = parse_endpoint(flags.rendezvous)
+    endpoint = parse_endpoint(options.rendezvous)
     number = None if rank is None else int(rank)
     is_here = probe_is_here(endpoint)
     return Rendezvous(
@@ -139,8 +163,8 @@ def read_rendezvous(flags: TrainFlags) -> Rendezvous | None:
         # A second node on the same machine must not open the store once more.
         is_here=None if is_here and number else is_here,
         node_rank=number,
-        local_address=flags.local_addr,
-        interface=flags.interface,
+        local_address=options.local_addr,
+        interface=options.interface,
     )
 
 

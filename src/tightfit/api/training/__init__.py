@@ -1,0 +1,1 @@
+"""What the training verbs share: recipes, settings, hardware, data, search, traces, run folders."""
