@@ -93,7 +93,7 @@ class Case:
 
 
 _BF16_ADAPTERS: dict[str, Any] = {"adapter_dtype": Dtype.BF16}
-_FOLDED: dict[str, Any] = {**_BF16_ADAPTERS, "folded_adapters": True}
+_FOLDED: dict[str, Any] = {**_BF16_ADAPTERS, "fused_lora": True}
 _FULL: dict[str, Any] = {"method": Method.FULL}
 _LIGER = (CUDA, "liger_kernel")
 
@@ -131,25 +131,25 @@ CASES: tuple[Case, ...] = (
         rounds_coarser=16.0,
     ),
     Case(name="bf16 adapters", changes=_BF16_ADAPTERS),
-    Case(name="folded adapters", changes=_FOLDED, against="bf16 adapters"),
+    Case(name="fused LoRA", changes=_FOLDED, against="bf16 adapters"),
     Case(
         name="fp8 products",
         changes={**_FOLDED, "fp8": True},
-        against="folded adapters",
+        against="fused LoRA",
         needs=(CUDA,),
         rounds_coarser=16.0,
     ),
     Case(
         name="spare columns",
         changes={**_FOLDED, "fused_kernels": True},
-        against="folded adapters",
+        against="fused LoRA",
         needs=_LIGER,
     ),
     Case(name="fused kernels", changes={"fused_kernels": True}, needs=_LIGER),
     Case(name="fused loss", changes={"loss": Loss.FUSED}, needs=_LIGER),
     Case(
-        name="wide loss slices",
-        changes={"loss": Loss.FUSED, "loss_slice_factor": 4},
+        name="large loss chunks",
+        changes={"loss": Loss.FUSED, "loss_chunk_factor": 4},
         against="fused loss",
         needs=_LIGER,
     ),
@@ -181,7 +181,7 @@ CASES: tuple[Case, ...] = (
     ),
 )
 """The slowest come first. Sharding and offload need several GPUs or other engines, and flash
-attention a package: they are not compared here. Nor is an unpacked base, whose losses are held
+attention a package: they are not compared here. Nor is an dequantized base, whose losses are held
 against those of packed weights by `tests/integration/train/test_unpacked_base.py`."""
 
 

@@ -105,7 +105,7 @@ _QLORA: dict[str, Any] = {"method": "lora", "weights": "nf4"}
 _KEEP: dict[str, Any] = {"checkpointing": False}
 _EAGER: dict[str, Any] = {"attention": "eager"}
 _LIGER: dict[str, Any] = {"fused_kernels": True, "loss": "fused"}
-_FOLDED: dict[str, Any] = {"folded_adapters": True}
+_FOLDED: dict[str, Any] = {"fused_lora": True}
 _MIXED: dict[str, Any] = {"weights": "fp32", "compute": "bf16"}
 
 

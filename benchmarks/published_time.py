@@ -113,7 +113,7 @@ STRATEGY_FIELDS = (
         "lora_rank",
         "optimizer",
     ),
-    *("optimizer_in_backward", "micro_batch", "seq_len", "grad_accum", "packing", "attention"),
+    *("micro_batch", "seq_len", "grad_accum", "packing", "attention"),
     *("loss", "fused_kernels", "compile", "sharding", "offload", "train_embeddings"),
 )
 

@@ -203,7 +203,8 @@ def translate_torchtune(row: Row, job: Job) -> None:
     if notes.endswith("Baseline"):
         raise ExcludedError("data shorter than the maximum length")
     job["compile"] = "ompile" in notes
-    job["optimizer_in_backward"] = "fused into backward" in row["optimizer"]
+    if "fused into backward" in row["optimizer"]:
+        job["optimizer_in_backward"] = True
     if "optimization-flags" in row["source"]:
         job["loss"] = "chunked" if "Chunked" in notes else "plain"
         return
@@ -345,7 +346,6 @@ def translate(row: Row, index: int) -> Job:
         "offload": "none",
         "packing": False,
         "fused_kernels": False,
-        "optimizer_in_backward": False,
         "compile": False,
     }.items():
         job.setdefault(key, value)

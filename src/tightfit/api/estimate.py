@@ -35,7 +35,7 @@ from tightfit.planning.space import choose_attention, choose_compute_dtype, must
 if TYPE_CHECKING:
     from tightfit.api.training.tracing import TracedEstimate
 
-_BARE_SWITCHES = ("train_embeddings", "optimizer_in_backward")
+_BARE_SWITCHES = ("train_embeddings",)
 """Switches without an off side: False means that they were not given."""
 DEFAULT_SEQ_LEN = int(Strategy.model_fields["seq_len"].default)
 
@@ -172,10 +172,10 @@ def choose_strategy(options: EstimateOptions, *, spec: ModelSpec, group: NodeGro
             spec, group.node, attention=attention, compute=dtypes["compute"]
         ),
         "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
-        # fp8 is made of unpacked matrices, and keeps frozen ones in a form that folded adapters
+        # fp8 is made of unpacked matrices, and keeps frozen ones in a form that fused LoRA
         # alone can read.
-        "unpacked_base": is_fp8 and dtypes["weights"] is Dtype.NF4,
-        "folded_adapters": is_fp8 and method in ("lora", "qlora"),
+        "dequantized_base": is_fp8 and dtypes["weights"] is Dtype.NF4,
+        "fused_lora": is_fp8 and method in ("lora", "qlora"),
         **_choose_layout(options, group),
         **_stated(options),
         "method": Method.LORA if method == "qlora" else Method(method),
@@ -260,8 +260,7 @@ def _stated(options: EstimateOptions) -> dict[str, Any]:
     )
     plain = (
         *("lora_rank", "micro_batch", "seq_len", "grad_accum", "checkpointing"),
-        *("fused_kernels", "folded_adapters", "unpacked_base", "double_quant", "train_embeddings"),
-        "optimizer_in_backward",
+        *("fused_kernels", "fused_lora", "dequantized_base", "double_quant", "train_embeddings"),
     )
     stated = {name: getattr(options, name) for name in plain}
     for name, kind, known in words:

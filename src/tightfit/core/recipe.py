@@ -17,7 +17,7 @@ from pydantic import (
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.frozen import FiniteFrozen
-from tightfit.core.strategy import MAX_SEQ_LEN, Method, Strategy
+from tightfit.core.strategy import MAX_SEQ_LEN, RENAMED_SETTINGS, Method, Strategy
 from tightfit.core.training import (
     DEFAULT_LEARNING_RATES,
     DataSource,
@@ -216,6 +216,7 @@ def read_recipe(path: Path | str) -> Recipe:
         recipe = Recipe.model_validate_json(json.dumps(_spelt_out(plain)), strict=True)
     except ValidationError as error:
         homes = {f"strategy.{name}": home for name, home in TOP_LEVEL_HOMES.items()}
+        homes |= {f"strategy.{old}": f"strategy.{new}" for old, new in RENAMED_SETTINGS.items()}
         faults += describe_validation_errors(error, Recipe, lines=document.lines, homes=homes)
         raise _refused(document, faults) from error
     if faults:

@@ -59,6 +59,8 @@ class Quirks(Frozen):
     keeps_logits: bool = False
     """Logits live beside what the loss reads until the gradient is there: the caller holds on to
     them, or the loss reads a shifted copy."""
+    optimizer_in_backward: bool = False
+    """Each gradient is stepped and freed as soon as it is complete, as torchtune can."""
     wide_adafactor: bool = False
     """transformers' Adafactor, which works in fp32, instead of torch's."""
 
@@ -179,6 +181,14 @@ class Loss(str, Enum):
 ALL_LINEAR = "all-linear"
 
 
+RENAMED_SETTINGS = {
+    "fused_lora": "fused_lora",
+    "dequantized_base": "dequantized_base",
+    "loss_chunk_factor": "loss_chunk_factor",
+}
+"""Names that saved plans and recipes may still have, and today's."""
+
+
 class Strategy(Frozen):
     """How one job runs. Illegal combinations are judged by `planning/rules`, not here."""
 
@@ -207,8 +217,6 @@ class Strategy(Frozen):
     train_embeddings: bool = False
     """LoRA with fully trained embeddings and lm_head, for added tokens."""
     optimizer: Optimizer = Optimizer.ADAMW
-    optimizer_in_backward: bool = False
-    """Step and free each gradient as soon as it is complete."""
     micro_batch: PositiveInt = Field(default=1, le=MAX_MICRO_BATCH)
     seq_len: PositiveInt = Field(default=2048, le=MAX_SEQ_LEN)
     grad_accum: PositiveInt = Field(default=1, le=MAX_MICRO_BATCH)
@@ -222,12 +230,12 @@ class Strategy(Frozen):
     """Expand grouped keys and values before SDPA, which has no fused kernel for grouped heads
     before Ampere or in fp32 and would hold the whole score matrix."""
     loss: Loss = Loss.PLAIN
-    loss_slice_factor: PositiveInt = Field(default=1, le=MAX_SLICE_FACTOR)
+    loss_chunk_factor: PositiveInt = Field(default=1, le=MAX_SLICE_FACTOR)
     """How many times wider than by default the fused loss cuts its slices of tokens: fewer, larger
     products, and so many times the logits at once. Liger's `chunk_mem_const`."""
     fused_kernels: bool = False
     """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
-    folded_adapters: bool = False
+    fused_lora: bool = False
     """Scale and add LoRA's product as part of its matmuls, and not in passes of their own over each
     output and its gradient. Modules that do not allow it keep peft's forward."""
     fp8: bool = False
@@ -236,7 +244,7 @@ class Strategy(Frozen):
     fp8_gradients: bool = False
     """The same in the backward pass alone, where weights are trained: results and the loss are
     bf16's, and gradients are rounded. Never chosen for anybody either."""
-    unpacked_base: bool = False
+    dequantized_base: bool = False
     """Unpack nf4 matrices once, after loading, and keep them in the compute dtype: the values that
     each step would unpack, in the memory and time of 16-bit LoRA. With `fp8` in fp8, from there."""
     compile: bool = False
@@ -246,6 +254,14 @@ class Strategy(Frozen):
     gpus_per_node: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
     quirks: Quirks = NO_QUIRKS
     """Habits of software other than ours; for speaking of other people's jobs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, given: Any) -> Any:
+        for old in given if isinstance(given, dict) else ():
+            if old in RENAMED_SETTINGS:
+                raise ValueError(f"`{old}` is now called `{RENAMED_SETTINGS[old]}`")
+        return given
 
     @property
     def world_size(self) -> int:

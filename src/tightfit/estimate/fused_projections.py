@@ -26,12 +26,12 @@ def uses_augmented_weights(model_type: str, strategy: Strategy) -> bool:
     """Whether fused LoRA uses augmented weights: our norm kernels leave room behind their outputs,
     and the frozen matrices are whole and in the compute dtype. Not in compiled layers: writing
     behind `x` breaks their graph."""
-    is_plain = strategy.weights is strategy.compute or strategy.unpacked_base
+    is_plain = strategy.weights is strategy.compute or strategy.dequantized_base
     return (
         is_plain
         and not strategy.has_fp8
         and not strategy.compile
-        and strategy.folded_adapters
+        and strategy.fused_lora
         and strategy.fused_kernels
         and not strategy.sharding.shards_optimizer
         and find_family(model_type).fuses_projections

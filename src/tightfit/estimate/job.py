@@ -83,9 +83,9 @@ def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None 
     """
     temporary = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
     if strategy.stores_fp8:
-        others = 0 if strategy.unpacked_base else spec.linear_params - largest_matrix(spec)
+        others = 0 if strategy.dequantized_base else spec.linear_params - largest_matrix(spec)
         temporary = others + 4 * largest_matrix(spec)
-    elif strategy.unpacked_base:
+    elif strategy.dequantized_base:
         scales = largest_matrix(spec) // NF4_BLOCK
         temporary = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
     state = state or estimate_state_bytes(spec, strategy)
@@ -242,7 +242,7 @@ def estimate_job(
 
 
 def _describe_unquantized(spec: ModelSpec, asked: Strategy, loaded: Strategy) -> Iterator[str]:
-    if loaded.weights is not asked.weights and not loaded.unpacked_base:
+    if loaded.weights is not asked.weights and not loaded.dequantized_base:
         yield (
             f"transformers packs none of {spec.model_type}'s layers: {asked.weights.value} weights "
             f"stay {loaded.weights.value}"

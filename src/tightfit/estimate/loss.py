@@ -110,7 +110,7 @@ def _estimate_fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     """One chunk of logits at a time; chunks shrink as the vocabulary grows."""
     tokens = strategy.tokens_per_micro_batch
     value = strategy.compute.value_bytes
-    chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_slice_factor)
+    chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_chunk_factor)
     logits = 2 * chunk_tokens * spec.vocab_size * value
     hidden_gradient = tokens * spec.hidden_size * value
     trains_head = strategy.method is Method.FULL or strategy.train_embeddings

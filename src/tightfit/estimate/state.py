@@ -168,7 +168,7 @@ def _gradient_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) -> 
     A flat parameter has one gradient: for its frozen values too, where it mixes the two.
     Source: torch FullyShardedDataParallel docs, `use_orig_params`.
     """
-    if strategy.optimizer_in_backward:
+    if strategy.quirks.optimizer_in_backward:
         return trained_bytes * _largest_share(spec)
     if mixes_frozen(strategy):
         return spec.num_params * strategy.weights.value_bytes + trained_bytes
@@ -195,7 +195,7 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) ->
             own = min(own, ZERO3_SUB_GROUP_VALUES)
         return (6 if is_half else 4) * own
     if strategy.optimizer is Optimizer.ADAMW_FOREACH:
-        share = _largest_share(spec) if strategy.optimizer_in_backward else 1.0
+        share = _largest_share(spec) if strategy.quirks.optimizer_in_backward else 1.0
         return trained_bytes * share / shards
     if strategy.optimizer is Optimizer.ADAFACTOR:
         largest = min(num_trainable(spec, strategy), spec.embedding_params)

@@ -118,7 +118,7 @@ def count_forward_kernels(
 
 def count_adapter_kernels(strategy: Strategy) -> int:
     """Kernels of one LoRA layer in a forward pass; another dtype needs three casts."""
-    if strategy.folded_adapters:
+    if strategy.fused_lora:
         return FUSED_LORA_KERNELS
     if strategy.compile:
         return 3
@@ -131,7 +131,7 @@ def host_launch_seconds(
     """Host time to launch the kernels of a forward pass, and of its backward pass."""
     measured = rates.measured
     each = count_adapter_kernels(strategy)
-    beyond = eff.HOST_FUSED_LORA_KERNELS if strategy.folded_adapters else eff.HOST_ADAPTER_KERNELS
+    beyond = eff.HOST_FUSED_LORA_KERNELS if strategy.fused_lora else eff.HOST_ADAPTER_KERNELS
     if (
         measured is None
         or measured.host_adapter_forward_seconds is None
@@ -182,7 +182,7 @@ class MicroBatch:
         """The fused loss reads the head once per chunk of tokens."""
         if self.strategy.loss is not Loss.FUSED:
             return 1.0
-        width = self.strategy.loss_slice_factor * self.work.hidden_size
+        width = self.strategy.loss_chunk_factor * self.work.hidden_size
         return min(ceil(self.work.vocab_size / width), max(1.0, self.tokens))
 
 

@@ -122,7 +122,7 @@ def adapter_bytes_per_token(adapters: AdapterSums, strategy: Strategy, *, backwa
     """
     value = strategy.compute.value_bytes
     num_outputs = adapters.outputs_used - (0 if backward else adapters.outputs_saved)
-    if strategy.folded_adapters:
+    if strategy.fused_lora:
         inputs, outputs = (3 * value, 2 * value) if backward else (value, 2 * value)
     elif strategy.adapter_dtype is not Dtype.FP32 or strategy.compute is Dtype.FP32:
         inputs, outputs = (5 * value, 4 * value) if backward else (value, 6 * value)
@@ -132,7 +132,7 @@ def adapter_bytes_per_token(adapters: AdapterSums, strategy: Strategy, *, backwa
         inputs, outputs = (20, 10) if backward else (14, 12)
     if strategy.dora:
         outputs += DORA_OUTPUT_VALUES * value
-    if strategy.compile and not strategy.folded_adapters:
+    if strategy.compile and not strategy.fused_lora:
         outputs //= 2
     num_inputs = adapters.inputs_used - adapters.inputs_saved
     return float(inputs * num_inputs + outputs * num_outputs)

@@ -22,14 +22,14 @@ def as_loaded(spec: ModelSpec, strategy: Strategy) -> Strategy:
     """The strategy with the weight format that loading produces.
 
     Families that quantized loading skips stay in the dtype of unquantized parameters. A dequantized
-    base trains in the compute dtype; `unpacked_base` still says that its files are nf4.
+    base trains in the compute dtype; `dequantized_base` still says that its files are nf4.
     """
     # bitsandbytes loading takes nn.Linear itself and no subclass: `replace_with_bnb_linear`.
     is_packed = find_family(spec.model_type).quantizes_linears or strategy.quirks.packs_subclasses
     if not is_packed and strategy.weights in (Dtype.NF4, Dtype.INT8):
         plain = Dtype.FP32 if strategy.upcast_unquantized else strategy.compute
-        return strategy.model_copy(update={"weights": plain, "unpacked_base": False})
-    if strategy.unpacked_base and strategy.weights is Dtype.NF4:
+        return strategy.model_copy(update={"weights": plain, "dequantized_base": False})
+    if strategy.dequantized_base and strategy.weights is Dtype.NF4:
         return strategy.model_copy(update={"weights": strategy.compute})
     return strategy
 
@@ -38,8 +38,8 @@ def as_used_for_inference(strategy: Strategy) -> Strategy:
     """The loaded strategy as its result is used for inference: with the base as stored, that is
     without dequantization and without fp8."""
     changes: dict[str, object] = {"fp8": False, "fp8_gradients": False} if strategy.has_fp8 else {}
-    if strategy.unpacked_base:
-        changes |= {"weights": Dtype.NF4, "unpacked_base": False}
+    if strategy.dequantized_base:
+        changes |= {"weights": Dtype.NF4, "dequantized_base": False}
     return strategy.model_copy(update=changes) if changes else strategy
 
 

@@ -128,9 +128,9 @@ def _list_losses(case: Case, peak: Peak) -> Iterator[_Change]:
         yield "chunked loss", {"loss": Loss.CHUNKED}, 0.6 * logits
     if used is not Loss.FUSED:
         yield "fused loss", {"loss": Loss.FUSED}, 0.9 * logits
-    if case.strategy.loss_slice_factor > 1:
-        gone = 1 - 1 / case.strategy.loss_slice_factor
-        yield "narrow loss slices", {"loss_slice_factor": 1}, gone * logits
+    if case.strategy.loss_chunk_factor > 1:
+        gone = 1 - 1 / case.strategy.loss_chunk_factor
+        yield "small loss chunks", {"loss_chunk_factor": 1}, gone * logits
 
 
 def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Change]:
@@ -182,10 +182,10 @@ def _list_batches(case: Case, peak: Peak) -> Iterator[_Change]:
 
 def _list_weights(case: Case, peak: Peak) -> Iterator[_Change]:
     strategy = case.strategy
-    if strategy.unpacked_base:
+    if strategy.dequantized_base:
         bits = 8 if strategy.stores_fp8 else 8 * strategy.compute.value_bytes
         saved = _sum(peak, "weights") * (1 - 4.5 / bits) * 0.9
-        yield "packed base", without_dequantized_base(strategy), saved
+        yield "quantized base", without_dequantized_base(strategy), saved
     stored = {Dtype.FP32: 32, Dtype.BF16: 16, Dtype.FP16: 16, Dtype.INT8: 8}
     wide = stored.get(strategy.weights)
     if strategy.method is Method.LORA and wide is not None:

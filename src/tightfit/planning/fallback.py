@@ -63,12 +63,12 @@ def list_fallbacks(plan: Plan) -> list[Plan]:
 
 
 def _list_slices(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
-    if strategy.loss_slice_factor > 1:
-        yield {"loss_slice_factor": 1}
+    if strategy.loss_chunk_factor > 1:
+        yield {"loss_chunk_factor": 1}
 
 
 def _list_packed(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
-    if strategy.unpacked_base:
+    if strategy.dequantized_base:
         yield without_dequantized_base(strategy)
 
 
@@ -116,10 +116,10 @@ _KINDS = (
 
 
 def _describe(strategy: Strategy, fields: dict[str, Any]) -> str:
-    if "loss_slice_factor" in fields:
-        return "narrow loss slices"
-    if "unpacked_base" in fields:
-        return "packed base"
+    if "loss_chunk_factor" in fields:
+        return "small loss chunks"
+    if "dequantized_base" in fields:
+        return "quantized base"
     if "micro_batch" in fields:
         return f"micro-batch {strategy.micro_batch} x {strategy.grad_accum}"
     if "checkpointing" in fields:

@@ -87,9 +87,9 @@ LEVERS: tuple[Lever, ...] = (
         turned_back={"fused_kernels": False},
     ),
     Lever(
-        name="folded adapters",
-        is_pulled=lambda s: s.folded_adapters,
-        turned_back={"folded_adapters": False},
+        name="fused LoRA",
+        is_pulled=lambda s: s.fused_lora,
+        turned_back={"fused_lora": False},
     ),
     Lever(name="fp8 products", is_pulled=lambda s: s.fp8, turned_back={"fp8": False}),
     Lever(
@@ -98,19 +98,19 @@ LEVERS: tuple[Lever, ...] = (
         turned_back={"fp8_gradients": False},
     ),
     Lever(
-        name="unpacked base",
-        is_pulled=lambda s: s.unpacked_base,
-        turned_back={"unpacked_base": False},
+        name="dequantized base",
+        is_pulled=lambda s: s.dequantized_base,
+        turned_back={"dequantized_base": False},
     ),
     Lever(
         name="a loss that never holds all logits",
         is_pulled=lambda s: s.loss is not Loss.PLAIN,
-        turned_back={"loss": Loss.PLAIN, "loss_slice_factor": 1},
+        turned_back={"loss": Loss.PLAIN, "loss_chunk_factor": 1},
     ),
     Lever(
-        name="wide loss slices",
-        is_pulled=lambda s: s.loss_slice_factor > 1,
-        turned_back={"loss_slice_factor": 1},
+        name="large loss chunks",
+        is_pulled=lambda s: s.loss_chunk_factor > 1,
+        turned_back={"loss_chunk_factor": 1},
     ),
     Lever(name="compiled layers", is_pulled=lambda s: s.compile, turned_back={"compile": False}),
     Lever(name="packing", is_pulled=lambda s: s.packing, turned_back={"packing": False}),
@@ -132,7 +132,7 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         name="bf16 adapters",
         is_pulled=lambda s: s.method is Method.LORA and s.adapter_dtype is Dtype.BF16,
-        turned_back={"adapter_dtype": Dtype.FP32, "folded_adapters": False},
+        turned_back={"adapter_dtype": Dtype.FP32, "fused_lora": False},
     ),
     Lever(
         name="offload to host memory",

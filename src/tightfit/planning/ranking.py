@@ -37,7 +37,7 @@ class Candidate:
         """Two candidates of one family are the same idea with other details."""
         s = self.strategy
         where = (self.layout.group.name, s.num_nodes, s.gpus_per_node)
-        return (*where, name_method(s), s.sharding, s.offload, s.unpacked_base)
+        return (*where, name_method(s), s.sharding, s.offload, s.dequantized_base)
 
     @property
     def idea(self) -> tuple[object, ...]:
@@ -49,7 +49,7 @@ class Candidate:
             s.method is Method.FULL and s.sharding.shards_optimizer,
         )
         kind = (node.gpu.name, node.num_gpus, node.host_memory_bytes, node.num_cores)
-        return (*kind, *self.family[1:4], spread, s.offload, s.unpacked_base)
+        return (*kind, *self.family[1:4], spread, s.offload, s.dequantized_base)
 
 
 def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
@@ -102,8 +102,8 @@ def count_levers(strategy: Strategy) -> int:
         s.compile,
         s.packing,
         s.fused_kernels,
-        s.unpacked_base,
-        s.loss_slice_factor > 1,
+        s.dequantized_base,
+        s.loss_chunk_factor > 1,
         s.sharding.shards_optimizer,
         s.offload is not Offload.NONE,
         s.optimizer is not Optimizer.ADAMW,

@@ -156,10 +156,10 @@ def name_kernel_levers(strategy: Strategy) -> list[str]:
     s = strategy
     levers = (
         ("fused kernels", s.fused_kernels),
-        ("wide loss slices", s.loss_slice_factor > 1),
-        ("folded adapters", s.folded_adapters),
+        ("large loss chunks", s.loss_chunk_factor > 1),
+        ("fused LoRA", s.fused_lora),
         ("fp8 products", s.fp8),
         ("fp8 gradients", s.fp8_gradients),
-        ("unpacked base", s.unpacked_base),
+        ("dequantized base", s.dequantized_base),
     )
     return [name for name, is_pulled in levers if is_pulled]

@@ -275,26 +275,6 @@ SHARDING_RULES: tuple[Rule, ...] = (
             c.strategy.optimizer is Optimizer.ADAFACTOR and c.strategy.sharding.is_fsdp
         ),
     ),
-    Rule(
-        name="in-backward-accumulation",
-        reason="an optimizer inside the backward pass frees gradients at once, so {s.grad_accum} "
-        "micro-batches cannot be summed",
-        source="https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html",
-        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.grad_accum > 1,
-    ),
-    Rule(
-        name="in-backward-scaler",
-        reason="fp16's gradient scaler must see all gradients before a step; an optimizer inside "
-        "the backward pass does not wait",
-        source="https://docs.pytorch.org/docs/stable/notes/amp_examples.html",
-        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.compute is Dtype.FP16,
-    ),
-    Rule(
-        name="in-backward-sharded",
-        reason="DeepSpeed owns the optimizer step; it cannot move inside the backward pass",
-        source=_DEEPSPEED,
-        violated=lambda c: c.strategy.optimizer_in_backward and c.strategy.sharding.is_zero,
-    ),
 )
 
 
@@ -317,50 +297,50 @@ FUSED_LORA_RULES: tuple[Rule, ...] = (
         name="folded-method",
         reason="there are no adapters to fold: `{s.method.value}` trains none",
         source=_FUSED_LORA,
-        violated=lambda c: c.strategy.folded_adapters and c.strategy.method is not Method.LORA,
+        violated=lambda c: c.strategy.fused_lora and c.strategy.method is not Method.LORA,
     ),
     Rule(
         name="folded-dropout",
-        reason="folded adapters read the input that their matrix reads, which dropout would change",
+        reason="fused LoRA read the input that their matrix reads, which dropout would change",
         source=_FUSED_LORA,
-        violated=lambda c: c.strategy.folded_adapters and c.strategy.lora_dropout > 0,
+        violated=lambda c: c.strategy.fused_lora and c.strategy.lora_dropout > 0,
     ),
     Rule(
         name="folded-dora",
         reason="DoRA divides by a norm between the two products, so they cannot be one",
         source=_FUSED_LORA,
-        violated=lambda c: c.strategy.folded_adapters and is_dora(c.strategy),
+        violated=lambda c: c.strategy.fused_lora and is_dora(c.strategy),
     ),
     Rule(
         name="folded-base",
-        reason="folded adapters unpack the base matrix themselves, and {s.weights.value} has "
+        reason="fused LoRA unpack the base matrix themselves, and {s.weights.value} has "
         "kernels of its own",
         source=_FUSED_LORA,
         violated=lambda c: (
-            c.strategy.folded_adapters and c.strategy.weights in (Dtype.INT8, Dtype.GPTQ4)
+            c.strategy.fused_lora and c.strategy.weights in (Dtype.INT8, Dtype.GPTQ4)
         ),
     ),
     Rule(
         name="folded-dtype",
-        reason="folded adapters multiply in one number format: adapters are "
+        reason="fused LoRA multiply in one number format: adapters are "
         "{s.adapter_dtype.value}, arithmetic is {s.compute.value}",
         source=_FUSED_LORA,
         violated=lambda c: (
-            c.strategy.folded_adapters and c.strategy.adapter_dtype is not c.strategy.compute
+            c.strategy.fused_lora and c.strategy.adapter_dtype is not c.strategy.compute
         ),
     ),
     Rule(
         name="folded-autocast",
-        reason="autocast casts what each product reads, and folded adapters cast nothing",
+        reason="autocast casts what each product reads, and fused LoRA cast nothing",
         source=_FUSED_LORA,
-        violated=lambda c: c.strategy.folded_adapters and c.strategy.is_autocast,
+        violated=lambda c: c.strategy.fused_lora and c.strategy.is_autocast,
     ),
     Rule(
         name="folded-zero3",
-        reason="zero3 gathers a matrix when its own module is called, and folded adapters read it "
+        reason="zero3 gathers a matrix when its own module is called, and fused LoRA read it "
         "from outside: use fsdp, ddp or zero2",
         source="deepspeed 0.19, runtime/zero/parameter_offload.py",
-        violated=lambda c: c.strategy.folded_adapters and c.strategy.sharding is Sharding.ZERO3,
+        violated=lambda c: c.strategy.fused_lora and c.strategy.sharding is Sharding.ZERO3,
     ),
 )
 
@@ -412,7 +392,7 @@ DEQUANTIZED_RULES: tuple[Rule, ...] = (
         "{s.weights.value} weights",
         source=_DEQUANTIZED,
         violated=lambda c: (
-            c.strategy.unpacked_base
+            c.strategy.dequantized_base
             and (c.strategy.method is not Method.LORA or c.strategy.weights is not Dtype.NF4)
         ),
     ),
@@ -420,27 +400,27 @@ DEQUANTIZED_RULES: tuple[Rule, ...] = (
         name="unpacked-family",
         reason="transformers packs none of {m.model_type}'s layers, so that none can be unpacked",
         source="transformers 5.22: replace_with_bnb_linear, FalconLinear",
-        violated=lambda c: c.strategy.unpacked_base and not c.family.quantizes_linears,
+        violated=lambda c: c.strategy.dequantized_base and not c.family.quantizes_linears,
     ),
     Rule(
         name="unpacked-sharding",
-        reason="an unpacked base lies whole on every GPU, and {s.sharding.value} spreads packed "
+        reason="an dequantized base lies whole on every GPU, and {s.sharding.value} spreads packed "
         "weights: use ddp",
         source=_DEQUANTIZED,
-        violated=lambda c: c.strategy.unpacked_base and c.strategy.sharding.shards_optimizer,
+        violated=lambda c: c.strategy.dequantized_base and c.strategy.sharding.shards_optimizer,
     ),
     Rule(
         name="unpacked-upcast",
         reason="packed matrices answer in the fp32 of raised norms, which unpacked ones would not",
         source=_DEQUANTIZED,
-        violated=lambda c: c.strategy.unpacked_base and c.strategy.upcast_unquantized,
+        violated=lambda c: c.strategy.dequantized_base and c.strategy.upcast_unquantized,
     ),
 )
 
 
 def without_dequantized_base(strategy: Strategy) -> dict[str, Any]:
     """What keeps an nf4 base packed: fp8 products are made of unpacked matrices alone."""
-    return {"unpacked_base": False} | ({"fp8": False} if strategy.fp8 else {})
+    return {"dequantized_base": False} | ({"fp8": False} if strategy.fp8 else {})
 
 
 # What fp8 products need, and cannot be combined with.
@@ -488,10 +468,10 @@ FP8_RULES: tuple[Rule, ...] = (
     Rule(
         name="fp8-packed",
         reason="fp8 products are made of matrices that are unpacked once, and these stay packed in "
-        "nf4: --set unpacked_base=true",
+        "nf4: --set dequantized_base=true",
         source=_FP8,
         violated=lambda c: (
-            c.strategy.fp8 and c.strategy.weights is Dtype.NF4 and not c.strategy.unpacked_base
+            c.strategy.fp8 and c.strategy.weights is Dtype.NF4 and not c.strategy.dequantized_base
         ),
     ),
     Rule(
@@ -510,9 +490,9 @@ FP8_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="fp8-adapters",
-        reason="adapters beside fp8 weights must be folded: --set folded_adapters=true",
+        reason="adapters beside fp8 weights must be folded: --set fused_lora=true",
         source=_FP8,
-        violated=lambda c: c.strategy.stores_fp8 and not c.strategy.folded_adapters,
+        violated=lambda c: c.strategy.stores_fp8 and not c.strategy.fused_lora,
     ),
     Rule(
         name="fp8-gradients-method",
@@ -601,7 +581,7 @@ CPU_RULES: tuple[Rule, ...] = (
         reason="{s.weights.value} weights are unpacked for every product, which is slow on a CPU",
         source="bitsandbytes 0.50 on CPUs",
         violated=lambda c: (
-            c.is_cpu and c.strategy.weights.is_quantized and not c.strategy.unpacked_base
+            c.is_cpu and c.strategy.weights.is_quantized and not c.strategy.dequantized_base
         ),
         severity="warning",
     ),
@@ -889,13 +869,13 @@ _RULES: tuple[Rule, ...] = (
         reason="only the fused loss walks in slices that can be widened, and this is the "
         "{s.loss.value} loss",
         source=_LOSS_CHUNKS,
-        violated=lambda c: c.strategy.loss_slice_factor > 1 and c.strategy.loss is not Loss.FUSED,
+        violated=lambda c: c.strategy.loss_chunk_factor > 1 and c.strategy.loss is not Loss.FUSED,
     ),
     Rule(
         name="loss-slices-family",
         reason="{m.model_type} makes all logits itself, so that the loss has no slices to widen",
         source=_LOSS_CHUNKS,
-        violated=lambda c: c.strategy.loss_slice_factor > 1 and not can_fuse_head_and_loss(c.spec),
+        violated=lambda c: c.strategy.loss_chunk_factor > 1 and not can_fuse_head_and_loss(c.spec),
     ),
     Rule(
         name="compile-over-fused",

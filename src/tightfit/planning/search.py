@@ -86,10 +86,10 @@ def enlarge_loss_chunks(sieve: StrategyFilter, candidate: Candidate) -> Candidat
     """
     strategy = candidate.strategy
     is_sliced = strategy.loss is Loss.FUSED and can_fuse_head_and_loss(sieve.request.spec)
-    is_open = "loss_slice_factor" not in sieve.request.fixed
+    is_open = "loss_chunk_factor" not in sieve.request.fixed
     if not is_sliced or not is_open or strategy.checkpointing:
         return candidate
-    wide = strategy.model_copy(update={"loss_slice_factor": LARGE_CHUNK_FACTOR})
+    wide = strategy.model_copy(update={"loss_chunk_factor": LARGE_CHUNK_FACTOR})
     if sieve.is_known_to_fail(candidate.layout, wide):
         return candidate
     outline = sieve.outline(candidate.layout, wide)

@@ -122,7 +122,7 @@ def enumerate_strategies(
             continue
         for optimizer in _list_optimizers(merged, is_coarse=is_coarse or is_cpu):
             strategy = Strategy(**(merged | {"optimizer": optimizer} | dict(request.fixed)))
-            if "folded_adapters" not in request.fixed:
+            if "fused_lora" not in request.fixed:
                 strategy = fuse_lora_where_legal(request.spec, strategy, layout.group.node)
             for one in _list_bases(request, strategy, layout.group.node):
                 if one not in seen:
@@ -131,14 +131,14 @@ def enumerate_strategies(
 
 
 def fuse_lora_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strategy:
-    """With folded adapters where nothing stands against them: they cost nothing.
+    """With fused LoRA where nothing stands against them: they cost nothing.
 
     Compiled layers do without: the compiler joins those passes with their neighbours itself. Not
     so with fp8, which needs them.
     """
     if strategy.method is not Method.LORA or (strategy.compile and not strategy.fp8):
         return strategy
-    folded = strategy.model_copy(update={"folded_adapters": True})
+    folded = strategy.model_copy(update={"fused_lora": True})
     return strategy if _is_refused(FUSED_LORA_RULES, spec, folded, node) else folded
 
 
@@ -150,9 +150,9 @@ def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Str
     loses nothing.
     """
     is_asked = request.method == "qlora" or request.fixed.get("weights") is Dtype.NF4
-    if not is_asked or "unpacked_base" in request.fixed:
+    if not is_asked or "dequantized_base" in request.fixed:
         return [strategy]
-    unpacked = strategy.model_copy(update={"unpacked_base": True})
+    unpacked = strategy.model_copy(update={"dequantized_base": True})
     is_refused = _is_refused(DEQUANTIZED_RULES, request.spec, unpacked, node)
     if is_refused:
         return [strategy]
@@ -174,7 +174,7 @@ def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[in
     share = max(1, request.effective_batch // strategy.world_size)
     is_fixed = "micro_batch" in request.fixed
     sizes = [strategy.micro_batch] if is_fixed else _list_sizes(share)
-    if "grad_accum" in request.fixed or strategy.optimizer_in_backward:
+    if "grad_accum" in request.fixed:
         return [(size, strategy.grad_accum) for size in sizes]
     return [(size, max(1, share // size)) for size in sizes]
 

@@ -58,13 +58,13 @@ def _estimate_traced_batch(plan: Plan, data: DataProfile) -> StepTime:
 TRACED = "traced"
 NUM_HALVINGS = 2
 """Of the micro-batch, before a plan is given up."""
-_CHUNK_FIELDS, _BATCH_FIELDS = ("loss_slice_factor",), ("micro_batch", "grad_accum")
+_CHUNK_FIELDS, _BATCH_FIELDS = ("loss_chunk_factor",), ("micro_batch", "grad_accum")
 """What changes in a plan that does not fit after all."""
 _STAGE_PHASES = {"load": "load", "eval": "eval", "save": "save", "generate": "inference"}
 """A trace's stages that the closed form knows as phases."""
 RECOMPUTE_LEVERS = ("recomputing activations", "no recomputation")
 """As `why.py` names them."""
-_CHUNKS_LEVER = "wide loss slices"
+_CHUNKS_LEVER = "large loss chunks"
 UNTRACED_PHASES = ("merge", "quantize")
 """What a trace does not run: other programs do it, later."""
 
@@ -243,10 +243,10 @@ def _sort(settled: Sequence[_Settled], wanted_batch: int | None) -> list[_Settle
 
 def _shrink_loss_chunks(plan: Plan) -> Plan | None:
     """With the slices that the loss has by default; None where it has them."""
-    if plan.strategy.loss_slice_factor == 1:
+    if plan.strategy.loss_chunk_factor == 1:
         return None
-    narrow = _change(plan, plan.strategy.model_copy(update={"loss_slice_factor": 1}))
-    why = "narrow loss slices: traced, and wide ones do not fit"
+    narrow = _change(plan, plan.strategy.model_copy(update={"loss_chunk_factor": 1}))
+    why = "small loss chunks: traced, and wide ones do not fit"
     return narrow.model_copy(update={"why": (*_drop_reasons(plan.why, _CHUNKS_LEVER), why)})
 
 

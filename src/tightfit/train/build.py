@@ -191,11 +191,6 @@ def _check_plan(strategy: Strategy, context: DistContext) -> None:
             "torch's Adafactor takes row and column sums, which it cannot do over FSDP's shards.",
             remedy="--set optimizer=adamw, or --sharding ddp",
         )
-    if strategy.optimizer_in_backward:
-        raise UserError(
-            "The optimizer cannot run inside the backward pass yet: gradients are clipped first.",
-            remedy="--set optimizer_in_backward=false",
-        )
 
 
 _STATE_BYTES_PER_VALUE = {

@@ -59,7 +59,7 @@ class Objective(nn.Module):
 
     @classmethod
     def from_strategy(cls, model: Any, strategy: Strategy) -> Objective:
-        return cls(model, strategy.loss, slice_factor=strategy.loss_slice_factor)
+        return cls(model, strategy.loss, slice_factor=strategy.loss_chunk_factor)
 
     def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
         model = _unwrap(self.model)
@@ -170,7 +170,7 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
         check_packable(model)
     if strategy.fused_kernels:
         apply_fused_kernels(model)
-    if strategy.unpacked_base:
+    if strategy.dequantized_base:
         dequantize_base(model, waits=strategy.stores_fp8)
     if strategy.method is Method.LORA:
         torch.manual_seed(training.seed)
@@ -178,7 +178,7 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
     if strategy.has_fp8:
         use_fp8(model, is_backward_alone=strategy.fp8_gradients)
         dequantize_deferred(model)
-    if strategy.folded_adapters:
+    if strategy.fused_lora:
         fuse_lora(model)
     if uses_augmented_weights(model.config.model_type, strategy):
         fuse_lora_projections(model)

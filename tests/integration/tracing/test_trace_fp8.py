@@ -19,7 +19,7 @@ from tightfit.trace.recording import Recording, find_peak
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.record import record_job
 
-LORA: dict[str, Any] = {"method": "lora", "folded_adapters": True}
+LORA: dict[str, Any] = {"method": "lora", "fused_lora": True}
 FULL: dict[str, Any] = {"method": "full"}
 LINEARS = 14
 INPUTS = 8

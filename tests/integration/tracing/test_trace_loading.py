@@ -96,7 +96,7 @@ def _strip(name: str) -> str:
     return name
 
 
-UNPACKED: dict[str, Any] = {"weights": "nf4", "unpacked_base": True}
+UNPACKED: dict[str, Any] = {"weights": "nf4", "dequantized_base": True}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"weights": "bf16"}),
     ("llama", {"weights": "nf4"}),
@@ -181,7 +181,7 @@ def test_int8_takes_the_blocks_that_a_card_took(tmp_path: Path) -> None:
 
 def test_fp8_comes_in_bf16_and_is_cast_when_all_is_there(tmp_path: Path) -> None:
     folder = _make_wide(tmp_path, hidden_size=4096, intermediate_size=11008)
-    strategy = _strategy(fp8=True, folded_adapters=True)
+    strategy = _strategy(fp8=True, fused_lora=True)
     module, recording = _load(folder, strategy)
     values = 4096 * 4096
     events = [e for e in _list_events(recording, "q_proj.base_layer") if abs(e) >= values]

@@ -124,7 +124,7 @@ def test_stored_as_loaded(odd: Path, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fields", [{}, {"compute": "fp16"}, {"dora": True}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
 def test_an_unpacked_base_is_plain(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
-    strategy = _strategy(weights="nf4", unpacked_base=True, attention="eager", **fields)
+    strategy = _strategy(weights="nf4", dequantized_base=True, attention="eager", **fields)
     folder = make_llama(tmp_path) if family == "llama" else make_family(tmp_path, family)
     real, fake = _describe(_make_real(folder, strategy)), _describe(_make_fake(folder, strategy))
     assert real["beside"] == []
@@ -176,7 +176,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"weights": "nf4"}, {"weights": "int8"}, {"weights": "nf4", "unpacked_base": True}],
+    [{"weights": "nf4"}, {"weights": "int8"}, {"weights": "nf4", "dequantized_base": True}],
     ids=str,
 )
 def test_traced_weights_are_the_bytes_of_the_loaded_model(
@@ -193,7 +193,7 @@ def test_traced_weights_are_the_bytes_of_the_loaded_model(
 def test_card_kernels_are_called(odd: Path) -> None:
     nf4 = {allocation.op for allocation in _trace(odd, weights="nf4").allocations}
     assert {"bitsandbytes.gemm_4bit.default", "bitsandbytes.dequantize_4bit.default"} <= nf4
-    unpacked = [a for a in _trace(odd, weights="nf4", unpacked_base=True).allocations if a.op]
+    unpacked = [a for a in _trace(odd, weights="nf4", dequantized_base=True).allocations if a.op]
     steps = {a.op for a in unpacked if a.stage != "load"}
     assert "aten.mm.default" in steps
     assert not any(op.startswith("bitsandbytes") for op in steps)

@@ -26,7 +26,7 @@ def _strategy(factor: int) -> Strategy:
             "checkpointing": False,
             "loss": "fused",
             "fused_kernels": True,
-            "loss_slice_factor": factor,
+            "loss_chunk_factor": factor,
         }
     )
 

@@ -97,7 +97,7 @@ def test_a_step_that_prepares_the_next_is_run_again(name: str, answers: list[boo
 ACCUMULATED: dict[str, dict[str, Any]] = {
     **{name: REPEATED[name] for name in ("nf4", "full", "zero2")},
     **RUN,
-    "fused-loss": {"loss": "fused", "fused_kernels": True, "folded_adapters": True},
+    "fused-loss": {"loss": "fused", "fused_kernels": True, "fused_lora": True},
     "fsdp-lora": {"sharding": "fsdp", "gpus_per_node": 2},
 }
 NUM_MICRO_BATCHES = 4

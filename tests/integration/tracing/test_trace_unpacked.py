@@ -1,4 +1,4 @@
-"""QLoRA with an unpacked base: the closed form beside a trace, and both beside 16-bit LoRA."""
+"""QLoRA with an dequantized base: the closed form beside a trace, and both beside 16-bit LoRA."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LLAMA = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-UNPACKED: dict[str, Any] = {"weights": "nf4", "unpacked_base": True}
+UNPACKED: dict[str, Any] = {"weights": "nf4", "dequantized_base": True}
 FP16: dict[str, Any] = {"compute": "fp16", "autocast": True, "adapter_dtype": "fp32"}
-FP8: dict[str, Any] = {"fp8": True, "folded_adapters": True}
+FP8: dict[str, Any] = {"fp8": True, "fused_lora": True}
 CASES: list[dict[str, Any]] = [
-    {"checkpointing": False, "folded_adapters": True},
+    {"checkpointing": False, "fused_lora": True},
     {"checkpointing": True},
     {"checkpointing": True, **FP16},
     {"checkpointing": False, **FP8},

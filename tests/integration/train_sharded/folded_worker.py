@@ -1,4 +1,4 @@
-"""One process of the folded adapters' test, alone or under torchrun: writes the losses it saw.
+"""One process of the fused LoRA' test, alone or under torchrun: writes the losses it saw.
 
 python folded_worker.py FOLDER
 python -m torch.distributed.run --nproc-per-node 2 folded_worker.py FOLDER
@@ -19,21 +19,21 @@ from tightfit.train.distributed import DistContext, destroy_dist_context, init_d
 
 NUM_STEPS = 6
 ALONE: dict[str, dict[str, Any]] = {
-    "peft": {"folded_adapters": False},
-    "nf4-peft": {"weights": "nf4", "folded_adapters": False},
+    "peft": {"fused_lora": False},
+    "nf4-peft": {"weights": "nf4", "fused_lora": False},
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "ddp": {"sharding": "ddp"},
     "fsdp": {"sharding": "fsdp"},
     "fsdp-recomputed": {"sharding": "fsdp", "micro_batch": 1, "checkpointing": True},
     "fsdp-grad-op": {"sharding": "fsdp-grad-op", "micro_batch": 1},
-    "nf4-unpacked-ddp": {"sharding": "ddp", "weights": "nf4", "unpacked_base": True},
+    "nf4-unpacked-ddp": {"sharding": "ddp", "weights": "nf4", "dequantized_base": True},
     "nf4-fsdp": {"sharding": "fsdp", "weights": "nf4", "checkpointing": True},
 }
 
 
 def train(folder: Path, context: DistContext, changes: dict[str, Any]) -> dict[str, Any]:
-    fields = {"method": Method.LORA, "folded_adapters": True} | changes
+    fields = {"method": Method.LORA, "fused_lora": True} | changes
     plan = make_plan(folder / "model", gpus_per_node=context.world_size, **fields)
     trainer = Trainer(plan, TokenStore(folder / "store" / "train"), context)
     layers = [m for m in trainer.engine.module.modules() if hasattr(m, "lora_A")]

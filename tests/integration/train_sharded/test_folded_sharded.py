@@ -1,4 +1,4 @@
-"""Folded adapters on two processes, against peft's own forward on one."""
+"""Fused LoRA on two processes, against peft's own forward on one."""
 
 from __future__ import annotations
 

@@ -99,10 +99,10 @@ def test_levers_are_judged_by_curve_and_by_what_was_learnt(
 def test_folded_adapters_are_held_against_unfolded_ones(
     scripts: dict[str, ModuleType], lucky: dict[str, Any]
 ) -> None:
-    runs = lucky | {"bf16 adapters": make_run(0.1), "folded adapters": make_run(0.1)}
+    runs = lucky | {"bf16 adapters": make_run(0.1), "fused LoRA": make_run(0.1)}
     rows = {row["lever"]: row for row in scripts["_lever_cases"].judge_levers(runs)}
 
-    assert rows["folded adapters"]["is_within_noise"] is True
+    assert rows["fused LoRA"]["is_within_noise"] is True
     assert rows["bf16 adapters"]["is_within_noise"] is False
     table = scripts["measure_levers"].render_table(runs).splitlines()
     assert len(table) == 1 + 2 + 2
@@ -145,7 +145,7 @@ def test_every_lever_of_one_gpu_has_a_case(scripts: dict[str, ModuleType]) -> No
     plain = make(cases["plain"], **sizes)
     others = [make(case, **sizes) for case in cases.values() if case.is_lever]
     elsewhere = {"no recomputation", "flash attention", "offload to host memory"}
-    elsewhere |= {"sharding over the GPUs", "unpacked base"}
+    elsewhere |= {"sharding over the GPUs", "dequantized base"}
     for lever in LEVERS:
         if lever.name not in elsewhere:
             assert not lever.is_pulled(plain), lever.name
@@ -214,7 +214,7 @@ def test_all_ways_of_a_step_hold_the_same_rows(
 
 
 def test_cases_that_need_a_gpu_are_left_out_without_one(scripts: dict[str, ModuleType]) -> None:
-    cases, left = scripts["measure_levers"].list_cases("folded adapters,fused loss", "cpu")
+    cases, left = scripts["measure_levers"].list_cases("fused LoRA,fused loss", "cpu")
 
-    assert [case.name for case in cases] == ["plain", "bf16 adapters", "folded adapters"]
+    assert [case.name for case in cases] == ["plain", "bf16 adapters", "fused LoRA"]
     assert left == ["fused loss"]

@@ -88,8 +88,8 @@ def test_everything_stated_arrives() -> None:
         attention="eager",
         loss="chunked",
         fused_kernels=True,
-        folded_adapters=True,
-        unpacked_base=True,
+        fused_lora=True,
+        dequantized_base=True,
         sharding="zero2",
         offload="optimizer",
         double_quant=False,
@@ -107,8 +107,8 @@ def test_everything_stated_arrives() -> None:
         "attention": "eager",
         "loss": "chunked",
         "fused_kernels": True,
-        "folded_adapters": True,
-        "unpacked_base": True,
+        "fused_lora": True,
+        "dequantized_base": True,
         "sharding": "zero2",
         "offload": "optimizer",
         "double_quant": False,
@@ -123,7 +123,7 @@ def test_everything_stated_arrives() -> None:
     ("method", "settings", "is_folded"),
     [
         ("lora", ["fp8=true"], True),
-        ("lora", ["fp8=true", "folded_adapters=false"], False),
+        ("lora", ["fp8=true", "fused_lora=false"], False),
         ("lora", ["fp8=false"], False),
         ("full", ["fp8=true"], False),
         ("qlora", ["fp8=true"], True),
@@ -132,14 +132,14 @@ def test_everything_stated_arrives() -> None:
 def test_fp8_folds_the_adapters_it_needs_folded(
     method: str, settings: list[str], is_folded: bool
 ) -> None:
-    assert choose("H100-SXM", method=method, settings=settings).folded_adapters is is_folded
+    assert choose("H100-SXM", method=method, settings=settings).fused_lora is is_folded
 
 
 @pytest.mark.parametrize(
     ("method", "settings", "is_unpacked"),
     [
         ("qlora", ["fp8=true"], True),
-        ("qlora", ["fp8=true", "unpacked_base=false"], False),
+        ("qlora", ["fp8=true", "dequantized_base=false"], False),
         ("qlora", ["fp8=false"], False),
         ("lora", ["fp8=true"], False),
         ("lora", ["fp8=true", "weights=nf4"], True),
@@ -148,7 +148,7 @@ def test_fp8_folds_the_adapters_it_needs_folded(
 def test_fp8_unpacks_the_base_it_needs_unpacked(
     method: str, settings: list[str], is_unpacked: bool
 ) -> None:
-    assert choose("H100-SXM", method=method, settings=settings).unpacked_base is is_unpacked
+    assert choose("H100-SXM", method=method, settings=settings).dequantized_base is is_unpacked
 
 
 def test_qlora_refuses_other_weights() -> None:

@@ -39,7 +39,7 @@ SWITCHES: tuple[str, ...] = (
     "--fused-kernels",
     "--no-double-quant",
 )
-SWITCHES += ("--train-embeddings", "--optimizer-in-backward", "--zero-table", "--check")
+SWITCHES += ("--train-embeddings", "--zero-table", "--check")
 MODELS = ("Llama-2-7b", "gpt2", "Mixtral-8x7B-v0.1", "t5-3b", "bloom-560m", "gpt-oss-20b", "nope")
 
 choice = st.one_of(

@@ -23,7 +23,7 @@ from tightfit.trace.traced_time import DeviceSeconds
 
 H200 = find_gpu("H200-SXM")
 LLAMA = resolve_model("Llama-2-7b")
-LORA: dict[str, Any] = {"method": "lora", "folded_adapters": True}
+LORA: dict[str, Any] = {"method": "lora", "fused_lora": True}
 FULL: dict[str, Any] = {"method": "full"}
 
 

@@ -147,7 +147,7 @@ FULL = {"method": "full", "micro_batch": 2, "seq_len": 2048}
         (FULL, FULL | {"optimizer": "adamw-foreach"}),
         (FULL | {"optimizer": "adamw-8bit"}, FULL),
         (FULL | {"optimizer": "sgd-momentum"}, FULL),
-        (FULL | {"optimizer_in_backward": True}, FULL),
+        (FULL | {"quirks": {"optimizer_in_backward": True}}, FULL),
         (FULL | {"sharding": "fsdp", "gpus_per_node": 4}, FULL),
         (
             FULL | {"sharding": "fsdp", "gpus_per_node": 8},

@@ -82,14 +82,14 @@ def test_parts_sum_to_the_step_and_lie_in_the_range(options: dict[str, Any]) -> 
 SLOWER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("recomputation", {"checkpointing": False}, {"checkpointing": True}),
     ("separate kernels", {"fused_kernels": True}, {"fused_kernels": False}),
-    ("adapters in passes", {"folded_adapters": True}, {"folded_adapters": False}),
-    ("narrow slices", {"loss": "fused", "loss_slice_factor": 4}, {"loss": "fused"}),
+    ("adapters in passes", {"fused_lora": True}, {"fused_lora": False}),
+    ("narrow slices", {"loss": "fused", "loss_chunk_factor": 4}, {"loss": "fused"}),
     ("no compiler", {"compile": True}, {"compile": False}),
     ("fp32 adapters", {"adapter_dtype": "bf16"}, {"adapter_dtype": "fp32"}),
     ("4-bit weights", {"weights": "bf16"}, {"weights": "nf4"}),
     (
         "4-bit weights in every pass",
-        {"weights": "nf4", "unpacked_base": True},
+        {"weights": "nf4", "dequantized_base": True},
         {"weights": "nf4"},
     ),
     ("8-bit weights", {"weights": "bf16"}, {"weights": "int8"}),

@@ -68,9 +68,9 @@ def test_logits_call_for_a_loss_that_holds_fewer() -> None:
     assert "chunked loss" not in chunked
     assert "fused loss" in chunked
     assert "loss" not in " ".join(words_of(list_alternatives(make_case(loss=Loss.FUSED), peak)))
-    wide = make_case(loss=Loss.FUSED, loss_slice_factor=4)
+    wide = make_case(loss=Loss.FUSED, loss_chunk_factor=4)
     [narrow] = [a for a in list_alternatives(wide, peak) if "loss" in a.words]
-    assert (narrow.words, narrow.setting) == ("narrow loss slices", {"loss_slice_factor": "1"})
+    assert (narrow.words, narrow.setting) == ("small loss chunks", {"loss_chunk_factor": "1"})
     # Liger has nothing for bloom.
     bloom = make_case(model="bloom-7b1", attention=Attention.EAGER)
     assert "fused loss" not in words_of(list_alternatives(bloom, peak))

@@ -63,9 +63,9 @@ def test_nf4_is_there_for_the_asking() -> None:
     [*plans] = _search(_cpu(), method="qlora").plans
     assert plans
     assert plans[0].strategy.weights is Dtype.NF4
-    assert plans[0].strategy.unpacked_base
+    assert plans[0].strategy.dequantized_base
     assert not any("slow on a CPU" in warning for warning in plans[0].warnings)
-    packed = _search(_cpu(), method="qlora", fixed={"unpacked_base": False}).plans[0]
+    packed = _search(_cpu(), method="qlora", fixed={"dequantized_base": False}).plans[0]
     assert any("slow on a CPU" in warning for warning in packed.warnings)
 
 

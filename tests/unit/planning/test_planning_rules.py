@@ -31,11 +31,11 @@ _PLAIN: dict[str, Any] = {
 }
 _BF16: dict[str, Any] = {"weights": "bf16", "compute": "bf16", "adapter_dtype": "bf16"}
 _FP16: dict[str, Any] = {"weights": "fp32", "compute": "fp16"}
-_FOLDED: dict[str, Any] = {"method": "lora", "folded_adapters": True}
+_FOLDED: dict[str, Any] = {"method": "lora", "fused_lora": True}
 _FP8: dict[str, Any] = _BF16 | {"fp8": True}
 _FP8_GRADIENTS: dict[str, Any] = _BF16 | {"fp8_gradients": True}
 _NF4: dict[str, Any] = {"method": "lora", "weights": "nf4", "compute": "fp16"}
-_UNPACKED: dict[str, Any] = {**_NF4, "unpacked_base": True}
+_UNPACKED: dict[str, Any] = {**_NF4, "dequantized_base": True}
 _INT8: dict[str, Any] = {"method": "lora", "weights": "int8", "compute": "fp16"}
 
 
@@ -245,18 +245,6 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_FSDP4 | {"optimizer": "adafactor"}),
         lambda: _case({"optimizer": "adafactor"}),
     ),
-    "in-backward-accumulation": (
-        lambda: _case({"optimizer_in_backward": True, "grad_accum": 2}),
-        lambda: _case({"optimizer_in_backward": True}),
-    ),
-    "in-backward-scaler": (
-        lambda: _case(_FP16 | {"optimizer_in_backward": True}),
-        lambda: _case(_BF16 | {"optimizer_in_backward": True}),
-    ),
-    "in-backward-sharded": (
-        lambda: _case(_ZERO3 | {"optimizer_in_backward": True}),
-        lambda: _case(_FSDP4 | {"optimizer_in_backward": True}),
-    ),
     "recomputed-layers": (
         lambda: _case({"checkpointing": False, "recomputed_layers": 4}),
         lambda: _case({"checkpointing": True, "recomputed_layers": 4}),
@@ -266,11 +254,11 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"checkpointing": True, "recomputed_layers": 32}),
     ),
     "loss-slices": (
-        lambda: _case({"loss": "chunked", "loss_slice_factor": 4}),
-        lambda: _case({"loss": "fused", "loss_slice_factor": 4}),
+        lambda: _case({"loss": "chunked", "loss_chunk_factor": 4}),
+        lambda: _case({"loss": "fused", "loss_chunk_factor": 4}),
     ),
     "loss-slices-family": (
-        lambda: _case({"loss": "fused", "loss_slice_factor": 4}, model="PowerLM-3b"),
+        lambda: _case({"loss": "fused", "loss_chunk_factor": 4}, model="PowerLM-3b"),
         lambda: _case({"loss": "fused"}, model="PowerLM-3b"),
     ),
     "flash-package": (
@@ -296,7 +284,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_NF4 | {"dora": True}),
     ),
     "folded-method": (
-        lambda: _case({"folded_adapters": True}),
+        lambda: _case({"fused_lora": True}),
         lambda: _case(_FOLDED),
     ),
     "folded-dropout": (
@@ -341,7 +329,9 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     ),
     "fp8-packed": (
         lambda: _case(_FP8 | _FOLDED | {"weights": "nf4"}, gpu="H100-SXM"),
-        lambda: _case(_FP8 | _FOLDED | {"weights": "nf4", "unpacked_base": True}, gpu="H100-SXM"),
+        lambda: _case(
+            _FP8 | _FOLDED | {"weights": "nf4", "dequantized_base": True}, gpu="H100-SXM"
+        ),
     ),
     "fp8-family": (
         lambda: _case(_FP8, gpu="H100-SXM", model="gpt2-xl"),

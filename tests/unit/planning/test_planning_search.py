@@ -259,7 +259,7 @@ def test_an_exhaustive_search_also_lists_what_another_surely_beats() -> None:
     assert usual[0].strategy in strategies
     best = usual[0].strategy
     assert not best.checkpointing
-    again = {"checkpointing": True, "loss_slice_factor": 1}
+    again = {"checkpointing": True, "loss_chunk_factor": 1}
     assert best.model_copy(update=again) in strategies
     assert len(search(request, cluster, num_plans=4, is_exhaustive=True).plans) == 4
 

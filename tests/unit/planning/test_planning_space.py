@@ -36,7 +36,7 @@ def test_space_covers_every_lever() -> None:
     assert {s.sharding for s in found} == set(Sharding)
     assert {s.offload for s in found} == {Offload.NONE, Offload.OPTIMIZER, Offload.ALL}
     assert {name_method(s) for s in found} == {"full", "lora", "lora-int8", "qlora"}
-    for lever in ("checkpointing", "fused_kernels", "folded_adapters", "compile", "packing"):
+    for lever in ("checkpointing", "fused_kernels", "fused_lora", "compile", "packing"):
         assert {getattr(s, lever) for s in found} == {True, False}, lever
     assert {(s.num_nodes, s.gpus_per_node) for s in found} == {(1, 1), (1, 4), (2, 4)}
     assert not any(s.fp8 for s in found), "nobody asked for it"
@@ -49,7 +49,7 @@ def test_fp8_that_is_asked_for_folds_adapters_under_the_compiler_too() -> None:
         s for layout in list_layouts(group, request) for s in enumerate_strategies(request, layout)
     ]
     assert all(s.fp8 for s in found)
-    assert {s.compile for s in found if s.folded_adapters} == {True, False}
+    assert {s.compile for s in found if s.fused_lora} == {True, False}
 
 
 @pytest.mark.parametrize(

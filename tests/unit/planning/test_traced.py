@@ -228,7 +228,7 @@ def test_reasons_are_those_of_the_plan_that_is_left(result: SearchResult) -> Non
 
 def test_a_halved_batch_says_so(result: SearchResult) -> None:
     plan = result.plans[0]
-    size = {"micro_batch": 4, "grad_accum": 4, "loss_slice_factor": 1}
+    size = {"micro_batch": 4, "grad_accum": 4, "loss_chunk_factor": 1}
     twice = plan.strategy.model_copy(update=size)
     why = ("12 sequences per step, not 16: 1 GPU x micro-batch 4 x 3",)
     asked = replace(result, plans=(plan.model_copy(update={"strategy": twice, "why": why}),))
@@ -242,23 +242,23 @@ def test_a_halved_batch_says_so(result: SearchResult) -> None:
 
 
 def test_slices_are_narrowed_before_the_batch_is_halved(result: SearchResult) -> None:
-    fields = {"micro_batch": 4, "grad_accum": 4, "loss": "fused", "loss_slice_factor": 4}
+    fields = {"micro_batch": 4, "grad_accum": 4, "loss": "fused", "loss_chunk_factor": 4}
     wide = Strategy.model_validate(result.plans[0].strategy.model_dump() | fields)
-    why = ("fused kernels: 1.12x faster", "wide loss slices: 1.02x faster")
+    why = ("fused kernels: 1.12x faster", "large loss chunks: 1.02x faster")
     asked = replace(
         result, plans=(result.plans[0].model_copy(update={"strategy": wide, "why": why}),)
     )
     tried = []
 
     def find(wish: TraceRequest) -> TraceOutcome:
-        tried.append((wish.strategy.loss_slice_factor, wish.strategy.micro_batch))
+        tried.append((wish.strategy.loss_chunk_factor, wish.strategy.micro_batch))
         return TraceOutcome(traced=BIG if tried[-1] != good else SMALL)
 
     good = (1, 4)
     told = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
     assert tried == [(4, 4), (1, 4)]
-    assert told.strategy == wide.model_copy(update={"loss_slice_factor": 1})
-    assert told.why == (why[0], "narrow loss slices: traced, and wide ones do not fit")
+    assert told.strategy == wide.model_copy(update={"loss_chunk_factor": 1})
+    assert told.why == (why[0], "small loss chunks: traced, and wide ones do not fit")
 
     tried.clear()
     good = (1, 1)

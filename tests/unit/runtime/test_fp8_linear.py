@@ -33,7 +33,7 @@ where one row is most of all."""
 
 
 def strategy_of(method: Method, **fields: Any) -> Strategy:
-    folded = {"folded_adapters": True} if method is Method.LORA else {}
+    folded = {"fused_lora": True} if method is Method.LORA else {}
     plain: dict[str, Any] = {"lora_rank": 8, "checkpointing": False, "fp8": True}
     return Strategy(method=method, **(plain | folded | fields))
 
@@ -197,7 +197,7 @@ def test_every_linear_layer_of_the_blocks_and_no_other(method: Method) -> None:
 
 def test_one_matrix_at_a_time_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else loading would take half as much again as the estimate allows for."""
-    model = finished(Method.LORA, fp8=False, folded_adapters=False)
+    model = finished(Method.LORA, fp8=False, fused_lora=False)
     matrices = [weakref.ref(m.weight) for n, m in model.named_modules() if takes_fp8(n, m)]
     alive = []
     cast = fp8.scale_matrix
@@ -377,7 +377,7 @@ CASTS_OF_INPUTS = 8
 def test_an_input_is_cast_once(
     monkeypatch: pytest.MonkeyPatch, folded: bool, checkpointing: bool
 ) -> None:
-    model = finished(Method.LORA, folded_adapters=folded, checkpointing=checkpointing)
+    model = finished(Method.LORA, fused_lora=folded, checkpointing=checkpointing)
     model.enable_input_require_grads()
     calls = count_casts(monkeypatch)
     loss = model(input_ids=IDS, labels=IDS).loss

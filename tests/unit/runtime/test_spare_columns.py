@@ -159,7 +159,7 @@ def test_an_input_without_room_is_multiplied_as_before() -> None:
 
 
 def test_compiled_layers_leave_none() -> None:
-    kernels = {"fused_kernels": True, "folded_adapters": True}
+    kernels = {"fused_kernels": True, "fused_lora": True}
     assert uses_augmented_weights("llama", strategy_in(Dtype.BF16, **kernels))
     assert not uses_augmented_weights("llama", strategy_in(Dtype.BF16, **kernels, compile=True))
 

@@ -112,7 +112,7 @@ def test_a_batch_without_loss_still_reaches_every_parameter(loss: Loss) -> None:
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-SLICED = Strategy(loss=Loss.FUSED, loss_slice_factor=4)
+SLICED = Strategy(loss=Loss.FUSED, loss_chunk_factor=4)
 
 
 def _old_liger(**_given: Any) -> Tensor:

@@ -186,17 +186,17 @@ class EstimateOptions:
             "Fused norm, rotary and gated-MLP kernels. [default: off]",
         ),
     ] = None
-    folded_adapters: Annotated[
+    fused_lora: Annotated[
         bool | None,
         switch_option(
-            "--folded-adapters/--no-folded-adapters",
+            "--fused-lora/--no-fused-lora",
             "LoRA scaled and added inside its matmuls. [default: off]",
         ),
     ] = None
-    unpacked_base: Annotated[
+    dequantized_base: Annotated[
         bool | None,
         switch_option(
-            "--unpacked-base/--no-unpacked-base",
+            "--dequantized-base/--no-dequantized-base",
             "nf4 weights unpacked once, not in every pass. [default: off]",
         ),
     ] = None
@@ -220,10 +220,6 @@ class EstimateOptions:
     train_embeddings: Annotated[
         bool,
         Option("--train-embeddings", help="LoRA with fully trained embeddings and head."),
-    ] = False
-    optimizer_in_backward: Annotated[
-        bool,
-        Option("--optimizer-in-backward", help="Step and free each gradient at once."),
     ] = False
     settings: Settings = None
     on: On = None

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tightfit.api.options.training import BenchOptions, PlanOptions, TrainOptions
 from tightfit.core.errors import UsageError
-from tightfit.core.strategy import Method, Strategy
+from tightfit.core.strategy import RENAMED_SETTINGS, Method, Strategy
 from tightfit.core.suggest import did_you_mean, nearest
 from tightfit.core.text import sanitize, shorten
 from tightfit.core.validation import describe_validation_errors
@@ -78,6 +78,12 @@ def _split(text: str) -> tuple[str, str]:
         known = name if name in FIELDS else "packing"
         raise UsageError(
             f"`--set {shorten(text)}` has no value.", remedy=f"--set {known}={_example(known)}"
+        )
+    if name in RENAMED_SETTINGS:
+        new = RENAMED_SETTINGS[name]
+        raise UsageError(
+            f"The setting `{name}` is now called `{new}`.",
+            remedy=f"--set {new}={shorten(value.strip())}",
         )
     if name not in FIELDS:
         near = nearest(name, FIELDS)
@@ -163,7 +169,6 @@ NOT_SEARCHED = (
     "train_embeddings",
     "double_quant",
     "upcast_unquantized",
-    "optimizer_in_backward",
 )
 """What the planner takes from the job and never chooses; `method` is an option of its own."""
 _OF_ADAPTERS = ("adapter_dtype",)

@@ -294,7 +294,7 @@ class _TrainedProducts(torch.autograd.Function):
         return of_x, *of_parts
 
 
-# Folded adapters: a LoRA layer in as many passes over memory as its products need.
+# Fused LoRA: a LoRA layer in as many passes over memory as its products need.
 
 
 def fuse_lora(model: nn.Module) -> int:

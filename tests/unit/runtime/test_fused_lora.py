@@ -1,4 +1,4 @@
-"""Folded adapters: peft's results and gradients, its names and files, and its forward elsewhere."""
+"""Fused LoRA: peft's results and gradients, its names and files, and its forward elsewhere."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_recomputed_layers_have_the_same_gradients(weights: Dtype) -> None:
 
     def finished(*, is_folded: bool) -> Any:
         strategy = strategy_in(
-            Dtype.FP32, weights=weights, checkpointing=True, folded_adapters=is_folded
+            Dtype.FP32, weights=weights, checkpointing=True, fused_lora=is_folded
         )
         request = LoadRequest.from_strategy(strategy, is_packed=False)
         model = prepare_model(load_base(model_folder("llama"), request, CPU), strategy, TRAINING)

@@ -105,8 +105,8 @@ def test_adapters_fold_over_it_as_over_plain_weights() -> None:
         weights=Dtype.NF4,
         compute=Dtype.FP32,
         adapter_dtype=Dtype.FP32,
-        unpacked_base=True,
-        folded_adapters=True,
+        dequantized_base=True,
+        fused_lora=True,
     )
     training = Training(model_path="model", learning_rate=1e-4)
     model = prepare_model(load("llama", Dtype.FP32), strategy, training)
@@ -127,7 +127,7 @@ def test_adapters_fold_over_it_as_over_plain_weights() -> None:
 def test_fp8_is_made_of_what_bitsandbytes_unpacks(family: str) -> None:
     model = load(family, Dtype.BF16)
     wanted = values_of(model)
-    strategy = Strategy(weights=Dtype.NF4, unpacked_base=True, folded_adapters=True, fp8=True)
+    strategy = Strategy(weights=Dtype.NF4, dequantized_base=True, fused_lora=True, fp8=True)
     training = Training(model_path="model", learning_rate=1e-4)
     model = prepare_model(model, strategy, training)
 
@@ -160,7 +160,7 @@ def test_fp8_has_one_plain_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         return scale_matrix(weight)
 
     monkeypatch.setattr(fp8, "scale_matrix", count)
-    strategy = Strategy(weights=Dtype.NF4, unpacked_base=True, folded_adapters=True, fp8=True)
+    strategy = Strategy(weights=Dtype.NF4, dequantized_base=True, fused_lora=True, fp8=True)
     with without_collector():
         prepare_model(model, strategy, Training(model_path="model", learning_rate=1e-4))
     assert num_packed == list(range(13, -1, -1))

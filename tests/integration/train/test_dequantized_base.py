@@ -22,7 +22,7 @@ IDS = torch.arange(1, 17).reshape(2, 8)
 NUM_PACKED = 4 * 7
 PLAIN: dict[str, Any] = {"method": "lora", "weights": "nf4", "lora_targets": ("all-linear",)}
 BF16: dict[str, Any] = {"compute": "bf16", "adapter_dtype": "bf16"}
-FP8: dict[str, Any] = BF16 | {"unpacked_base": True, "folded_adapters": True, "fp8": True}
+FP8: dict[str, Any] = BF16 | {"dequantized_base": True, "fused_lora": True, "fp8": True}
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +47,11 @@ def _count_unpacked(trainer: Trainer) -> int:
     ("fields", "within"),
     [
         ({}, 1e-5),
-        ({"folded_adapters": True}, 1e-5),
+        ({"fused_lora": True}, 1e-5),
         ({"checkpointing": True, "double_quant": False}, 1e-5),
         ({"dora": True}, 1e-4),
         (BF16, 0.01),
-        (BF16 | {"folded_adapters": True}, 0.01),
+        (BF16 | {"fused_lora": True}, 0.01),
     ],
     ids=str,
 )
@@ -59,7 +59,7 @@ def test_ten_steps_have_the_losses_of_the_packed_base(
     model: Path, store: TokenStore, fields: dict[str, Any], within: float
 ) -> None:
     packed = _trainer(model, store, **fields)
-    unpacked = _trainer(model, store, unpacked_base=True, **fields)
+    unpacked = _trainer(model, store, dequantized_base=True, **fields)
     assert (_count_unpacked(packed), _count_unpacked(unpacked)) == (0, NUM_PACKED)
     losses = packed.train(0, 10)
     assert abs(losses[-1] - losses[0]) > 0.05  # something is learnt
@@ -70,7 +70,7 @@ def test_in_fp8_losses_stay_near(model: Path, store: TokenStore) -> None:
     """Less far off than packing itself has them."""
     wide, exact = (
         _trainer(model, store, **(FP8 | fields | {"fp8": False})).train(0, 20)
-        for fields in ({}, {"weights": "bf16", "unpacked_base": False})
+        for fields in ({}, {"weights": "bf16", "dequantized_base": False})
     )
     trainer = _trainer(model, store, **FP8)
     assert _count_unpacked(trainer) == NUM_PACKED
@@ -84,7 +84,7 @@ def _apart(losses: list[float], others: list[float]) -> float:
 
 def test_plain_weights_would_have_other_losses(model: Path, store: TokenStore) -> None:
     """What packing rounds away is far above what the comparison allows."""
-    rounded = _trainer(model, store, unpacked_base=True).train(0, 3)
+    rounded = _trainer(model, store, dequantized_base=True).train(0, 3)
     exact = _trainer(model, store, weights="fp32").train(0, 3)
     assert rounded != pytest.approx(exact, rel=1e-3)
 
@@ -94,7 +94,7 @@ def test_the_adapter_is_one_for_the_packed_base(
 ) -> None:
     files = {}
     for name, is_unpacked_once in (("packed", False), ("unpacked", True)):
-        trainer = _trainer(model, store, unpacked_base=is_unpacked_once)
+        trainer = _trainer(model, store, dequantized_base=is_unpacked_once)
         trainer.train(0, 4)
         run = RunFolder(path=tmp_path / name)
         folder = write_artefact(run, trainer.engine, trainer.plan, lone_place())
@@ -118,7 +118,7 @@ def test_an_adapter_that_fp8_trained_is_one_for_the_packed_base(
     tmp_path: Path, model: Path, store: TokenStore
 ) -> None:
     files = {}
-    for name, fields in (("packed", BF16 | {"folded_adapters": True}), ("fp8", FP8)):
+    for name, fields in (("packed", BF16 | {"fused_lora": True}), ("fp8", FP8)):
         trainer = _trainer(model, store, **fields)
         trainer.train(0, 10)
         folder = write_artefact(
@@ -145,18 +145,18 @@ def _adapter_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_a_checkpoint_goes_on_with_either_base(
     tmp_path: Path, model: Path, store: TokenStore, goes_on_unpacked: bool
 ) -> None:
-    whole = _trainer(model, store, unpacked_base=True)
+    whole = _trainer(model, store, dequantized_base=True)
     losses = whole.train(0, 8)
-    begun = _trainer(model, store, unpacked_base=True)
+    begun = _trainer(model, store, dequantized_base=True)
     begun.train(0, 4)
     begun.engine.save_state(tmp_path / "state")
-    resumed = _trainer(model, store, unpacked_base=goes_on_unpacked)
+    resumed = _trainer(model, store, dequantized_base=goes_on_unpacked)
     resumed.engine.load_state(tmp_path / "state")
     assert resumed.train(4, 8) == pytest.approx(losses[4:], rel=1e-5)
 
 
 def test_a_base_that_is_drawn_is_unpacked_too(model: Path, store: TokenStore) -> None:
-    plans = [make_plan(model, **(PLAIN | {"unpacked_base": flag})) for flag in (False, True)]
+    plans = [make_plan(model, **(PLAIN | {"dequantized_base": flag})) for flag in (False, True)]
     curves = []
     for plan in plans:
         assert plan.training is not None
@@ -166,5 +166,5 @@ def test_a_base_that_is_drawn_is_unpacked_too(model: Path, store: TokenStore) ->
         layer: nn.Module = drawn.engine.model.get_submodule(
             "base_model.model.model.layers.0.mlp.up_proj.base_layer"
         )
-        assert is_dequantized(layer) is plan.strategy.unpacked_base
+        assert is_dequantized(layer) is plan.strategy.dequantized_base
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
