@@ -182,9 +182,9 @@ ALL_LINEAR = "all-linear"
 
 
 RENAMED_SETTINGS = {
-    "fused_lora": "fused_lora",
-    "dequantized_base": "dequantized_base",
-    "loss_chunk_factor": "loss_chunk_factor",
+    "folded_adapters": "fused_lora",
+    "unpacked_base": "dequantized_base",
+    "loss_slice_factor": "loss_chunk_factor",
 }
 """Names that saved plans and recipes may still have, and today's."""
 

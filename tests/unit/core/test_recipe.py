@@ -13,11 +13,12 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
 from tightfit.core.recipe import TOP_LEVEL_HOMES, Recipe, StrategyOverrides, read_recipe
-from tightfit.core.strategy import Attention, Method, Strategy
+from tightfit.core.strategy import RENAMED_SETTINGS, Attention, Method, Strategy
 
 Write = Callable[[str], Path]
 EXAMPLE = Path(__file__).parents[3] / "docs" / "recipe.example.yaml"
@@ -325,3 +326,11 @@ def test_a_number_of_rows_needs_no_quotes(write: Write) -> None:
 
 def test_adapters_need_a_place(write: Write) -> None:
     assert "`lora.targets`" in fault_of(write("model: gpt2\nlora:\n  targets: []\n"))
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_SETTINGS.items())
+def test_an_old_name_of_a_setting_is_refused_with_the_new_one(old: str, new: str) -> None:
+    assert old not in Strategy.model_fields
+    assert new in Strategy.model_fields
+    with pytest.raises(ValidationError, match=f"`{old}` is now called `{new}`"):
+        Strategy.model_validate({old: True})
