@@ -42,69 +42,6 @@ _WHERE_SET = ("attention_chunk_size", "attention_types", "layerdrop", "decoder_l
 _LISTED = ("layer", "block", "pattern", "idxs", "indices", "indexes")
 """Words in the names of lists about layers."""
 _UNRELATED_LISTS = ("architectures", "token_id", "token_ids")
-_MIXED_FAMILIES = frozenset(
-    {
-        "afmoe",
-        "axk1",
-        "axk2",
-        "bailing_hybrid",
-        "beam",
-        "cohere2",
-        "cohere2_moe",
-        "cwm",
-        "deepseek_v32",
-        "deepseek_v4",
-        "exaone4",
-        "exaone_moe",
-        "flint",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "gemma3n",
-        "gemma3n_text",
-        "gemma4",
-        "gemma4_text",
-        "gemma4_unified",
-        "gemma4_unified_assistant",
-        "gemma4_unified_text",
-        "glm4_moe_lite",
-        "glm_moe_dsa",
-        "gpt_neo",
-        "gpt_oss",
-        "granite_swa",
-        "granitemoe_swa",
-        "hy_v3",
-        "hy_v4",
-        "inkling_text",
-        "jamba",
-        "kimi_linear",
-        "kolibri1",
-        "laguna",
-        "lfm2",
-        "llama4",
-        "llama4_text",
-        "mimo_v2_flash",
-        "minimax",
-        "modernbert-decoder",
-        "nemotron_h",
-        "olmo3",
-        "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "qwen4_exp",
-        "qwen4_exp_text",
-        "reformer",
-        "smollm3",
-        "vaultgemma",
-        "zamba",
-        "zamba2",
-    }
-)
-"""Model types whose class mixes kinds of layers, even where config.json does not state it.
-Source: the default configs of transformers 5.22's causal language models."""
 
 
 def read_depth(config: dict[str, Any]) -> int | None:
@@ -127,8 +64,22 @@ def with_depth(config: dict[str, Any], num_layers: int) -> dict[str, Any]:
     return text if name_of_part is None else {**config, name_of_part: text}
 
 
+def fill_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as its class completes it: `layer_types` of hybrid families are often left out.
+
+    Families that transformers does not know are returned as they are.
+    """
+    from transformers import AutoConfig
+
+    try:
+        filled: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+    except (TypeError, ValueError):
+        return config
+    return filled
+
+
 def find_extrapolation_obstacle(config: dict[str, Any]) -> str:
-    """Why depth cannot be extrapolated; empty where it can."""
+    """Why depth cannot be extrapolated; empty where it can. `config` has its defaults filled in."""
     return next(_list_obstacles(config), "")
 
 
@@ -142,9 +93,6 @@ def _list_obstacles(config: dict[str, Any]) -> Iterator[str]:
         return
     if depth <= BASE_LAYERS + NUM_ADDED:
         yield f"with {depth} layers there is nothing to leave out"
-    for part in (config, text):
-        if part.get("model_type") in _MIXED_FAMILIES:
-            yield f"{part['model_type']} mixes different kinds of layers"
     yield from _list_differing_layers(text, depth)
 
 

@@ -28,7 +28,12 @@ from tightfit.trace.depth import (
     list_layer_kinds,
     plan_depths,
 )
-from tightfit.trace.depth_config import find_extrapolation_obstacle, read_depth, with_depth
+from tightfit.trace.depth_config import (
+    fill_defaults,
+    find_extrapolation_obstacle,
+    read_depth,
+    with_depth,
+)
 from tightfit.trace.operations import OperationLog
 from tightfit.trace.recording import (
     OTHER_PROCESSES,
@@ -102,7 +107,11 @@ class DepthTracer:
         self.num_layers = read_depth(job.config) or 0
         self.num_traced = 0
         """Layers of the deepest model that ran."""
-        self.refusal = "asked for" if job.is_full_depth else find_extrapolation_obstacle(job.config)
+        self.refusal = (
+            "asked for"
+            if job.is_full_depth
+            else find_extrapolation_obstacle(fill_defaults(job.config))
+        )
         self._known: dict[tuple[object, ...], _Shallow] = {}
 
     def record(self, num_recomputed: int) -> Recording:
