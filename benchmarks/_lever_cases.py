@@ -247,18 +247,18 @@ class Noise:
 
 def find_noise(runs: Mapping[str, Mapping[str, Any]], method: Method = Method.LORA) -> Noise | None:
     """Strict where luck differs: the least and the mean of what it did. None with too few runs."""
-    told = YARDSTICKS[method]
-    lucky = [runs[name] for name in (told.plain, *told.lucky) if name in runs]
+    report = YARDSTICKS[method]
+    lucky = [runs[name] for name in (report.plain, *report.lucky) if name in runs]
     distances = [compare_runs(one, other) for one, other in combinations(lucky, 2)]
     steps = [d.mean_step_difference for d in distances if d.mean_step_difference is not None]
     if not steps:
         return None
-    again = runs.get(told.again) if told.again and told.plain in runs else None
+    again = runs.get(report.again) if report.again and report.plain in runs else None
     return Noise(
         mean_step_difference=min(steps),
         all_step_differences=tuple(sorted(steps)),
         held_out_difference=statistics.fmean(d.held_out_difference for d in distances),
-        repeated=None if again is None else compare_runs(runs[told.plain], again),
+        repeated=None if again is None else compare_runs(runs[report.plain], again),
     )
 
 

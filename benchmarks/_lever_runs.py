@@ -115,8 +115,8 @@ def run_case(request: Request) -> dict[str, Any]:
         has_gradients = request.case.is_lever or request.case.is_plain
         compared = run.compare_gradients() if has_gradients else {}
         return {"status": "ok", **compared, **run.train()}
-    except Exception as fault:  # the other levers are worth having without this one
-        return {"status": "error", "fault": repr(fault)[:600]}
+    except Exception as problem:  # the other levers are worth having without this one
+        return {"status": "error", "fault": repr(problem)[:600]}
 
 
 class CaseRun:

@@ -114,8 +114,8 @@ def measure_generate(case: Case, model: Any, meter: Meter, device: str) -> dict[
     return {"steady_step": {"phases": phases}, "prefill_cache_bytes": cache_bytes, **seconds}
 
 
-def measure_case(case: Case, *, device: str, rehearse: bool) -> dict[str, Any]:
-    if rehearse:
+def measure_case(case: Case, *, device: str, dry_run: bool) -> dict[str, Any]:
+    if dry_run:
         case = dataclasses.replace(case, seq_len=32, num_layers=case.num_layers and 2)
     if case.expandable_segments and device == "cuda":
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -130,10 +130,10 @@ def measure_case(case: Case, *, device: str, rehearse: bool) -> dict[str, Any]:
             total = torch.cuda.mem_get_info()[1]
             torch.cuda.set_per_process_memory_fraction(case.memory_cap_bytes / total)
     if case.task == "saved":
-        return report | measure_saved(case, meter, device=device, rehearse=rehearse)
+        return report | measure_saved(case, meter, device=device, dry_run=dry_run)
     phases: dict[str, Any] = {}
     with meter.phase("load", phases):
-        model, report["parameters"] = build_model(case, device=device, rehearse=rehearse)
+        model, report["parameters"] = build_model(case, device=device, dry_run=dry_run)
     gc.collect()
     if device == "cuda":
         # What loading left cached would hide how much the steps themselves reserve.

@@ -17,7 +17,7 @@ from _measure_case import Case
 MODEL_FOLDER = Path(__file__).resolve().parents[1] / "src" / "tightfit" / "catalogue" / "models"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
-# Sizes of a rehearsal without a GPU: every family keeps its shape, nothing keeps its size.
+# Sizes of a dry run without a GPU: every family keeps its structure at toy sizes.
 REHEARSAL_SIZES = {
     **{"hidden_size": 64, "n_embd": 64, "d_model": 64, "intermediate_size": 128, "d_ff": 128},
     **{"head_dim": 16, "d_kv": 16, "rotary_dim": 8, "num_attention_heads": 4, "n_head": 4},
@@ -27,13 +27,13 @@ REHEARSAL_SIZES = {
 }
 
 
-def read_config(case: Case, *, rehearse: bool) -> Any:
+def read_config(case: Case, *, dry_run: bool) -> Any:
     from transformers import AutoConfig
 
     (path,) = MODEL_FOLDER.glob(f"*--{case.model}.json")
     fields = json.loads(path.read_text())
-    num_layers = 2 if rehearse and case.num_layers is None else case.num_layers
-    if rehearse:
+    num_layers = 2 if dry_run and case.num_layers is None else case.num_layers
+    if dry_run:
         fields |= {key: size for key, size in REHEARSAL_SIZES.items() if key in fields}
     if num_layers is not None:
         fields |= {key: num_layers for key in LAYER_KEYS if key in fields}
@@ -122,9 +122,9 @@ def fuse_loss(case: Case, model: Any) -> None:
     patch(model=model, fused_linear_cross_entropy=True, **off)
 
 
-def build_model(case: Case, *, device: str, rehearse: bool) -> tuple[nn.Module, dict[str, int]]:
+def build_model(case: Case, *, device: str, dry_run: bool) -> tuple[nn.Module, dict[str, int]]:
     """The model ready to train, and its parameter counts (taken before any packing to 4 bit)."""
-    config = read_config(case, rehearse=rehearse)
+    config = read_config(case, dry_run=dry_run)
     with torch.device("meta"):
         unpacked = build_base(dataclasses.replace(case, weights="bf16"), config, "meta")
     counts = {"total": sum(p.numel() for p in unpacked.parameters())}

@@ -176,8 +176,8 @@ def measure_dequantize() -> dict[str, float]:
     return {"nf4_dequantize_elements_per_second": weight.numel() / seconds}
 
 
-def measure_rates(*, rehearse: bool) -> dict[str, Any]:
-    if rehearse:
+def measure_rates(*, dry_run: bool) -> dict[str, Any]:
+    if dry_run:
         return {"rehearsal": True}
     return {
         "copies": measure_copies(),

@@ -25,24 +25,24 @@ SAVED_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure_saved(case: Case, meter: Meter, *, device: str, rehearse: bool) -> dict[str, Any]:
+def measure_saved(case: Case, meter: Meter, *, device: str, dry_run: bool) -> dict[str, Any]:
     """What one layer keeps for the backward pass: the difference of a 4- and a 2-layer model."""
     report = {}
     for label, changes in SAVED_VARIANTS.items():
         variant = dataclasses.replace(case, **changes)
         try:
-            report[label] = saved_per_layer(variant, meter, device=device, rehearse=rehearse)
+            report[label] = saved_per_layer(variant, meter, device=device, dry_run=dry_run)
         except Exception as error:  # one variant a family lacks must not cost the others
             report[label] = {"error": f"{type(error).__name__}: {error}"[:300]}
         gc.collect()
     return {"saved": report}
 
 
-def saved_per_layer(case: Case, meter: Meter, *, device: str, rehearse: bool) -> dict[str, Any]:
+def saved_per_layer(case: Case, meter: Meter, *, device: str, dry_run: bool) -> dict[str, Any]:
     held, tensors = {}, {}
     for depth in (2, 4):
         cut = dataclasses.replace(case, num_layers=depth)
-        model, _ = build_model(cut, device=device, rehearse=rehearse)
+        model, _ = build_model(cut, device=device, dry_run=dry_run)
         batch = draw_batch(case, model, device)
         with autocast_for(case, device):
             loss = model(**batch).loss

@@ -29,7 +29,7 @@ def check_total(total: dict[str, Any], result: Path, *, count: str, noise: float
     """
     before = json.loads(result.read_text())["total"]
     worse = [name for name in total if "error" in name and total[name] > before[name] + noise]
-    print("\n".join(f"fault: {name} got worse" for name in worse) or f"{what}: all good")
+    print("\n".join(f"error: {name} got worse" for name in worse) or f"{what}: all good")
     return 1 if worse or total[count] < before[count] else 0
 
 

@@ -68,9 +68,9 @@ def main() -> int:
     answer: dict[str, Any]
     try:
         answer = run_request(request) | {"about": describe_machine(request["device"])}
-    except Exception as fault:  # whatever stops a contestant is its result
+    except Exception as error:  # whatever stops a contestant is its result
         traceback.print_exc()
-        answer = {"fault": f"{type(fault).__name__}: {fault}"[:600]}
+        answer = {"fault": f"{type(error).__name__}: {error}"[:600]}
     Path(sys.argv[2]).write_text(json.dumps(answer))
     return 1 if "fault" in answer else 0
 

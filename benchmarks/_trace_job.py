@@ -135,20 +135,20 @@ class Run:
         try:
             for number in range(NUM_CAPPED):
                 self.step(number)
-        except Exception as fault:
-            if not is_out_of_memory(fault):
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
-            forget(fault)
+            forget(error)
             return False
         return True
 
 
-def forget(fault: BaseException | None) -> None:
+def forget(error: BaseException | None) -> None:
     """Drop the tensors that a fault's frames hold."""
-    while fault is not None:
-        traceback.clear_frames(fault.__traceback__)
-        fault.__traceback__ = None
-        fault = fault.__cause__ or fault.__context__
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def run_job(request: Request) -> dict[str, Any]:
@@ -249,8 +249,8 @@ class Recorder:
         peaks = [stages[name] for name in kept]
         try:
             recorded: dict[str, Any] = {**read_snapshot(self._snapshot)}
-        except Exception as fault:  # the card's time is worth more than a reader that can be mended
-            return {"marks": kept, "fault": repr(fault), "trace": _flatten(self._snapshot)}
+        except Exception as error:  # the card's time is worth more than a reader that can be mended
+            return {"marks": kept, "fault": repr(error), "trace": _flatten(self._snapshot)}
         return recorded | {
             "max_memory_allocated_bytes": max(peak["peak_allocated_bytes"] for peak in peaks),
             "max_memory_reserved_bytes": max(peak["peak_reserved_bytes"] for peak in peaks),
@@ -275,8 +275,8 @@ def _run_capped(
         for number in range(1, NUM_CAPPED + 1):
             stage = f"step {number}"
             run.step(number)
-    except Exception as fault:
-        if not is_out_of_memory(fault):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         return {"has_survived": False, "stage": stage, "capacity_bytes": capacity_bytes}
     return {
@@ -345,10 +345,10 @@ def attempt(request: Request) -> dict[str, Any]:
     """`run_job`, with its faults as part of the answer."""
     try:
         return {"status": "ok", **run_job(request)}
-    except Exception as fault:
-        status = "out of memory" if is_out_of_memory(fault) else "error"
-        where = "".join(traceback.format_exception(fault, limit=-6))
-        told = {"status": status, "fault": str(fault)[:600], "traceback": where[-4000:]}
+    except Exception as error:
+        status = "out of memory" if is_out_of_memory(error) else "error"
+        where = "".join(traceback.format_exception(error, limit=-6))
+        summary = {"status": status, "fault": str(error)[:600], "traceback": where[-4000:]}
         with contextlib.suppress(Exception):
-            forget(fault)
-        return told
+            forget(error)
+        return summary

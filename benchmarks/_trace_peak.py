@@ -29,11 +29,11 @@ def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
     record.NUM_STEPS = NUM_STEPS
     try:
         return _trace(TraceJob.model_validate(job))
-    except (CannotTraceError, UserError) as fault:
-        return {"problem": str(fault)}
-    except Exception as fault:  # a library's fault is counted with its name, and ends nothing
-        first = (str(fault).strip().splitlines() or [""])[0]
-        return {"problem": f"{type(fault).__name__}: {first[:200]}"}
+    except (CannotTraceError, UserError) as error:
+        return {"problem": str(error)}
+    except Exception as error:  # a library's fault is counted with its name, and ends nothing
+        first = (str(error).strip().splitlines() or [""])[0]
+        return {"problem": f"{type(error).__name__}: {first[:200]}"}
 
 
 def _trace(job: TraceJob) -> dict[str, Any]:

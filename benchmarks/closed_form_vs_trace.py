@@ -81,10 +81,11 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe(row: dict[str, Any]) -> str:
-    told = json.dumps(row["strategy"])
+    chosen = json.dumps(row["strategy"])
     return (
         f"{row['traced_bytes'] / GIB:7.2f} {row['closed_form_bytes'] / GIB:7.2f} "
-        f"{row['error']:+7.1%} {row['moment']:12} {row['op']:32} {row['gpu']} {row['model']} {told}"
+        f"{row['error']:+7.1%} {row['moment']:12} {row['op']:32} {row['gpu']} {row['model']} "
+        f"{chosen}"
     )
 
 
@@ -98,8 +99,8 @@ def trace_one(job: tuple[int, str, Gpu, Strategy]) -> dict[str, Any]:
         compute_capability=gpu.compute_capability,
         stages=(),
     )
-    told = strategy.model_dump(mode="json", exclude_defaults=True)
-    known = {"n": number, "model": model, "gpu": gpu.name, "strategy": told}
+    chosen = strategy.model_dump(mode="json", exclude_defaults=True)
+    known = {"n": number, "model": model, "gpu": gpu.name, "strategy": chosen}
     return known | trace_peak(asked.model_dump(mode="json"))
 
 
@@ -158,7 +159,7 @@ def check() -> int:
     print(json.dumps(total))
     print(f"worst: {describe(rows[0])}")
     if total["median_error"] > MAX_MEDIAN_ERROR:
-        print(f"fault: the median error is over {MAX_MEDIAN_ERROR:.0%}")
+        print(f"error: the median error is over {MAX_MEDIAN_ERROR:.0%}")
         return 1
     return check_total(total, RESULT, count="jobs", noise=NOISE, what="closed form beside traces")
 

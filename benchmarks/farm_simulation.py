@@ -298,7 +298,7 @@ def _check(case: dict[str, Any]) -> int:
         if found["num_workers"] == case["num_workers"]
     )
     is_worse = case["requests_per_prompt"] > (1 + NOISE) * before["requests_per_prompt"]
-    print("fault: more requests a prompt" if is_worse else "farm: all good")
+    print("error: more requests a prompt" if is_worse else "farm: all good")
     return 1 if is_worse or case["num_missing"] else 0
 
 

@@ -72,11 +72,11 @@ def find_memory_error(plan: Row, kind: str) -> float | None:
 def summarize_job(plans: list[Row], unmeasured: Row) -> Row:
     """Of joined plans. Without a measured first plan there is little to say."""
     ran = [plan for plan in plans if plan["status"] == "ok"]
-    told: Row = {"plans": len(ran), "failed": len(plans) - len(ran), **unmeasured}
+    report: Row = {"plans": len(ran), "failed": len(plans) - len(ran), **unmeasured}
     if not ran or ran[0]["rank"] != 1:
-        return told
+        return report
     first, fastest = ran[0], max(ran, key=read_speed)
-    return told | {
+    return report | {
         "tokens_per_second": round(read_speed(first)),
         "predicted_tokens_per_second": round(first["tokens_per_step"] / first["predicted_seconds"]),
         "fastest_tokens_per_second": round(read_speed(fastest)),
@@ -112,14 +112,14 @@ def sum_up(jobs: dict[str, Row]) -> Row:
 def list_broken(jobs: dict[str, Row]) -> list[str]:
     """First plans that are not what was promised of them."""
     broken = []
-    for job, told in jobs.items():
-        if "speed_error" not in told:
+    for job, report in jobs.items():
+        if "speed_error" not in report:
             broken.append(f"{job}: the first plan did not run")
             continue
         broken += [
-            f"{job}: {name.replace('_', ' ')} {told[name]:+.2%}, promised {most:.0%}"
+            f"{job}: {name.replace('_', ' ')} {report[name]:+.2%}, promised {most:.0%}"
             for name, most in PROMISES.items()
-            if told[name] is not None and abs(told[name]) > most
+            if report[name] is not None and abs(report[name]) > most
         ]
     return broken
 
@@ -139,8 +139,8 @@ def name_difference(plan: Row, first: Row) -> str:
     return " ".join(f"{key}={getattr(value, 'value', value)}" for key, value in changed.items())
 
 
-def render_job(name: str, plans: list[Row], first: Row, told: Row) -> str:
-    counts = ", ".join(f"{told[word]} {word}" for word in COUNTS)
+def render_job(name: str, plans: list[Row], first: Row, report: Row) -> str:
+    counts = ", ".join(f"{report[word]} {word}" for word in COUNTS)
     lines = [f"{name}: {counts}"]
     for plan in plans:
         levers = name_difference(plan, first) or "the first plan"
@@ -154,18 +154,18 @@ def render_job(name: str, plans: list[Row], first: Row, told: Row) -> str:
             f"{predicted} {plan['step_seconds']:8.4f} s {find_speed_error(plan):+6.1%}"
             f" {memory:6.1f} GiB  {levers}"
         )
-    if "speed_error" in told:
+    if "speed_error" in report:
         lines.append(
-            f"  fastest: rank {told['fastest_rank']}, {told['first_slower_error']:+.1%} beside the"
-            f" first; first: {_percent(told, 'speed_error')} tokens/s,"
-            f" {_percent(told, 'allocated_error')} allocated,"
-            f" {_percent(told, 'reserved_error')} reserved, drift {told['drift']:+.1%}"
+            f"  fastest: rank {report['fastest_rank']}, {report['first_slower_error']:+.1%} from"
+            f" the first; first: {_percent(report, 'speed_error')} tokens/s,"
+            f" {_percent(report, 'allocated_error')} allocated,"
+            f" {_percent(report, 'reserved_error')} reserved, drift {report['drift']:+.1%}"
         )
     return "\n".join(lines)
 
 
-def _percent(told: Row, name: str) -> str:
-    return "no" if told[name] is None else f"{told[name]:+.2%}"
+def _percent(report: Row, name: str) -> str:
+    return "no" if report[name] is None else f"{report[name]:+.2%}"
 
 
 def main() -> int:

@@ -74,13 +74,13 @@ def find_errors(rows: Rows) -> dict[str, dict[str, float]]:
 def find_utilization(job: dict[str, Any]) -> float | None:
     """Of the H200's dense bf16 peak, what full tuning in bf16 needs by its mathematics; None for
     other methods. Attention counts with the pairs that its mask leaves."""
-    told, row = job["job"], job["contestants"].get(OURS, {})
-    if told["method"] != "full" or "fault" in row:
+    report, row = job["job"], job["contestants"].get(OURS, {})
+    if report["method"] != "full" or "fault" in row:
         return None
     strategy = Strategy(
-        method=Method.FULL, micro_batch=told["num_rows"], grad_accum=1, seq_len=told["seq_len"]
+        method=Method.FULL, micro_batch=report["num_rows"], grad_accum=1, seq_len=report["seq_len"]
     )
-    spec = resolve_model(told["model"].rpartition("--")[2])
+    spec = resolve_model(report["model"].rpartition("--")[2])
     flops = estimate_step_flops(spec, strategy).model
     peak = resolve_hardware("H200").groups[0].node.gpu.flops(strategy.compute)
     return round(float(flops / row["step_seconds"] / peak), 3)
@@ -104,8 +104,8 @@ def render_job(name: str, rows: Rows, ratios: dict[str, float]) -> str:
     lines = [f"{name}: {head}"]
     for contestant, row in rows.items():
         if "fault" in row:
-            fault = " ".join(row["fault"].split())
-            lines.append(f"  {contestant:18} did not run: {fault[:100]}")
+            problem = " ".join(row["fault"].split())
+            lines.append(f"  {contestant:18} did not run: {problem[:100]}")
             continue
         memory = [row.get(f"peak_{kind}_bytes", 0) / GIB for kind in ("allocated", "reserved")]
         speed = f"{row['tokens_per_second']:9,.0f} tokens/s {row['step_seconds']:8.4f} s"
@@ -118,8 +118,8 @@ def render_job(name: str, rows: Rows, ratios: dict[str, float]) -> str:
 
 def render_errors(errors: dict[str, dict[str, float]]) -> str:
     return "\n".join(
-        f"  {who:22} predicted: {told['speed']:+.1%} tokens/s, {told['memory']:+.2%} allocated"
-        for who, told in errors.items()
+        f"  {who:22} predicted: {report['speed']:+.1%} tokens/s, {report['memory']:+.2%} allocated"
+        for who, report in errors.items()
     )
 
 
@@ -165,10 +165,10 @@ def main() -> int:
         ]
     if arguments.check:
         recorded = json.loads(RATIOS.read_text())["ratios"]
-        faults = find_faults(ratios, recorded) + strange
-        print("\n".join(f"fault: {fault}" for fault in faults) or "throughput: all good")
-        return 1 if faults else 0
-    print("\n".join(f"fault: {fault}" for fault in strange))
+        problems = find_faults(ratios, recorded) + strange
+        print("\n".join(f"error: {problem}" for problem in problems) or "throughput: all good")
+        return 1 if problems else 0
+    print("\n".join(f"error: {problem}" for problem in strange))
     errors = {name: find_errors(job["contestants"]) for name, job in jobs.items()}
     used = {name: find_utilization(job) for name, job in jobs.items()}
     write_result(

@@ -158,8 +158,8 @@ def show(
             f" allocated {row['allocated_error']:+8.3%} reserved {row['reserved_error']:+8.3%}"
         )
     for plan in plans:
-        told = f"first plan {plan['slower']:+.1%} beside the fastest of {plan['num_ran']}"
-        print(f"{plan['question']}: {told}")
+        report = f"first plan {plan['slower']:+.1%} beside the fastest of {plan['num_ran']}"
+        print(f"{plan['question']}: {report}")
 
 
 def main() -> int:

@@ -100,8 +100,8 @@ def run_item(item: Item, out: Path, seconds_left: float) -> bool:
     try:
         code = run_limited(words, environment, seconds_left, log)
         end = f"exit {code}"
-    except TimeoutError as fault:
-        code, end = None, str(fault)
+    except TimeoutError as error:
+        code, end = None, str(error)
     took = time.monotonic() - begin
     print(f"{took:6.1f} s  {item.name}: {end}", flush=True)
     if code == 0:

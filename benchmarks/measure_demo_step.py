@@ -71,9 +71,9 @@ def main() -> int:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     result = json.loads(RESULT.read_text())
     print(render_table(result))
-    faults = find_faults(result)
-    print("\n".join(f"fault: {fault}" for fault in faults) or "time per step of the demo: all good")
-    return 1 if faults else 0
+    errors = find_faults(result)
+    print("\n".join(f"error: {error}" for error in errors) or "time per step of the demo: all good")
+    return 1 if errors else 0
 
 
 def measure(model: Path, num_rounds: int, num_steps: int) -> dict[str, Any]:
@@ -347,21 +347,21 @@ def summarise(rounds: list[dict[str, Steps]]) -> dict[str, Any]:
 
 def find_faults(result: dict[str, Any]) -> list[str]:
     """Why the result does not show that a step of tightfit takes no longer than trl's."""
-    total, faults = result["total"], []
+    total, errors = result["total"], []
     if total["num_steps"] < MIN_STEPS:
-        faults.append(f"{total['num_steps']} steps were timed, and {MIN_STEPS} are needed")
+        errors.append(f"{total['num_steps']} steps were timed, and {MIN_STEPS} are needed")
     for name in SWITCHES:
         beside = total[f"{name} / {TIGHTFIT}"]
         for what, ratio in (("median", beside["ratio"]), ("fastest", beside["of_fastest"])):
             if ratio < 1 - NOISE:
-                faults.append(f"the {what} step of {name} takes {ratio:.2f} of tightfit's time")
+                errors.append(f"the {what} step of {name} takes {ratio:.2f} of tightfit's time")
     for number, taken in enumerate(result["rounds"], start=1):
-        faults += [
+        errors += [
             f"round {number}: the losses of {name} differ, so this is another job"
             for name in SWITCHES
             if not do_losses_agree(taken[TIGHTFIT], taken[name])
         ]
-    return faults
+    return errors
 
 
 def do_losses_agree(ours: Steps, theirs: Steps) -> bool:

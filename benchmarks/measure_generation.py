@@ -116,8 +116,8 @@ def run_peers(case: dict[str, Any], model: Any, folder: Path) -> dict[str, Any]:
                 "new_tokens": num_new,
                 "new_per_second": num_new / took,
             }
-        except Exception as fault:  # a peer that cannot run is a result too
-            found[name] = {"failed": f"{type(fault).__name__}: {fault}"[:400]}
+        except Exception as error:  # a peer that cannot run is a result too
+            found[name] = {"failed": f"{type(error).__name__}: {error}"[:400]}
         print("  peer", name, found[name], flush=True)
     return found
 

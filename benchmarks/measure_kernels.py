@@ -55,8 +55,8 @@ def measure_part(given: Given) -> dict[str, Any]:
         found: dict[str, Any] = {"status": "ok", "rows": _measure(part, job, device)}
         if place == "cuda":
             found["gpu"] = torch.cuda.get_device_name()
-    except Exception as fault:  # the other parts are worth having without this one
-        return {"status": "error", "fault": repr(fault)[:600]}
+    except Exception as problem:  # the other parts are worth having without this one
+        return {"status": "error", "fault": repr(problem)[:600]}
     return found
 
 

@@ -52,9 +52,9 @@ class Runs:
         with self._lock:
             self.found[name] = answer
             self._write()
-        fault = answer.get("fault", "")
+        problem = answer.get("fault", "")
         loss = answer.get("held_out_loss", float("nan"))
-        print(f"{answer['status']:6} {answer['wall_seconds']:6.1f} s {loss:8.4f} {name} {fault}")
+        print(f"{answer['status']:6} {answer['wall_seconds']:6.1f} s {loss:8.4f} {name} {problem}")
 
     @property
     def good(self) -> dict[str, dict[str, Any]]:
@@ -62,8 +62,8 @@ class Runs:
 
     def _write(self) -> None:
         noises = {method.value: find_noise(self.good, method) for method in YARDSTICKS}
-        told = {name: None if noise is None else asdict(noise) for name, noise in noises.items()}
-        head = self._head | {"noise": told}
+        report = {name: None if noise is None else asdict(noise) for name, noise in noises.items()}
+        head = self._head | {"noise": report}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         for section, rows in (("levers", judge_levers(self.good)), ("runs", self._list_runs())):
             text = ",\n".join(f"  {json.dumps(row)}" for row in rows)

@@ -44,15 +44,15 @@ def measure_plan(runner: Runner, name: str, model: str, plan: dict[str, Any]) ->
     from _trace_job import Request
 
     job = Job(name=name, model=model, strategy=Strategy.model_validate(plan["strategy"]))
-    told = plan["estimate"]["time"]
+    report = plan["estimate"]["time"]
     answer = runner.run(Request(job=job, modes=("measure",), device="cuda"))
     found = answer.get("measure", {})
     return {
         "name": name,
         "model": model,
         "strategy": job.strategy.model_dump(mode="json", exclude_defaults=True),
-        "tier": told["tier"],
-        "predicted_seconds": told["seconds_per_step"],
+        "tier": report["tier"],
+        "predicted_seconds": report["seconds_per_step"],
         "predicted_reserved_bytes": plan["estimate"]["gpu"]["peak_reserved_bytes"],
         "status": answer["status"],
         "step_seconds": found.get("step_seconds"),

@@ -2,7 +2,7 @@
 
     python3 benchmarks/measure_steps.py --out benchmarks/results/h200_steps.json
     python3 benchmarks/measure_steps.py --rates-out benchmarks/results/h200_rates.json --only none
-    python3 benchmarks/measure_steps.py --rehearse --out rehearsal.json    (no GPU, toy sizes)
+    python3 benchmarks/measure_steps.py --dry-run --out dry_run.json    (no GPU, toy sizes)
 
 Needs torch, transformers and peft; bitsandbytes and liger-kernel for the cases that name them.
 Every case runs in a process of its own, forked from one that has torch loaded but no CUDA
@@ -266,12 +266,12 @@ def load_libraries() -> None:
     gc.freeze()  # a child's collector then leaves the parent's pages alone
 
 
-def run_in_child(pipe: Connection, case: Case | None, device: str, rehearse: bool) -> None:
+def run_in_child(pipe: Connection, case: Case | None, device: str, dry_run: bool) -> None:
     try:
         if case is None:
-            report = measure_rates(rehearse=rehearse)
+            report = measure_rates(dry_run=dry_run)
         else:
-            report = measure_case(case, device=device, rehearse=rehearse)
+            report = measure_case(case, device=device, dry_run=dry_run)
         report["status"] = "ok"
     except torch.OutOfMemoryError as error:
         report = {"status": "oom", "error": str(error)[:400]}
@@ -284,12 +284,12 @@ def run_in_child(pipe: Connection, case: Case | None, device: str, rehearse: boo
 
 
 def run_forked(
-    case: Case | None, *, device: str, rehearse: bool, timeout_seconds: float
+    case: Case | None, *, device: str, dry_run: bool, timeout_seconds: float
 ) -> dict[str, Any]:
     """Run one case in a forked process and stop that process if it takes too long."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=run_in_child, args=(sender, case, device, rehearse))
+    child = context.Process(target=run_in_child, args=(sender, case, device, dry_run))
     start = time.perf_counter()
     child.start()
     sender.close()
@@ -354,7 +354,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates-out", type=Path, help="also measure the device's raw rates")
     parser.add_argument("--case-timeout-seconds", type=float, default=60.0)
     parser.add_argument("--deadline-seconds", type=float, default=float("inf"))
-    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     return parser.parse_args()
 
@@ -376,8 +376,8 @@ def main() -> None:
         header["notes"] = earlier.get("notes", [])
     load_libraries()
     options: dict[str, Any] = {
-        "device": "cpu" if arguments.rehearse else "cuda",
-        "rehearse": arguments.rehearse,
+        "device": "cpu" if arguments.dry_run else "cuda",
+        "rehearse": arguments.dry_run,
         "timeout_seconds": arguments.case_timeout_seconds,
     }
     if arguments.rates_out:

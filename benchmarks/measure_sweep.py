@@ -110,9 +110,9 @@ def attempt(task: Task) -> Row:
     torch.set_num_threads(1 if task.device == "cpu" else 8)
     try:
         return {"status": "ok", **run_steps(task)}
-    except Exception as fault:
-        status = "out of memory" if is_out_of_memory(fault) else "error"
-        return {"status": status, "fault": f"{type(fault).__name__}: {fault}"[:600]}
+    except Exception as problem:
+        status = "out of memory" if is_out_of_memory(problem) else "error"
+        return {"status": status, "fault": f"{type(problem).__name__}: {problem}"[:600]}
 
 
 def run_steps(task: Task) -> Row:
@@ -212,17 +212,17 @@ def sweep(arguments: argparse.Namespace) -> int:
         num_bad += row["status"] != "ok"
         rows.append(row)
         write_document(arguments.out, document)
-        print(tell(row), flush=True)
+        print(describe_row(row), flush=True)
     print(f"{time.perf_counter() - begin:.0f} s, {num_bad} failed or left")
     return num_bad
 
 
-def tell(row: Row) -> str:
-    told = f"{row['wall_seconds']:5.1f} s wall  {row['job']:9} {row['rank']:3} {row['when']:5}"
+def describe_row(row: Row) -> str:
+    start = f"{row['wall_seconds']:5.1f} s wall  {row['job']:9} {row['rank']:3} {row['when']:5}"
     if row["status"] != "ok":
-        return f"{told}  {row['status']}: {row.get('fault', '').partition(chr(10))[0][:120]}"
+        return f"{start}  {row['status']}: {row.get('fault', '').partition(chr(10))[0][:120]}"
     return (
-        f"{told}  predicted {row['predicted_seconds']:.4f} s, measured {row['step_seconds']:.4f} s"
+        f"{start}  predicted {row['predicted_seconds']:.4f} s, measured {row['step_seconds']:.4f} s"
     )
 
 

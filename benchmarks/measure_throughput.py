@@ -111,8 +111,8 @@ def run_peer(setting: Setting, job: Job, contestant: Contestant) -> dict[str, An
         try:
             name = f"{contestant.name}-{number}"
             return run_attempt(setting, job, contestant, switches, name) | {"tried": tried}
-        except (ContestantError, TimeoutError) as fault:
-            tried.append({"switches": asdict(switches), "fault": str(fault)})
+        except (ContestantError, TimeoutError) as problem:
+            tried.append({"switches": asdict(switches), "fault": str(problem)})
     return {"fault": tried[-1]["fault"], "tried": tried}
 
 
@@ -136,11 +136,11 @@ def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str
         code = run_limited(train_command(path), environment, setting.remaining(), log)
         if code:
             raise ContestantError(f"exit {code}: {log.read_text()[-1500:]}")
-    except (ContestantError, TimeoutError) as fault:
+    except (ContestantError, TimeoutError) as problem:
         worker_log = run / "log.txt"
         if worker_log.exists():
             print(worker_log.read_text()[-3000:], flush=True)
-        return {"fault": str(fault)}
+        return {"fault": str(problem)}
     return read_run(run, device=setting.device) | {
         "recipe": {
             name: value for name, value in recipe.items() if name not in ("model", "data", "output")

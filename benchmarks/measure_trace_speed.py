@@ -104,8 +104,8 @@ def find_traced(said: dict[str, Any]) -> dict[str, Any] | None:
     """What a tracer, an estimate or a plan tells of its first trace; None where there is none."""
     if "plans" in said:
         estimate = said["plans"][0]["estimate"]
-        told = {"num_traced_layers": None, **estimate["gpu"]}
-        traced = told if estimate["tier"] == "traced" else None
+        report = {"num_traced_layers": None, **estimate["gpu"]}
+        traced = report if estimate["tier"] == "traced" else None
     else:
         traced = said.get("traced") or said.get("trace")
     names = ("num_traced_layers", "peak_allocated_bytes")

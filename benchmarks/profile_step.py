@@ -87,15 +87,15 @@ def profile_jobs(arguments: argparse.Namespace, document: dict[str, Any]) -> int
             continue
         document["gpu"] = answer.get("gpu")
         add_job(document, job, answer["rows"])
-        tell(document, job.name)
+        print_summary(document, job.name)
         write_document(arguments.out, document)
     print(f"{time.perf_counter() - begin:.0f} s, {num_bad} failed or left")
     return num_bad
 
 
 def add_job(document: dict[str, Any], job: Job, rows: dict[str, list[dict[str, Any]]]) -> None:
-    told = job.strategy.model_dump(mode="json", exclude_defaults=True)
-    document["jobs"].append({"name": job.name, "model": job.model, "strategy": told})
+    report = job.strategy.model_dump(mode="json", exclude_defaults=True)
+    document["jobs"].append({"name": job.name, "model": job.model, "strategy": report})
     document["steps"] += rows["steps"]
     document["ops"] += rows["ops"]
 
@@ -110,7 +110,7 @@ def find_parts(document: dict[str, Any], calibration: Calibration) -> list[dict[
     return rows
 
 
-def tell(document: dict[str, Any], name: str) -> None:
+def print_summary(document: dict[str, Any], name: str) -> None:
     """Also settles the document's parts, which are read off its operations."""
     calibration = Calibration.model_validate(document["calibration"])
     document["parts"] = find_parts(document, calibration)
@@ -155,7 +155,7 @@ def main() -> int:
     if arguments.again is not None:
         document = json.loads(arguments.again.read_text()) | {"calibration": calibration}
         for job in document["jobs"]:
-            tell(document, job["name"])
+            print_summary(document, job["name"])
         write_document(arguments.again, document)
         return 0
     head = describe_run()

@@ -187,23 +187,23 @@ def render(groups: dict[tuple[str, str], dict[str, Any]], total: dict[str, Any])
 
 
 def check(total: dict[str, Any]) -> list[str]:
-    faults = []
+    problems = []
     if total["memory_rows"] < MIN_ROWS:
-        faults.append(f"only {total['memory_rows']} rows were compared")
+        problems.append(f"only {total['memory_rows']} rows were compared")
     if total["median_error"] > MEDIAN_LIMIT:
-        faults.append(f"median error {total['median_error']:.1%} is over {MEDIAN_LIMIT:.0%}")
+        problems.append(f"median error {total['median_error']:.1%} is over {MEDIAN_LIMIT:.0%}")
     if total["p90_error"] > NINETIETH_LIMIT:
-        faults.append(f"90th percentile {total['p90_error']:.1%} is over {NINETIETH_LIMIT:.0%}")
+        problems.append(f"90th percentile {total['p90_error']:.1%} is over {NINETIETH_LIMIT:.0%}")
     if total["classified_right"] < CLASSIFIED_LIMIT:
-        faults.append(f"only {total['classified_right']:.1%} of outcomes are classified right")
+        problems.append(f"only {total['classified_right']:.1%} of outcomes are classified right")
     if RESULT.exists():
         before = json.loads(RESULT.read_text())["total"]
         for name in ("median_error", "p90_error"):
             if total[name] > before[name] + NOISE:
-                faults.append(f"{name} got worse: {before[name]} -> {total[name]}")
+                problems.append(f"{name} got worse: {before[name]} -> {total[name]}")
         if total["memory_rows"] < before["memory_rows"]:
-            faults.append("fewer rows are compared than before")
-    return faults
+            problems.append("fewer rows are compared than before")
+    return problems
 
 
 def main() -> int:
@@ -234,9 +234,11 @@ def main() -> int:
     for reason, count in left_out.most_common():
         print(f"  {count:4}  {reason}")
     if arguments.check:
-        faults = check(total)
-        print("\n".join(f"fault: {fault}" for fault in faults) or "published memory: all good")
-        return 1 if faults else 0
+        problems = check(total)
+        print(
+            "\n".join(f"error: {problem}" for problem in problems) or "published memory: all good"
+        )
+        return 1 if problems else 0
     write_result(groups, total, left_out)
     return 0
 

@@ -378,9 +378,9 @@ def main() -> int:
     for reason, count in left_out.most_common():
         print(f"  {count:4} {reason}")
     if arguments.check:
-        faults = check(totals)
-        print("\n".join(f"fault: {fault}" for fault in faults) or "published time: all good")
-        return 1 if faults else 0
+        problems = check(totals)
+        print("\n".join(f"error: {error}" for error in problems) or "published time: all good")
+        return 1 if problems else 0
     head = provenance("benchmarks/published_time.py")
     content = {**head, "groups": totals, "left_out": dict(left_out.most_common())}
     RESULT.write_text(json.dumps(content, indent=2) + "\n")
