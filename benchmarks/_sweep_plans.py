@@ -16,12 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from _throughput_jobs import JOBS
-from tightfit.api.plan import warn_of_missing_packages
-from tightfit.api.training.hardware import choose_cluster
+from tightfit.api.options.training import PlanOptions
+from tightfit.api.plan import plan
 from tightfit.api.training.recipe import read_plan_job
-from tightfit.api.training.tracing import trace_search
-from tightfit.cli.flags.training import PlanFlags
-from tightfit.core.errors import DoesNotFitError
 from tightfit.core.strategy import Offload, Sharding, Strategy
 from tightfit.hardware.types import Cluster
 from tightfit.planning.plan import Plan
@@ -39,30 +36,23 @@ def plan_job(name: str, on: str, *, is_traced: bool, has_every_size: bool) -> di
     """What is printed."""
     asked = JOBS[name]
     model = asked.model.rpartition("--")[2]
-    flags = PlanFlags(
+    options = PlanOptions(
         job=model,
         on=on,
         method=asked.method,
         seq_len=asked.seq_len,
         effective_batch=asked.num_rows,
+        trace=None if is_traced else False,
     )
-    request = read_plan_job(flags).request
-    cluster = choose_cluster(on, command=f"tightfit plan {model}")
-    first = find_first(request, cluster, is_traced=is_traced)
-    others = list_settings(request, cluster, has_every_size=has_every_size)
+    result = plan(options)
+    assert result.cluster is not None, "a job, not a saved plan"
+    first = result.best
+    request = read_plan_job(options).request
+    others = list_settings(request, result.cluster, has_every_size=has_every_size)
     return {
         "is_calibrated": first.hardware.node.gpu.measured is not None,
         "plans": describe_plans(name, model, first, others),
     }
-
-
-def find_first(request: JobRequest, cluster: Cluster, *, is_traced: bool) -> Plan:
-    """The plan that `tightfit plan` puts first."""
-    result = search(request, cluster)
-    if not result.plans:
-        raise DoesNotFitError(result.failure or "Nothing fits.", remedy="--on a larger card")
-    traced = trace_search(warn_of_missing_packages(result), asked=None if is_traced else False)
-    return traced.result.plans[0]
 
 
 def list_settings(request: JobRequest, cluster: Cluster, *, has_every_size: bool) -> list[Plan]:
