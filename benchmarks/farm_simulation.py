@@ -100,7 +100,7 @@ class _Worker:
             world.shape,
             f"w{number}",
             seconds=LEASE_SECONDS,
-            chance=random.Random(number),
+            rng=random.Random(number),
         )
         self._open: dict[int, Lease] = {}
         self._is_all_taken = False
@@ -217,7 +217,7 @@ def measure_files(num_chunks: int = 2_000) -> dict[str, float]:
             (root / folder).mkdir()
         shape = ChunkLayout(num_prompts=num_chunks, prompts_per_chunk=1)
         store = FolderStore(root)
-        leases = Leases(store, shape, "w", seconds=60, chance=random.Random(0))
+        leases = Leases(store, shape, "w", seconds=60, rng=random.Random(0))
         leases.join()
         began = time.monotonic()
         held = [leases.claim_fresh() for _ in range(num_chunks)]

@@ -50,7 +50,7 @@ def describe_estimate(
         "num_workers": sum(place.num_workers for place in places),
         "types": [
             {
-                "partition": kind.place,
+                "partition": kind.group,
                 "device": kind.name,
                 "num_workers": kind.num_workers,
                 "new_tokens_per_second": _as_json(kind.new_tokens_per_second),

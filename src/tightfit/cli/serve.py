@@ -148,17 +148,17 @@ def _settings(flags: ServeFlags, bound: BoundSocket, api_key: str | None) -> Api
         timeout_seconds=flags.timeout or DEFAULT_TIMEOUT_SECONDS,
         max_body_bytes=(flags.max_body_mib or 0) * 2**20 or DEFAULT_MAX_BODY_BYTES,
         report=lambda line: write_err(f"{line}\n"),
-        report_fault=_report_fault,
+        report_error=_report_error,
     )
 
 
-def _report_fault(fault: Exception) -> None:
+def _report_error(error: Exception) -> None:
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         import traceback
 
-        write_err("".join(traceback.format_exception(fault)))
-    said = sanitize(" ".join(str(fault).split())[:300])
-    write_err(f"error: a request failed, a bug in tightfit: {type(fault).__name__}: {said}\n")
+        write_err("".join(traceback.format_exception(error)))
+    text = sanitize(" ".join(str(error).split())[:300])
+    write_err(f"error: a request failed, a bug in tightfit: {type(error).__name__}: {text}\n")
 
 
 def _loader(

@@ -74,14 +74,14 @@ BF16_SINCE = (8, 0)
 """Compute capability."""
 
 
-def calibrated_gpu(place: WorkerGroup, gpu: Gpu, threads: int | None) -> Gpu | None:
+def calibrated_gpu(group: WorkerGroup, gpu: Gpu, threads: int | None) -> Gpu | None:
     """This machine's device with the rates that `tightfit calibrate` found; None: it found none.
 
-    It measures with all cores of this machine: of other places, or of fewer threads, it says
-    nothing.
+    It measures with all cores of this machine: it says nothing about other
+    hosts or fewer threads.
     """
     is_whole = not gpu.is_cpu or count_threads(threads) >= read_machine().num_usable_cores
-    if place.kind is not WorkerBackend.LOCAL or not is_whole:
+    if group.kind is not WorkerBackend.LOCAL or not is_whole:
         return None
     found = read_calibration(gpu.name).calibration
     return None if found is None else found.apply(gpu)
@@ -161,28 +161,28 @@ def work_key(spec: ModelSpec, engine: str, job: InferenceJob) -> str:
     return f"{engine}-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
 
 
-def group_key(place: WorkerGroup) -> str:
-    if place.kind is WorkerBackend.LOCAL:
+def group_key(group: WorkerGroup) -> str:
+    if group.kind is WorkerBackend.LOCAL:
         return f"local:{socket.gethostname()}"
-    return f"{place.kind.value}:{place.name}"
+    return f"{group.kind.value}:{group.name}"
 
 
-def find_measured_rates(work: str, *, place: str, device: str) -> Sequence[AnswerRate]:
-    """Of the last runs in the same place; else, of a card, those of its like anywhere."""
+def find_measured_rates(work: str, *, group: str, device: str) -> Sequence[AnswerRate]:
+    """Rates of the last runs in the same group; for a GPU without any, those anywhere."""
     alike = [rate for rate in read_rates(work) if rate.device == device]
-    here = [rate for rate in alike if rate.place == place]
+    here = [rate for rate in alike if rate.place == group]
     if not here and device != "CPU":
         here = alike
     return here[-LAST_RUNS:]
 
 
 def record_farm_rates(estimate: FarmEstimate, told: FarmStatistics) -> None:
-    """Each place with workers of one kind, all of which worked to the end."""
+    """Record each group whose workers are all of one node type and worked to the end."""
     kinds: dict[str, list[NodeTypeEstimate]] = {}
     for kind in estimate.types:
-        kinds.setdefault(kind.place, []).append(kind)
-    for place, (kind, *others) in kinds.items():
-        nodes = [node for node in told.nodes if node.partition == place]
+        kinds.setdefault(kind.group, []).append(kind)
+    for group, (kind, *others) in kinds.items():
+        nodes = [node for node in told.nodes if node.partition == group]
         is_whole = sum(node.num_workers for node in nodes) == kind.num_workers
         if not others and is_whole and not any(node.num_lost_workers for node in nodes):
             _record_group_rate(kind, nodes)
@@ -232,9 +232,9 @@ LOAD_BYTES_PER_SECOND = Bounds(0.2e9, 4e9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTypeEstimate:
-    """Workers of one kind in one place."""
+    """The estimate for workers of one node type in one group."""
 
-    place: str
+    group: str
     name: str
     num_workers: int
     usd_per_hour: float | None
@@ -279,7 +279,7 @@ class FarmWorkload:
 
 
 def estimate_farm(
-    places: Sequence[WorkerGroup], prediction: InferencePrediction | None, amount: FarmWorkload
+    groups: Sequence[WorkerGroup], prediction: InferencePrediction | None, amount: FarmWorkload
 ) -> FarmEstimate:
     """By what earlier runs reached where there are any, else from a prediction for this machine's
     CPU, carried over to the cluster's devices.
@@ -287,9 +287,9 @@ def estimate_farm(
     Leaves out waiting in the queue, and answers that end early.
     """
     types = tuple(
-        _estimate_type(place, kind, prediction, amount)
-        for place in places
-        for kind in _limit_node_types(place)
+        _estimate_type(group, kind, prediction, amount)
+        for group in groups
+        for kind in _limit_node_types(group)
     )
     known = [kind for kind in types if kind.new_tokens_per_second is not None]
     rate = sum_bounds(kind.new_tokens_per_second for kind in known if kind.new_tokens_per_second)
@@ -316,15 +316,15 @@ def record_single_engine(
 ) -> None:
     """One engine on this machine that answered `amount` at `rate` new tokens a second."""
     gpu = None if prediction.gpu.is_cpu else prediction.gpu
-    place = make_local_group(num_gpus=0 if gpu is None else 1, num_workers=1, gpu=gpu)
-    (kind,) = estimate_farm([place], prediction, amount).types
+    group = make_local_group(num_gpus=0 if gpu is None else 1, num_workers=1, gpu=gpu)
+    (kind,) = estimate_farm([group], prediction, amount).types
     record_node_rate(kind, num_new=amount.num_new_tokens, rate=rate)
 
 
-def _limit_node_types(place: WorkerGroup) -> list[NodeType]:
-    """The kinds of a place, no more of them than workers are started."""
-    left, kinds = place.num_workers, []
-    for kind in place.types:
+def _limit_node_types(group: WorkerGroup) -> list[NodeType]:
+    """The node types of a group, limited to the number of workers that are started."""
+    left, kinds = group.num_workers, []
+    for kind in group.types:
         count = min(left, kind.num_workers)
         if count:
             kinds.append(replace(kind, num_workers=count))
@@ -333,11 +333,11 @@ def _limit_node_types(place: WorkerGroup) -> list[NodeType]:
 
 
 def _estimate_type(
-    place: WorkerGroup, kind: NodeType, prediction: InferencePrediction | None, amount: FarmWorkload
+    group: WorkerGroup, kind: NodeType, prediction: InferencePrediction | None, amount: FarmWorkload
 ) -> NodeTypeEstimate:
     price = None if kind.gpu is None else kind.gpu.cheapest
     unknown = NodeTypeEstimate(
-        place=place.name,
+        group=group.name,
         name=kind.name,
         num_workers=kind.num_workers,
         usd_per_hour=None if price is None else price.usd_per_gpu_hour * kind.num_workers,
@@ -351,12 +351,12 @@ def _estimate_type(
     if not rate:
         return unknown
     work = work_key(prediction.spec, prediction.choice.engine, job)
-    remembered_as = group_key(place)
-    rows = find_measured_rates(work, place=remembered_as, device=kind.name)
+    remembered_as = group_key(group)
+    rows = find_measured_rates(work, group=remembered_as, device=kind.name)
     expected, basis = PREDICTED_FRACTIONS.scaled(rate), EstimateBasis.PREDICTED
     if rows:
         expected, basis = _widen(row.fraction * rate for row in rows), EstimateBasis.MEASURED
-    elif (measured := calibrated_gpu(place, gpu, amount.threads)) is not None:
+    elif (measured := calibrated_gpu(group, gpu, amount.threads)) is not None:
         rated = width * predict_rate(prediction, job, measured)
         expected, basis = PREDICTED_FRACTIONS.scaled(rated), EstimateBasis.CALIBRATED
     starts = [row.start_seconds for row in rows if row.start_seconds is not None]

@@ -244,11 +244,11 @@ def read_farm(folder: Path) -> FarmFile | None:
         return None
     try:
         return FarmFile.model_validate_json(text)
-    except ValueError as fault:
+    except ValueError as error:
         raise InvalidInputError(
             f"{folder / 'farm.json'} cannot be read: it is damaged, or of another version.",
             remedy="--fresh begins again; what was answered there is then lost",
-        ) from fault
+        ) from error
 
 
 def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> bool:
@@ -263,14 +263,14 @@ def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> bool:
         sync(made)
         made.rename(folder)
         sync(folder.parent)
-    except OSError as fault:
+    except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
-        if fault.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
         raise SetupError(
-            f"Cannot write {folder}: {fault.strerror or fault}.",
+            f"Cannot write {folder}: {error.strerror or error}.",
             remedy="choose a folder that is writable and has free space: --out FILE",
-        ) from fault
+        ) from error
     return True
 
 

@@ -49,7 +49,7 @@ class WorkerStatus(Frozen):
     num_discarded: NonNegativeInt = 0
     """Chunks that another had published first."""
     taken_over: dict[LeaseReason, int] = Field(default_factory=dict)
-    fault: str | None = None
+    error: str | None = None
 
 
 def status_path(worker: str) -> str:
@@ -171,8 +171,8 @@ class Heartbeat:
                 if self._store.look(FINISHED) is not None:
                     stop()
                     self._wait(is_over)
-            except OSError as fault:
-                if is_farm_removed(fault):
+            except OSError as error:
+                if is_farm_removed(error):
                     stop()
                     return
                 # Else storage that hiccups: the lease lasts for several beats.

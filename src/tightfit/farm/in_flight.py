@@ -47,9 +47,9 @@ class InFlightChunk:
     def is_whole(self) -> bool:
         return len(self.answers) + len(self.failures) == len(self.keys)
 
-    def fail(self, key: AnswerKey, fault: UserError) -> None:
+    def fail(self, key: AnswerKey, error: UserError) -> None:
         self.failures[key] = FailureRecord(
-            prompt=key.prompt, sample=key.sample, problem=fault.problem, remedy=fault.remedy
+            prompt=key.prompt, sample=key.sample, problem=error.problem, remedy=error.remedy
         )
 
 
@@ -113,9 +113,9 @@ class InFlightChunks:
         keys = [AnswerKey(prompt.index, sample) for sample in range(self._farm.num_samples)]
         try:
             tokens = encode_prompt(self._engine, prompt, is_raw=self._farm.is_raw)
-        except UserError as fault:
+        except UserError as error:
             for key in keys:
-                chunk.fail(key, fault)
+                chunk.fail(key, error)
             return
         for key in keys:
             seed = derive_seed(self._farm.seed, key)
@@ -258,13 +258,13 @@ def _answer_alone(
 
 
 def _fail_prompt(chunk: InFlightChunk, prompt: Prompt) -> None:
-    fault = UserError(
+    error = UserError(
         f"{prompt.place}: every worker that tried to answer it died.",
         remedy="the farm's logs say of what; a smaller --context or --parallel may do",
     )
     for key in chunk.keys:
         if key.prompt == prompt.index:
-            chunk.fail(key, fault)
+            chunk.fail(key, error)
 
 
 def _pack_prompt(chunk: InFlightChunk, prompt: int) -> bytes:

@@ -81,7 +81,7 @@ class Lease:
     note: LeaseRecord
 
     @property
-    def is_suspect(self) -> bool:
+    def is_quarantined(self) -> bool:
         """Too many died of it: to be done one prompt at a time."""
         return self.note.deaths >= DEATHS_TO_QUARANTINE
 
@@ -100,13 +100,13 @@ class Leases:
         worker: str,
         *,
         seconds: float,
-        chance: random.Random,
+        rng: random.Random,
     ) -> None:
         self.worker = worker
         self._store = store
         self._shape = shape
         self._seconds = seconds
-        self._chance = chance
+        self._rng = rng
         self._fresh: list[int] = []
         """Chunks of the present bucket that had no lease when it was listed."""
         self._bucket: int | None = None
@@ -159,7 +159,7 @@ class Leases:
                 self._mark("full", bucket)
                 continue
             newest = newest_generations(self._store.names(lease_folder(bucket)))
-            self._chance.shuffle(chunks)
+            self._rng.shuffle(chunks)
             for chunk in chunks:
                 generation = newest.get(chunk, -1)
                 note = self._judge(chunk, generation, now_s, own_seconds, beats)
@@ -193,7 +193,7 @@ class Leases:
                 # In the folder's order where we are alone in it, else apart from the others.
                 self._fresh.reverse()
                 if leased:
-                    self._chance.shuffle(self._fresh)
+                    self._rng.shuffle(self._fresh)
                 self._bucket = bucket
                 self._num_misses = 0
                 return True
@@ -223,10 +223,10 @@ class Leases:
         if len(known) == count:
             return None
         for _ in range(QUICK_TRIES):
-            bucket = self._chance.randrange(count)
+            bucket = self._rng.randrange(count)
             if bucket not in known:
                 return bucket
-        return self._chance.choice([bucket for bucket in range(count) if bucket not in known])
+        return self._rng.choice([bucket for bucket in range(count) if bucket not in known])
 
     def _judge(
         self,

@@ -80,8 +80,8 @@ def read_chunk(path: Path, num_keys: int) -> tuple[ChunkHeader, bytes]:
     first, _, rows = content.partition(b"\n")
     try:
         head = ChunkHeader.model_validate_json(first)
-    except ValueError as fault:
-        raise _damaged(path) from fault
+    except ValueError as error:
+        raise _damaged(path) from error
     if rows.count(b"\n") + len(head.failures) != num_keys:
         raise _damaged(path)
     return head, rows

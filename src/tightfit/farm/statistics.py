@@ -113,13 +113,12 @@ def _by_node(
     for status in statuses:
         told[(status.partition, status.node)].append(status)
     return tuple(
-        _of_node(place, done[place], told[place], num_answers, lost)
-        for place in sorted({*done, *told})
+        _of_node(key, done[key], told[key], num_answers, lost) for key in sorted({*done, *told})
     )
 
 
 def _of_node(
-    place: _NodeKey,
+    key: _NodeKey,
     heads: Sequence[ChunkHeader],
     statuses: Sequence[WorkerStatus],
     num_all: int,
@@ -134,8 +133,8 @@ def _of_node(
     for status in statuses:
         taken.update({why.value: count for why, count in status.taken_over.items()})
     return NodeStatistics(
-        partition=place[0],
-        node=place[1],
+        partition=key[0],
+        node=key[1],
         device=next((status.device for status in statuses if status.device), None),
         num_workers=len(statuses),
         num_chunks=len(heads),

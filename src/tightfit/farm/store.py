@@ -27,9 +27,9 @@ class StoredFile(NamedTuple):
     content: bytes
 
 
-def is_farm_removed(fault: OSError) -> bool:
+def is_farm_removed(error: OSError) -> bool:
     """Whether a fault says that the farm was taken away; over NFS a deleted folder is stale."""
-    return fault.errno in (errno.ENOENT, errno.ESTALE)
+    return error.errno in (errno.ENOENT, errno.ESTALE)
 
 
 class Store(Protocol):
@@ -110,8 +110,8 @@ class FolderStore:
                 while piece := os.read(handle, 1 << 20):
                     pieces.append(piece)
                 return StoredFile(os.fstat(handle).st_mtime, b"".join(pieces))
-            except OSError as fault:
-                if fault.errno != errno.ESTALE:  # replaced between the two
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # replaced between the two
                     raise
             finally:
                 os.close(handle)

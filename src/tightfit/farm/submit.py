@@ -156,46 +156,46 @@ OnFarmProgress = Callable[[FarmProgress], None]
 OnFarmMessage = Callable[[str], None]
 
 
-def open_farm(order: FarmJob) -> tuple[Path, FarmFile, bool]:
+def open_farm(job_request: FarmJob) -> tuple[Path, FarmFile, bool]:
     """The folder to work in, and whether its output is finished already."""
-    require_folder(order.out)
-    folder = farm_path(order.out.absolute())
-    if order.is_fresh:
-        require_no_other_submitter(folder, str(order.out))
+    require_folder(job_request.out)
+    folder = farm_path(job_request.out.absolute())
+    if job_request.is_fresh:
+        require_no_other_submitter(folder, str(job_request.out))
         remove_farm(folder)
     farm = read_farm(folder)
     if farm is not None:
-        _require_same(order, farm)
-        if is_collected(folder, order.out):
+        _require_same(job_request, farm)
+        if is_collected(folder, job_request.out):
             remove_intermediate_files(folder)  # where a submitter died before it did
             return folder, farm, True
         if not (folder / "lease").is_dir():  # finished once, and the output changed or taken away
-            _refuse_changed(order.out)
+            _refuse_changed(job_request.out)
             remove_farm(folder)
             farm = None
     if farm is not None:
-        return folder, _with_current_settings(order, farm), False
-    if os.path.lexists(order.out) and not order.is_fresh:
+        return folder, _with_current_settings(job_request, farm), False
+    if os.path.lexists(job_request.out) and not job_request.is_fresh:
         raise UsageError(
-            f"{order.out} exists already.",
+            f"{job_request.out} exists already.",
             remedy="--out OTHER keeps it, and --fresh replaces it when the answers are there",
         )
 
-    seed = order.job.sampling.seed
+    seed = job_request.job.sampling.seed
     farm = FarmFile(
-        out=str(order.out.absolute()),
-        settings=dict(order.settings),
+        out=str(job_request.out.absolute()),
+        settings=dict(job_request.settings),
         seed=secrets.randbelow(2**31) if seed is None else seed,
-        shape=choose_chunk_layout(len(order.job.prompts), order.num_workers),
-        num_samples=order.job.num_samples,
-        is_raw=order.job.is_raw,
-        sampling=replace(order.job.sampling, seed=None),
-        engine=describe_engine(order.request),
-        num_workers=order.num_workers,
-        lease_seconds=order.lease_seconds,
+        shape=choose_chunk_layout(len(job_request.job.prompts), job_request.num_workers),
+        num_samples=job_request.job.num_samples,
+        is_raw=job_request.job.is_raw,
+        sampling=replace(job_request.job.sampling, seed=None),
+        engine=describe_engine(job_request.request),
+        num_workers=job_request.num_workers,
+        lease_seconds=job_request.lease_seconds,
     )
-    if not make_farm(folder, farm, order.job.prompts):
-        return open_farm(replace(order, is_fresh=False))  # another was quicker
+    if not make_farm(folder, farm, job_request.job.prompts):
+        return open_farm(replace(job_request, is_fresh=False))  # another was quicker
     return folder, farm, False
 
 
@@ -203,29 +203,29 @@ def read_statistics(folder: Path) -> FarmStatistics:
     """Of a farm that is finished."""
     try:
         return FarmStatistics.model_validate_json((folder / STATISTICS_FILE).read_bytes())
-    except (OSError, ValidationError) as fault:
+    except (OSError, ValidationError) as error:
         raise NotFoundError(
             f"The statistics in {folder} are not there, or cannot be read.",
             remedy="leave --stats out; --fresh makes the answers and their statistics again",
-        ) from fault
+        ) from error
 
 
-def _with_current_settings(order: FarmJob, farm: FarmFile) -> FarmFile:
+def _with_current_settings(job_request: FarmJob, farm: FarmFile) -> FarmFile:
     """What answers do not depend on is as this command says: a larger --context, another device."""
     return farm.model_copy(
         update={
-            "engine": describe_engine(order.request),
-            "num_workers": order.num_workers,
-            "lease_seconds": order.lease_seconds,
+            "engine": describe_engine(job_request.request),
+            "num_workers": job_request.num_workers,
+            "lease_seconds": job_request.lease_seconds,
         }
     )
 
 
-def _require_same(order: FarmJob, farm: FarmFile) -> None:
-    differing = describe_differences(farm.settings, order.settings)
+def _require_same(job_request: FarmJob, farm: FarmFile) -> None:
+    differing = describe_differences(farm.settings, job_request.settings)
     if differing:
         raise UsageError(
-            f"{order.out} was begun with other settings: {differing}.",
+            f"{job_request.out} was begun with other settings: {differing}.",
             remedy="--fresh begins again, --out OTHER keeps both, the former settings go on",
         )
 
@@ -245,32 +245,32 @@ class Submitter:
         self,
         folder: Path,
         farm: FarmFile,
-        places: Sequence[WorkerGroup],
+        groups: Sequence[WorkerGroup],
         starters: Mapping[WorkerBackend, WorkerStarter],
     ) -> None:
         self._folder = folder
         self._farm = farm
         self._store = FolderStore(folder)
-        self._crew_s = max(
-            POOL_POLL_SECONDS.get(place.kind, MAX_POOL_POLL_SECONDS) for place in places
+        self._pool_poll_s = max(
+            POOL_POLL_SECONDS.get(group.kind, MAX_POOL_POLL_SECONDS) for group in groups
         )
         self._mine = self._claim()
         self._reopen_lost()
         over = ("ended", "stopped", "broken")
         self._former = {s.worker for s in read_statuses(folder) if s.state in over}
-        self._crew = WorkerPool(folder, places, starters)
+        self._pool = WorkerPool(folder, groups, starters)
 
     def run(self, watch: OnFarmProgress, tell: OnFarmMessage) -> FarmOutcome:
         """Until every chunk is done; then the output."""
         try:
             self._watch(watch, tell)
             return self._finish()
-        except OSError as fault:
-            raise self._explain(fault) from fault
+        except OSError as error:
+            raise self._explain(error) from error
 
     def _watch(self, watch: OnFarmProgress, tell: OnFarmMessage) -> None:
         lookout = ProgressReader(self._folder, self._farm)
-        crew_due_s, num_done = 0.0, -1
+        pool_due_s, num_done = 0.0, -1
         while True:
             progress = lookout.look()
             self._store.beat(self._mine)
@@ -279,20 +279,20 @@ class Submitter:
                 return
             if progress.num_done > num_done:
                 num_done = progress.num_done
-                self._crew.note_progress()
-            if time.monotonic() >= crew_due_s:
+                self._pool.note_progress()
+            if time.monotonic() >= pool_due_s:
                 self._refuse_unloadable()
-                self._crew.top_up(num_left=progress.num_chunks - progress.num_done, tell=tell)
-                crew_due_s = time.monotonic() + self._crew_s
+                self._pool.top_up(num_left=progress.num_chunks - progress.num_done, tell=tell)
+                pool_due_s = time.monotonic() + self._pool_poll_s
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
         """End every worker; everything that was answered is kept."""
-        self._crew.stop()
+        self._pool.stop()
 
     def _finish(self) -> FarmOutcome:
         collected = collect_output(self._folder, self._farm, Path(self._farm.out))
-        self._crew.stop()
+        self._pool.stop()
         statuses = read_statuses(self._folder)  # with the last words of those who ended
         statistics = sum_farm(
             collected.heads,
@@ -310,10 +310,10 @@ class Submitter:
     def _refuse_unloadable(self) -> None:
         """Where no worker of ours could load the model, no other will."""
         statuses = [s for s in read_statuses(self._folder) if s.worker not in self._former]
-        told = [status.fault for status in statuses if status.state == "broken"]
+        told = [status.error for status in statuses if status.state == "broken"]
         if not told or len(told) < len(statuses) or any(s.loaded_s for s in statuses):
             return
-        self._crew.stop()
+        self._pool.stop()
         for status in statuses:  # none of them had a lease; the next try counts anew
             for path in (status_path(status.worker), heartbeat_path(status.worker)):
                 (self._folder / path).unlink(missing_ok=True)
@@ -344,13 +344,13 @@ class Submitter:
                 remedy="give the same command again: it says which",
             )
 
-    def _explain(self, fault: OSError) -> SetupError:
+    def _explain(self, error: OSError) -> SetupError:
         if self._store.is_at(self._folder):
             return SetupError(
-                f"{self._folder}: {fault.strerror or fault}.",
+                f"{self._folder}: {error.strerror or error}.",
                 remedy="mend that and give the same command again; the workers go on meanwhile",
             )
-        self._crew.stop()
+        self._pool.stop()
         return SetupError(
             f"{self._folder} was taken away while workers ran; they were stopped.",
             remedy="the same command begins again",

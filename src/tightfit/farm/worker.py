@@ -71,7 +71,7 @@ def run_worker(
         return EXIT_REQUEUE  # begun anew just now: what we have read may be of both
     if hand_stop is not None:
         hand_stop(worker.stop)
-    with worker.signals_heard():
+    with worker.signals_handled():
         return worker.run(open_engine or _open_engine)
 
 
@@ -92,14 +92,14 @@ class _Worker:
             farm.shape,
             identity.worker,
             seconds=farm.lease_seconds,
-            chance=random.Random(identity.worker),
+            rng=random.Random(identity.worker),
         )
         every_s = choose_heartbeat_seconds(farm.lease_seconds, farm.num_workers)
-        self._heart = Heartbeat(self._store, self._leases, identity, every_s=every_s)
+        self._heartbeat = Heartbeat(self._store, self._leases, identity, every_s=every_s)
         self._engine: InterruptibleEngine | None = None
         self._is_draining = False
         self._is_stopping = threading.Event()
-        self._suspects: list[Lease] = []
+        self._quarantined: list[Lease] = []
         self._left: list[Lease] = []
         self._is_all_taken = False
         self._next_look_s = 0.0
@@ -110,25 +110,25 @@ class _Worker:
     def run(self, open_engine: OpenEngine) -> int:
         self._leases.join()
         reason = LeaveReason.BROKEN
-        with self._heart.beating(self.stop):
+        with self._heartbeat.beating(self.stop):
             try:
                 self._load(open_engine)
                 is_over = self._work()
                 reason = LeaveReason.STOPPED
-                self._heart.tell(state="ended" if is_over else "stopped")
+                self._heartbeat.tell(state="ended" if is_over else "stopped")
                 return 0 if is_over else EXIT_REQUEUE
             except _StopRequestedError:
                 reason = LeaveReason.STOPPED
-                self._heart.tell(state="stopped")
+                self._heartbeat.tell(state="stopped")
                 return EXIT_REQUEUE
-            except BaseException as fault:
-                if isinstance(fault, OSError):
+            except BaseException as error:
+                if isinstance(error, OSError):
                     reason = LeaveReason.STOPPED  # a disk's fault: no prompt is to be suspected
-                said = fault.problem if isinstance(fault, UserError) else repr(fault)
-                self._heart.tell(state="broken", fault=said[:400])
+                problem = error.problem if isinstance(error, UserError) else repr(error)
+                self._heartbeat.tell(state="broken", error=problem[:400])
                 raise
             finally:
-                for tell in (self._heart.write, lambda: self._leases.leave(reason)):
+                for tell in (self._heartbeat.write, lambda: self._leases.leave(reason)):
                     with contextlib.suppress(OSError):  # a full disk, or the farm was taken away
                         tell()
                 self._snapshot.close()
@@ -142,8 +142,8 @@ class _Worker:
             self._engine.stop()
 
     @contextlib.contextmanager
-    def signals_heard(self) -> Iterator[None]:
-        def hear(number: int, _frame: object) -> None:
+    def signals_handled(self) -> Iterator[None]:
+        def handle(number: int, _frame: object) -> None:
             if number == signal.SIGUSR1:
                 self._is_draining = True
                 return
@@ -156,7 +156,7 @@ class _Worker:
             yield
             return
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        before = [signal.signal(number, hear) for number in numbers]
+        before = [signal.signal(number, handle) for number in numbers]
         try:
             yield
         finally:
@@ -168,7 +168,7 @@ class _Worker:
         engine = open_engine(self._farm.engine.to_request())
         self._engine = InterruptibleEngine(engine)
         info = engine.info
-        self._heart.tell(
+        self._heartbeat.tell(
             state="working",
             engine=info.engine,
             device=info.device,
@@ -176,25 +176,25 @@ class _Worker:
             loaded_s=self._leases.beat(),
             load_seconds=time.monotonic() - began,
         )
-        self._heart.write()
+        self._heartbeat.write()
 
     def _work(self) -> bool:
         """Whether everything is done, by us or others."""
         assert self._engine is not None
         work = InFlightChunks(self._engine, self._farm, self._snapshot.read)
         while not (self._is_stopping.is_set() or self._is_draining):
-            with self._heart.timed("busy_seconds"):
+            with self._heartbeat.timed("busy_seconds"):
                 self._answer(work)
-                while self._suspects and not self._is_stopping.is_set():
-                    self._answer_suspect(work, self._suspects.pop())
+                while self._quarantined and not self._is_stopping.is_set():
+                    self._answer_quarantined(work, self._quarantined.pop())
             if self._is_stopping.is_set() or self._leases.is_finished():
                 break
             lease = self._take_left(work.chunk_seconds)
             if lease is None:
-                self._heart.tell(state="waiting")
-                with self._heart.timed("idle_seconds"):
+                self._heartbeat.tell(state="waiting")
+                with self._heartbeat.timed("idle_seconds"):
                     self._is_stopping.wait(self._poll_s * random.uniform(0.75, 1.25))
-                self._heart.tell(state="working")
+                self._heartbeat.tell(state="working")
         return self._leases.is_finished()
 
     def _answer(self, work: InFlightChunks) -> None:
@@ -207,12 +207,12 @@ class _Worker:
                 if is_cancelled or self._is_stopping.is_set():
                     return
                 work.take(number, end, self._commit)
-                self._heart.tell(num_leases=len(work.open))
+                self._heartbeat.tell(num_leases=len(work.open))
         finally:
             work.open.clear()
-            self._heart.tell(num_leases=0)
+            self._heartbeat.tell(num_leases=0)
 
-    def _answer_suspect(self, work: InFlightChunks, lease: Lease) -> None:
+    def _answer_quarantined(self, work: InFlightChunks, lease: Lease) -> None:
         assert self._engine is not None
         prompts = self._snapshot.read(lease.chunk)
         chunk = answer_quarantined(self._engine, work, self._store, lease, prompts)
@@ -226,7 +226,7 @@ class _Worker:
         if self._is_draining or self._is_stopping.is_set():
             return None
         if not self._is_all_taken:
-            lease = self._patiently(self._leases.claim_fresh)
+            lease = self._retry_on_full_disk(self._leases.claim_fresh)
             if lease is not None:
                 return lease
             self._is_all_taken = True
@@ -237,28 +237,28 @@ class _Worker:
 
     def _take_left(self, own_seconds: float | None) -> Lease | None:
         """What others have left behind, put where it will be done."""
-        lease = self._patiently(lambda: self._leases.claim_left(own_seconds=own_seconds))
+        lease = self._retry_on_full_disk(lambda: self._leases.claim_left(own_seconds=own_seconds))
         if lease is None:
             self._next_look_s = time.monotonic() + self._poll_s
             return None
-        self._heart.count_taken(lease.note.why)
-        (self._suspects if lease.is_suspect else self._left).append(lease)
+        self._heartbeat.count_taken(lease.note.why)
+        (self._quarantined if lease.is_quarantined else self._left).append(lease)
         return lease
 
     def _commit(self, chunk: InFlightChunk) -> None:
         head, content = pack_in_flight_chunk(chunk, self.identity)
-        is_first = self._patiently(lambda: self._leases.commit(chunk.lease, content))
-        self._heart.count_chunk(head, is_first=is_first)
+        is_first = self._retry_on_full_disk(lambda: self._leases.commit(chunk.lease, content))
+        self._heartbeat.count_chunk(head, is_first=is_first)
 
-    def _patiently(self, call: Callable[[], _Result]) -> _Result:
+    def _retry_on_full_disk(self, call: Callable[[], _Result]) -> _Result:
         """A full disk is waited for, as long as others would wait for us."""
         until_s = time.monotonic() + self._farm.lease_seconds
         while True:
             try:
                 return call()
-            except OSError as fault:
+            except OSError as error:
                 is_late = time.monotonic() > until_s
-                if is_farm_removed(fault) or is_late or self._is_stopping.wait(self._poll_s):
+                if is_farm_removed(error) or is_late or self._is_stopping.wait(self._poll_s):
                     raise
 
 
@@ -303,11 +303,11 @@ def main(words: list[str] | None = None, *, open_engine: OpenEngine | None = Non
     given = parser.parse_args(words)
     try:
         return run_worker(given.folder, partition=given.partition, open_engine=open_engine)
-    except UserError as fault:
-        print(f"error: {fault.problem}\n  try: {fault.remedy}", file=sys.stderr, flush=True)
-        return fault.exit_code
-    except Exception as fault:
-        print(f"broken: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
+    except UserError as error:
+        print(f"error: {error.problem}\n  try: {error.remedy}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except Exception as error:
+        print(f"broken: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return EXIT_BUG
 
 

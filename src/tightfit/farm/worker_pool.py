@@ -32,7 +32,7 @@ class WorkerBackend(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeType:
-    """Workers of one kind in a place."""
+    """Workers on nodes of one type in a group."""
 
     name: str
     gpu: Gpu | None
@@ -54,7 +54,7 @@ class WorkerGroup:
     gpus_per_worker: int = 0
     cores_per_worker: int | None = None
     excluded: tuple[str, ...] = ()
-    """Nodes of the partition that belong to another place."""
+    """Nodes of the partition that belong to another group."""
     types: tuple[NodeType, ...] = ()
 
 
@@ -75,7 +75,7 @@ def read_partitions(text: str | None) -> tuple[str, ...]:
 def choose_slurm_groups(
     inventory: Inventory, words: Sequence[str], *, most: int | None
 ) -> tuple[WorkerGroup, ...]:
-    """One place for the GPUs and one for the CPU nodes of each partition, each node once."""
+    """One group for the GPUs and one for the CPU nodes of each partition, each node once."""
     pools = {pool.name: pool for pool in inventory.pools}
     unknown = next((word for word in words if word != ALL and word not in pools), None)
     if unknown is not None:
@@ -85,20 +85,20 @@ def choose_slurm_groups(
         )
     names = list(words) if tuple(words) != (ALL,) else _smallest_first(inventory)
     seen: set[str] = set()
-    places: list[WorkerGroup] = []
+    groups: list[WorkerGroup] = []
     for name in names:
         inside = [node for node in inventory.nodes if name in node.pools]
         nodes = [node for node in inside if node.state.takes_jobs and node.name not in seen]
         seen.update(node.name for node in nodes)
         if pools[name].is_open:
-            places += _groups_of_partition(name, nodes, inside)
-    if not places:
+            groups += _groups_of_partition(name, nodes, inside)
+    if not groups:
         raise SetupError(
             f"No node of {', '.join(words)} takes jobs.", remedy="tightfit hardware --on slurm"
         )
     return tuple(
-        place if most is None else replace(place, num_workers=min(most, place.num_workers))
-        for place in places
+        group if most is None else replace(group, num_workers=min(most, group.num_workers))
+        for group in groups
     )
 
 
@@ -117,10 +117,10 @@ def _groups_of_partition(
 ) -> list[WorkerGroup]:
     with_gpus = [node for node in nodes if node.num_gpus]
     without = [node for node in nodes if not node.num_gpus]
-    places = []
+    groups = []
     if with_gpus:
         cores = [(node.num_cores or 1) // node.num_gpus for node in with_gpus]
-        places.append(
+        groups.append(
             WorkerGroup(
                 name=name if not without else f"{name}-gpu",
                 kind=WorkerBackend.SLURM,
@@ -133,7 +133,7 @@ def _groups_of_partition(
         )
     if without:
         others = {node.name for node in inside} - {node.name for node in without}
-        places.append(
+        groups.append(
             WorkerGroup(
                 name=name if not with_gpus else f"{name}-cpu",
                 kind=WorkerBackend.SLURM,
@@ -144,7 +144,7 @@ def _groups_of_partition(
                 types=count_node_types(without),
             )
         )
-    return places
+    return groups
 
 
 def count_node_types(nodes: Sequence[ClusterNode]) -> tuple[NodeType, ...]:
@@ -189,7 +189,7 @@ EXTRA_STARTS = 8
 class StartedWorkers(Frozen):
     """One start: processes here, an array, a Job."""
 
-    place: str
+    group: str
     kind: WorkerBackend
     names: tuple[str, ...]
     """Process ids with their start times, an array's number, a Job's name."""
@@ -200,13 +200,13 @@ class StartedWorkers(Frozen):
 class WorkerStarter(Protocol):
     """One way to start workers."""
 
-    def start(self, place: WorkerGroup, count: int) -> StartedWorkers: ...
+    def start(self, group: WorkerGroup, count: int) -> StartedWorkers: ...
 
     def count_alive(self, jobs: Sequence[StartedWorkers]) -> int:
         """Workers that run or will run."""
 
     def find_lost(
-        self, place: WorkerGroup, known: Sequence[StartedWorkers]
+        self, group: WorkerGroup, known: Sequence[StartedWorkers]
     ) -> list[StartedWorkers]:
         """Those that were started just before a submitter died, and never noted."""
 
@@ -222,36 +222,36 @@ class WorkerPool:
     def __init__(
         self,
         folder: Path,
-        places: Sequence[WorkerGroup],
+        groups: Sequence[WorkerGroup],
         starters: Mapping[WorkerBackend, WorkerStarter],
     ) -> None:
         self.jobs: list[StartedWorkers] = list(read_jobs_file(folder))
         self._folder = folder
-        self._places = places
+        self._groups = groups
         self._starters = starters
         self._num_in_vain: dict[str, int] = {}
-        for place in places:
-            self.jobs += starters[place.kind].find_lost(place, self.jobs)
+        for group in groups:
+            self.jobs += starters[group.kind].find_lost(group, self.jobs)
 
     def top_up(self, *, num_left: int, tell: Callable[[str], None]) -> int:
         """Start what is missing, at most one worker for each chunk that is left; how many."""
         started = 0
-        for place in self._places:
-            wanted = min(place.num_workers, num_left)
-            missing = wanted - self.count_alive(place)
+        for group in self._groups:
+            wanted = min(group.num_workers, num_left)
+            missing = wanted - self.count_alive(group)
             if missing <= 0:
                 continue
-            self._refuse_in_vain(place, missing)
-            job = self._starters[place.kind].start(place, missing)
+            self._refuse_in_vain(group, missing)
+            job = self._starters[group.kind].start(group, missing)
             self.jobs.append(job)
             self._write()
             started += missing
-            tell(f"{place.name}: started {missing} ({', '.join(job.names[:4])})")
+            tell(f"{group.name}: started {missing} ({', '.join(job.names[:4])})")
         return started
 
-    def count_alive(self, place: WorkerGroup) -> int:
-        mine = [job for job in self.jobs if job.place == place.name and job.kind is place.kind]
-        return self._starters[place.kind].count_alive(mine) if mine else 0
+    def count_alive(self, group: WorkerGroup) -> int:
+        mine = [job for job in self.jobs if job.group == group.name and job.kind is group.kind]
+        return self._starters[group.kind].count_alive(mine) if mine else 0
 
     def note_progress(self) -> None:
         self._num_in_vain.clear()
@@ -263,16 +263,16 @@ class WorkerPool:
             if jobs:
                 starter.stop(jobs)
 
-    def _refuse_in_vain(self, place: WorkerGroup, missing: int) -> None:
+    def _refuse_in_vain(self, group: WorkerGroup, missing: int) -> None:
         """Before the same start fails again and again."""
-        count = self._num_in_vain.get(place.name, 0)
-        if count >= EXTRA_STARTS + 2 * place.num_workers:
+        count = self._num_in_vain.get(group.name, 0)
+        if count >= EXTRA_STARTS + 2 * group.num_workers:
             last = _last_log_line(self._folder)
             raise SetupError(
-                f"Workers in {place.name} end without an answer{f': {last}' if last else ''}.",
+                f"Workers in {group.name} end without an answer{f': {last}' if last else ''}.",
                 remedy=f"see {self._folder / 'logs'}; the same command goes on",
             )
-        self._num_in_vain[place.name] = count + missing
+        self._num_in_vain[group.name] = count + missing
 
     def _write(self) -> None:
         content = _JOBS.dump_json(tuple(self.jobs), indent=1)

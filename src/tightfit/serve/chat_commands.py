@@ -208,10 +208,10 @@ def load_conversation(path: Path) -> list[Message]:
     try:
         values = json.loads(path.read_bytes())
         turns = [Message(str(turn["role"]), str(turn["content"])) for turn in values["messages"]]
-    except (ValueError, KeyError, TypeError) as fault:
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
             f"{path} holds no conversation.", remedy="/load FILE that /save wrote"
-        ) from fault
+        ) from error
     return turns
 
 

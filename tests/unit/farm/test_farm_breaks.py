@@ -117,7 +117,7 @@ def test_a_folder_taken_away_ends_the_command_and_its_workers(tmp_path: Path) ->
 
     with pytest.raises(SetupError, match="taken away"):
         submitter.run(take_away, lambda _: None)
-    assert not submitter._crew.count_alive(LOCAL)
+    assert not submitter._pool.count_alive(LOCAL)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -154,7 +154,7 @@ def test_a_disk_that_stays_full_makes_no_prompt_suspect(
         patch.setattr(FolderStore, "publish", refuse)
         with pytest.raises(OSError, match="quota"):
             run_worker(folder, open_engine=lambda _: TrialEngine("fast"))
-    later = Leases(FolderStore(folder), farm.shape, "later", seconds=60, chance=random.Random(0))
+    later = Leases(FolderStore(folder), farm.shape, "later", seconds=60, rng=random.Random(0))
     later.join()
     lease = later.claim_left()
     assert lease is not None

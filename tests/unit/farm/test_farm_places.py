@@ -86,7 +86,7 @@ def test_tasks_that_are_over_are_not_counted() -> None:
         return "\n".join(f"{name:48}{state:24}{'0':12}{'None':80}{'':256}" for name, state in rows)
 
     starter = SlurmStarter(Path("/shared/f"), Site(), run=run)
-    job = StartedWorkers(place="gpu", kind=WorkerBackend.SLURM, names=("7",), num_workers=4)
+    job = StartedWorkers(group="gpu", kind=WorkerBackend.SLURM, names=("7",), num_workers=4)
 
     assert starter.count_alive([job]) == 2
 

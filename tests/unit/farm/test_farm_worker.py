@@ -231,7 +231,7 @@ def test_what_is_left_is_told_by_the_chunks_that_came(
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("tightfit.farm.progress.time", clock)
     lookout = ProgressReader(folder, farm)
-    leases = Leases(FolderStore(folder), farm.shape, "by hand", seconds=600, chance=chance)
+    leases = Leases(FolderStore(folder), farm.shape, "by hand", seconds=600, rng=chance)
 
     def publish_one() -> None:
         nonlocal now

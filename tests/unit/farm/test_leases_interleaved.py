@@ -108,7 +108,7 @@ class World:
     def _work(self, turn: Turn) -> None:
         store: Store = SteppedStore(self.store, turn)
         leases = Leases(
-            store, self.shape, turn.name, seconds=LEASE_SECONDS, chance=random.Random(turn.name)
+            store, self.shape, turn.name, seconds=LEASE_SECONDS, rng=random.Random(turn.name)
         )
         leases.join()
         for _ in range(MOST_STEPS):

@@ -117,8 +117,8 @@ def test_beats_are_of_the_files_own_clock(
     import random
 
     shape = ChunkLayout(num_prompts=2, prompts_per_chunk=1)
-    dead = Leases(store, shape, "dead", seconds=60, chance=random.Random(1))
-    heir = Leases(store, shape, "heir", seconds=60, chance=random.Random(2))
+    dead = Leases(store, shape, "dead", seconds=60, rng=random.Random(1))
+    heir = Leases(store, shape, "heir", seconds=60, rng=random.Random(2))
     dead.join()
     heir.join()
     assert [dead.claim_fresh(), dead.claim_fresh(), dead.claim_fresh()][-1] is None

@@ -122,7 +122,7 @@ def test_a_fault_of_one_side_leaves_the_other_going(tmp_path: Path) -> None:
 
     ended = play(desk, "!")
 
-    assert isinstance(ended.sides[0].fault, RuntimeError)
+    assert isinstance(ended.sides[0].error, RuntimeError)
     assert ended.sides[1].text == "! T"
     assert not ended.can_vote
     assert "The engine failed" in desk.cards(ended, is_marked=True)[0]

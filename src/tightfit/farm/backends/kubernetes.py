@@ -50,18 +50,18 @@ def choose_pod_groups(inventory: Inventory, *, most: int | None) -> tuple[Worker
     nodes = [node for node in inventory.nodes if node.state.takes_jobs]
     with_gpus = [node for node in nodes if node.num_gpus]
     without = [node for node in nodes if not node.num_gpus]
-    places = []
+    groups = []
     if with_gpus:
         count = sum(node.num_gpus for node in with_gpus)
-        places.append(_make_group("gpu", with_gpus, count, most))
+        groups.append(_make_group("gpu", with_gpus, count, most))
     if without:
-        places.append(_make_group("cpu", without, len(without), most))
-    if not places:
+        groups.append(_make_group("cpu", without, len(without), most))
+    if not groups:
         raise SetupError(
             "No node of the Kubernetes cluster takes pods.",
             remedy="tightfit hardware --on k8s",
         )
-    return tuple(places)
+    return tuple(groups)
 
 
 def _make_group(
@@ -100,24 +100,24 @@ class KubernetesStarter:
         self._cluster: KubernetesApi | None = None
         self._num_started = 0
 
-    def start(self, place: WorkerGroup, count: int) -> StartedWorkers:
-        objects = self.write_objects(place, count)
+    def start(self, group: WorkerGroup, count: int) -> StartedWorkers:
+        objects = self.write_objects(group, count)
         apply_objects(self._connected(), objects)
         name = str(find_job_object(objects)["metadata"]["name"])
-        return _started(place, name, count)
+        return _started(group, name, count)
 
-    def write_objects(self, place: WorkerGroup, count: int) -> list[Document]:
+    def write_objects(self, group: WorkerGroup, count: int) -> list[Document]:
         """The Job as it is applied."""
         for path in (str(self._folder), *self._mounts):
             require_volume(self._site.kubernetes, path, "The folder")
         facts = self._folder.stat()
-        name = name_job(f"{self._prefix(place)}-{self._next_number(place)}")
-        words = [PYTHON, *self._words, str(self._folder), "--partition", place.name]
+        name = name_job(f"{self._prefix(group)}-{self._next_number(group)}")
+        words = [PYTHON, *self._words, str(self._folder), "--partition", group.name]
         return worker_job(
             name,
             words,
             num_workers=count,
-            resources=self._resources(place),
+            resources=self._resources(group),
             site=self._site,
             options=WorkerOptions(
                 written=(str(self._folder),), user=User(uid=facts.st_uid, gid=facts.st_gid)
@@ -139,16 +139,16 @@ class KubernetesStarter:
         return alive
 
     def find_lost(
-        self, place: WorkerGroup, known: Sequence[StartedWorkers]
+        self, group: WorkerGroup, known: Sequence[StartedWorkers]
     ) -> list[StartedWorkers]:
         """By its name: Jobs are numbered in the order of their starts."""
         noted = {name for job in known for name in job.names}
         found = []
         for thing in self._connected().list("Job"):
             name = str(thing["metadata"]["name"])
-            if name.startswith(f"{self._prefix(place)}-") and name not in noted:
+            if name.startswith(f"{self._prefix(group)}-") and name not in noted:
                 count = int((thing.get("spec") or {}).get("completions") or 1)
-                found.append(_started(place, name, count))
+                found.append(_started(group, name, count))
         return found
 
     def stop(self, jobs: Sequence[StartedWorkers]) -> None:
@@ -161,27 +161,27 @@ class KubernetesStarter:
             self._cluster = self._open()
         return self._cluster
 
-    def _prefix(self, place: WorkerGroup) -> str:
+    def _prefix(self, group: WorkerGroup) -> str:
         """Known again by a submitter that comes later."""
-        return name_job(f"farm-{place.name}", place=str(self._folder))
+        return name_job(f"farm-{group.name}", place=str(self._folder))
 
-    def _next_number(self, place: WorkerGroup) -> int:
+    def _next_number(self, group: WorkerGroup) -> int:
         held = [
             thing["metadata"]["name"]
             for thing in self._connected().list("Job")
-            if str(thing["metadata"]["name"]).startswith(f"{self._prefix(place)}-")
+            if str(thing["metadata"]["name"]).startswith(f"{self._prefix(group)}-")
         ]
         numbers = [int(name.rpartition("-")[2]) for name in held if name[-1:].isdigit()]
         self._num_started = max([self._num_started, *numbers]) + 1
         return self._num_started
 
-    def _resources(self, place: WorkerGroup) -> PodResources:
+    def _resources(self, group: WorkerGroup) -> PodResources:
         weights = sum(_weight_bytes(Path(path)) for path in dict.fromkeys(self._mounts))
-        factor = 1.0 if place.gpus_per_worker else MEMORY_FACTOR
+        factor = 1.0 if group.gpus_per_worker else MEMORY_FACTOR
         needed = int(weights * factor) + SPARE_BYTES
         return PodResources(
-            num_gpus=place.gpus_per_worker,
-            num_cores=place.cores_per_worker or 1,
+            num_gpus=group.gpus_per_worker,
+            num_cores=group.cores_per_worker or 1,
             memory_bytes=-(-needed // (256 * MIB)) * 256 * MIB,
         )
 
@@ -194,7 +194,7 @@ def _leader(name: str) -> Document:
     return {"kind": "Job", "metadata": {"name": name}}
 
 
-def _started(place: WorkerGroup, name: str, count: int) -> StartedWorkers:
+def _started(group: WorkerGroup, name: str, count: int) -> StartedWorkers:
     return StartedWorkers(
-        place=place.name, kind=WorkerBackend.KUBERNETES, names=(name,), num_workers=count
+        group=group.name, kind=WorkerBackend.KUBERNETES, names=(name,), num_workers=count
     )

@@ -29,13 +29,13 @@ class LocalStarter:
         self._words = words
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def start(self, place: WorkerGroup, count: int) -> StartedWorkers:
+    def start(self, group: WorkerGroup, count: int) -> StartedWorkers:
         names = []
-        cards = self._free_cards(place, count)
+        cards = self._free_cards(group, count)
         for number in range(count):
-            names.append(self._start_one(place, number, cards[number] if cards else None))
+            names.append(self._start_one(group, number, cards[number] if cards else None))
         return StartedWorkers(
-            place=place.name,
+            group=group.name,
             kind=WorkerBackend.LOCAL,
             names=tuple(names),
             num_workers=count,
@@ -48,7 +48,7 @@ class LocalStarter:
         return sum(1 for _ in _processes(jobs))
 
     def find_lost(
-        self, place: WorkerGroup, known: Sequence[StartedWorkers]
+        self, group: WorkerGroup, known: Sequence[StartedWorkers]
     ) -> list[StartedWorkers]:
         """Processes whose command line is a worker's on this very folder."""
         noted = {name for job in known for name in job.names}
@@ -62,7 +62,7 @@ class LocalStarter:
             return []
         return [
             StartedWorkers(
-                place=place.name,
+                group=group.name,
                 kind=WorkerBackend.LOCAL,
                 names=tuple(found),
                 num_workers=len(found),
@@ -86,9 +86,9 @@ class LocalStarter:
         head = [sys.executable, *self._words, str(self._folder)]
         return list(words[: len(head)]) == head
 
-    def _free_cards(self, place: WorkerGroup, count: int) -> list[str]:
+    def _free_cards(self, group: WorkerGroup, count: int) -> list[str]:
         """Those that fewest of our workers have: one that died is replaced on its own card."""
-        if not place.gpus_per_worker or place.num_workers < 2:
+        if not group.gpus_per_worker or group.num_workers < 2:
             return []
         used = Counter(
             _gpu_of_process(process)
@@ -97,17 +97,17 @@ class LocalStarter:
         )
         chosen = []
         for _ in range(count):
-            card = min(_visible_gpus(place.num_workers), key=lambda card: used[card])
+            card = min(_visible_gpus(group.num_workers), key=lambda card: used[card])
             used[card] += 1
             chosen.append(card)
         return chosen
 
-    def _start_one(self, place: WorkerGroup, number: int, card: str | None) -> str:
-        words = [sys.executable, *self._words, str(self._folder), "--partition", place.name]
+    def _start_one(self, group: WorkerGroup, number: int, card: str | None) -> str:
+        words = [sys.executable, *self._words, str(self._folder), "--partition", group.name]
         environment = dict(os.environ)
         if card is not None:
             environment["CUDA_VISIBLE_DEVICES"] = card
-        log = self._folder / "logs" / f"{place.name}-{time.time_ns()}-{number}.log"
+        log = self._folder / "logs" / f"{group.name}-{time.time_ns()}-{number}.log"
         try:
             with log.open("ab") as stream:
                 child = subprocess.Popen(
@@ -118,11 +118,11 @@ class LocalStarter:
                     env=environment,
                     start_new_session=True,
                 )
-        except OSError as fault:
+        except OSError as error:
             raise SetupError(
-                f"Cannot start a worker: {fault.strerror or fault}.",
+                f"Cannot start a worker: {error.strerror or error}.",
                 remedy="see whether the machine has memory and processes left",
-            ) from fault
+            ) from error
         self._children.append(child)
         try:
             return f"{child.pid}@{psutil.Process(child.pid).create_time():.2f}"

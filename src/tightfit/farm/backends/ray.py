@@ -30,15 +30,15 @@ def find_ray_groups(*, most: int | None) -> tuple[WorkerGroup, ...]:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     num_gpus = sum(int(held.get("GPU", 0)) for held in nodes)
     without = [held for held in nodes if not held.get("GPU") and held.get("CPU", 0) >= 1]
-    places = []
+    groups = []
     if num_gpus:
-        places.append(_make_group("gpu", num_gpus, gpus=1, cores=1, most=most))
+        groups.append(_make_group("gpu", num_gpus, gpus=1, cores=1, most=most))
     if without:
         cores = int(min(held["CPU"] for held in without))
-        places.append(_make_group("cpu", len(without), gpus=0, cores=cores, most=most))
-    if not places:
+        groups.append(_make_group("cpu", len(without), gpus=0, cores=cores, most=most))
+    if not groups:
         raise SetupError("The Ray cluster has no free node with a CPU.", remedy="ray status")
-    return tuple(places)
+    return tuple(groups)
 
 
 def _make_group(kind: str, count: int, *, gpus: int, cores: int, most: int | None) -> WorkerGroup:
@@ -57,12 +57,12 @@ def connect_ray() -> Any:
     """The ray module, connected to the cluster of RAY_ADDRESS."""
     try:
         ray = import_module("ray")
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "`--engine ray` needs the package ray, which is not installed here.",
             remedy="pip install 'tightfit[ray]', or leave --engine out: --partitions all needs "
             "nothing but Slurm",
-        ) from fault
+        ) from error
     if ray.is_initialized():
         return ray
     address = os.environ.get(ADDRESS_VARIABLE, "auto")
@@ -73,12 +73,12 @@ def connect_ray() -> Any:
             log_to_driver=False,
             configure_logging=False,
         )
-    except (ConnectionError, ValueError, RuntimeError) as fault:
+    except (ConnectionError, ValueError, RuntimeError) as error:
         raise SetupError(
             f"No Ray cluster answers at `{address}`, or it does not let us in.",
             remedy=f"ray start --head, or set {ADDRESS_VARIABLE} to the address of one, and "
             "RAY_AUTH_TOKEN_PATH where it asks for a token",
-        ) from fault
+        ) from error
     return ray
 
 
@@ -101,8 +101,8 @@ class FarmActor:
 
         try:
             run_worker(Path(folder), partition=partition, hand_stop=self._stops.append)
-        except Exception as fault:
-            write_failure_log(Path(folder), partition, fault)
+        except Exception as error:
+            write_failure_log(Path(folder), partition, error)
         import_module("ray").actor.exit_actor()
 
     def stop(self) -> None:
@@ -111,11 +111,11 @@ class FarmActor:
             stop()
 
 
-def write_failure_log(folder: Path, partition: str, fault: Exception) -> None:
+def write_failure_log(folder: Path, partition: str, error: Exception) -> None:
     """Where the workers that schedulers start have their logs, and in their words."""
-    told = f"broken: {type(fault).__name__}: {fault}"
-    if isinstance(fault, UserError):
-        told = f"error: {fault.problem}\n  try: {fault.remedy}"
+    told = f"broken: {type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        told = f"error: {error.problem}\n  try: {error.remedy}"
     log = folder / "logs" / f"{partition}-{socket.gethostname()}-{os.getpid()}.log"
     with contextlib.suppress(OSError):  # the farm was taken away
         log.write_text(f"{told}\n", "utf-8")
@@ -128,12 +128,12 @@ class RayStarter:
         self._folder = folder
         self._ray = connect_ray()
 
-    def start(self, place: WorkerGroup, count: int) -> StartedWorkers:
-        names = [f"{self._prefix(place)}-{secrets.token_hex(4)}" for _ in range(count)]
+    def start(self, group: WorkerGroup, count: int) -> StartedWorkers:
+        names = [f"{self._prefix(group)}-{secrets.token_hex(4)}" for _ in range(count)]
         for name in names:
-            self._start_one(place, name)
+            self._start_one(group, name)
         return StartedWorkers(
-            place=place.name, kind=WorkerBackend.RAY, names=tuple(names), num_workers=count
+            group=group.name, kind=WorkerBackend.RAY, names=tuple(names), num_workers=count
         )
 
     def count_alive(self, jobs: Sequence[StartedWorkers]) -> int:
@@ -142,16 +142,16 @@ class RayStarter:
         return sum(name in named for job in jobs for name in job.names)
 
     def find_lost(
-        self, place: WorkerGroup, known: Sequence[StartedWorkers]
+        self, group: WorkerGroup, known: Sequence[StartedWorkers]
     ) -> list[StartedWorkers]:
         noted = {name for job in known for name in job.names}
-        mine = f"{self._prefix(place)}-"
+        mine = f"{self._prefix(group)}-"
         lost = tuple(n for n in self._named() if n.startswith(mine) and n not in noted)
         if not lost:
             return []
         return [
             StartedWorkers(
-                place=place.name, kind=WorkerBackend.RAY, names=lost, num_workers=len(lost)
+                group=group.name, kind=WorkerBackend.RAY, names=lost, num_workers=len(lost)
             )
         ]
 
@@ -172,9 +172,9 @@ class RayStarter:
             return self._ray.get_actor(name, namespace=NAMESPACE).stop.remote()
         return None
 
-    def _start_one(self, place: WorkerGroup, name: str) -> None:
+    def _start_one(self, group: WorkerGroup, name: str) -> None:
         make = self._ray.remote(
-            num_cpus=place.cores_per_worker or 1, num_gpus=place.gpus_per_worker, max_restarts=0
+            num_cpus=group.cores_per_worker or 1, num_gpus=group.gpus_per_worker, max_restarts=0
         )(FarmActor)
         actor = make.options(
             name=name,
@@ -183,11 +183,11 @@ class RayStarter:
             max_concurrency=2,  # `work`, and `stop` while it lasts
             scheduling_strategy="SPREAD",  # not two on a large node while a small one has none
         ).remote()
-        actor.work.remote(str(self._folder), place.name)
+        actor.work.remote(str(self._folder), group.name)
 
     def _named(self) -> list[str]:
         return [str(name) for name in self._ray.util.list_named_actors(all_namespaces=False)]
 
-    def _prefix(self, place: WorkerGroup) -> str:
+    def _prefix(self, group: WorkerGroup) -> str:
         mark = hashlib.blake2b(str(self._folder).encode(), digest_size=4).hexdigest()
-        return f"farm-{mark}-{place.name}"
+        return f"farm-{mark}-{group.name}"

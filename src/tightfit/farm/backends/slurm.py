@@ -38,28 +38,28 @@ class SlurmStarter:
         self._mounts = mounts
         self._run = run
 
-    def start(self, place: WorkerGroup, count: int) -> StartedWorkers:
-        path = self._free_path(place)
-        write_atomic(path, self.write_script(place, count))
+    def start(self, group: WorkerGroup, count: int) -> StartedWorkers:
+        path = self._free_path(group)
+        write_atomic(path, self.write_script(group, count))
         job_id = submit_script(path, run=self._run)
-        return _started(place, job_id, count)
+        return _started(group, job_id, count)
 
-    def write_script(self, place: WorkerGroup, count: int) -> str:
+    def write_script(self, group: WorkerGroup, count: int) -> str:
         log = str(self._folder / "logs").replace("%", "%%")
         job = BatchJob(
-            name=self._name(place),
-            partition=place.partition,
-            log=f"{log}/{place.name}-%A-%a.log",
-            body=tuple(self._body(place)),
-            gpus_per_node=place.gpus_per_worker,
-            cores_per_node=place.cores_per_worker,
+            name=self._name(group),
+            partition=group.partition,
+            log=f"{log}/{group.name}-%A-%a.log",
+            body=tuple(self._body(group)),
+            gpus_per_node=group.gpus_per_worker,
+            cores_per_node=group.cores_per_worker,
             array_size=count,
             can_requeue=True,
             warn_seconds=self._site.slurm.warn_seconds,
         )
         site = self._site
-        if place.excluded:
-            extra = (*site.slurm.extra, f"--exclude={','.join(place.excluded)}")
+        if group.excluded:
+            extra = (*site.slurm.extra, f"--exclude={','.join(group.excluded)}")
             slurm = site.slurm.model_copy(update={"extra": extra})
             site = site.model_copy(update={"slurm": slurm})
         return write_script(job, site)
@@ -73,41 +73,41 @@ class SlurmStarter:
         return sum(not _is_gone(status.state) for status in found)
 
     def find_lost(
-        self, place: WorkerGroup, known: Sequence[StartedWorkers]
+        self, group: WorkerGroup, known: Sequence[StartedWorkers]
     ) -> list[StartedWorkers]:
         noted = {name for job in known for name in job.names}
-        command = ("squeue", "-h", "-r", "-n", self._name(place), "-o", "%F")
+        command = ("squeue", "-h", "-r", "-n", self._name(group), "-o", "%F")
         try:
             ids = self._run(command, 60.0).split()
         except SetupError:
             return []
         lost = {job_id: ids.count(job_id) for job_id in ids if job_id not in noted}
-        return [_started(place, job_id, count) for job_id, count in lost.items()]
+        return [_started(group, job_id, count) for job_id, count in lost.items()]
 
     def stop(self, jobs: Sequence[StartedWorkers]) -> None:
         cancel_jobs([name for job in jobs for name in job.names], run=self._run)
 
-    def _name(self, place: WorkerGroup) -> str:
+    def _name(self, group: WorkerGroup) -> str:
         """Known again by a submitter that comes later."""
         mark = hashlib.blake2b(str(self._folder).encode(), digest_size=4).hexdigest()
-        return f"farm-{mark}-{place.name}"
+        return f"farm-{mark}-{group.name}"
 
-    def _free_path(self, place: WorkerGroup) -> Path:
+    def _free_path(self, group: WorkerGroup) -> Path:
         number = 0
-        while (path := self._folder / "logs" / f"{place.name}-{number}.sbatch").exists():
+        while (path := self._folder / "logs" / f"{group.name}-{number}.sbatch").exists():
             number += 1
         return path
 
-    def _body(self, place: WorkerGroup) -> Iterator[str]:
+    def _body(self, group: WorkerGroup) -> Iterator[str]:
         words = [*python_argv(self._site), *self._words, str(self._folder)]
-        words += ["--partition", place.name]
+        words += ["--partition", group.name]
         if self._site.container_image is not None:
             mounts = [str(self._folder.parent), *self._mounts]
             words = [*srun_argv(self._site, mounts=mounts), "--ntasks=1", *words]
         folder = shlex.quote(str(self._folder))
         yield f"# One worker of the farm in {folder}: takes chunks until none is left."
-        if place.cores_per_worker is not None:
-            yield f"export OMP_NUM_THREADS={place.cores_per_worker}"
+        if group.cores_per_worker is not None:
+            yield f"export OMP_NUM_THREADS={group.cores_per_worker}"
         yield f"{join_argv(words)} &"
         yield "worker=$!"
         yield "# Before the time limit: finish what is under way. Cancelled: give it back at once."
@@ -127,9 +127,9 @@ class SlurmStarter:
         yield "exit $code"
 
 
-def _started(place: WorkerGroup, job_id: str, count: int) -> StartedWorkers:
+def _started(group: WorkerGroup, job_id: str, count: int) -> StartedWorkers:
     return StartedWorkers(
-        place=place.name, kind=WorkerBackend.SLURM, names=(job_id,), num_workers=count
+        group=group.name, kind=WorkerBackend.SLURM, names=(job_id,), num_workers=count
     )
 
 

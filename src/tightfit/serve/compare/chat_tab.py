@@ -37,7 +37,7 @@ class Turn:
 
     @property
     def has_failed(self) -> bool:
-        return self.side is not None and self.side.fault is not None
+        return self.side is not None and self.side.error is not None
 
 
 Thread = tuple[Turn, ...]
@@ -103,11 +103,11 @@ def _render_turn(turn: Turn) -> str:
     side = turn.side
     is_coming = side is not None and not side.has_ended
     cursor = '<span class="tf-cursor"></span>' if is_coming else ""
-    fault = render_error(side.fault) if side is not None and side.fault is not None else ""
+    error = render_error(side.error) if side is not None and side.error is not None else ""
     figures = describe_figures(side.done) if side is not None and side.done is not None else ""
     return (
         f'<div class="tf-turn" aria-busy="{str(is_coming).lower()}">'
-        f"<small>{escape_html(turn.name)}</small><div>{escape_html(turn.text)}{cursor}</div>{fault}<small>{escape_html(figures)}</small></div>"
+        f"<small>{escape_html(turn.name)}</small><div>{escape_html(turn.text)}{cursor}</div>{error}<small>{escape_html(figures)}</small></div>"
     )
 
 
@@ -186,8 +186,8 @@ def _connect(desk: ChatController, page: _ChatComponents) -> None:
                 sampling=make_sampling(settings, desk.defaults.sampling),
                 visitor=visitor_id(request),
             )
-        except UserError as fault:
-            yield [left, render_thread(thread) + render_error(fault), left, *as_they_are]
+        except UserError as error:
+            yield [left, render_thread(thread) + render_error(error), left, *as_they_are]
             return
         now = thread
         # Emptied once: the visitor may be writing the next message while this one is answered.

@@ -380,8 +380,8 @@ def _connect_round(desk: CompareController, page: _CompareComponents, form: _For
             system, settings = form.controls.read(given)
             prompt = given[form.prompt] or ""
             shown = desk.open_round(prompt, system, settings, is_blind=bool(given[form.blind]))
-        except UserError as fault:
-            yield [kept] * 3 + [render_error(fault)] + [kept] * (len(page.all) - 4)
+        except UserError as error:
+            yield [kept] * 3 + [render_error(error)] + [kept] * (len(page.all) - 4)
             return
         off, on = gr.update(interactive=False), gr.update(interactive=True)
         rest = ["", desk.tally(), off, on, *([off] * len(page.ballots))]
@@ -421,8 +421,8 @@ def _connect_votes(desk: CompareController, page: _CompareComponents, marked: An
                 return [gr.skip()] * len(outputs)
             try:
                 voted, is_new = desk.cast(shown, button)
-            except UserError as fault:
-                return [gr.skip()] * 3 + [render_error(fault)] + [gr.skip()] * len(page.ballots)
+            except UserError as error:
+                return [gr.skip()] * 3 + [render_error(error)] + [gr.skip()] * len(page.ballots)
             said = "Vote kept. " if is_new else "This pair has had its vote. "
             off = [gr.update(interactive=False)] * len(page.ballots)
             cards = desk.cards(voted, is_marked=is_marked)

@@ -131,12 +131,12 @@ def render_card(card: AnswerCard) -> str:
     )
 
 
-def render_error(fault: Exception) -> str:
+def render_error(error: Exception) -> str:
     """What went wrong and what to do, as the command line says it."""
-    if isinstance(fault, UserError):
-        problem, remedy = fault.problem, fault.remedy
+    if isinstance(error, UserError):
+        problem, remedy = error.problem, error.remedy
     else:
-        problem = f"The engine failed: {type(fault).__name__}: {fault}"
+        problem = f"The engine failed: {type(error).__name__}: {error}"
         remedy = "try again; if it stays, start the page again"
     return (
         f'<div class="tf-fault" role="alert"><b>{escape_html(problem)}</b>'
@@ -194,7 +194,7 @@ def _describe_engine(info: EngineInfo) -> str:
 def _state(side: PartialAnswer | None) -> str:
     if side is None:
         return "empty"
-    if side.fault is not None:
+    if side.error is not None:
         return "failed"
     if side.done is not None:
         return "done"
@@ -205,9 +205,9 @@ def _answer(card: AnswerCard) -> str:
     side = card.side
     if side is None:
         return '<div class="tf-answer tf-none">The answer will appear here.</div>'
-    if side.fault is not None:
+    if side.error is not None:
         said = f'<div class="tf-answer">{escape_html(side.text)}</div>' if side.text else ""
-        return said + render_error(side.fault)
+        return said + render_error(side.error)
     if not side.has_ended:
         text = escape_html(side.text) or '<span class="tf-none">reading the prompt</span>'
         return f'<div class="tf-answer">{text}<span class="tf-cursor"></span></div>'

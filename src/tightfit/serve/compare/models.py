@@ -103,11 +103,11 @@ class PartialAnswer:
 
     text: str = ""
     done: Done | None = None
-    fault: Exception | None = None
+    error: Exception | None = None
 
     @property
     def has_ended(self) -> bool:
-        return self.done is not None or self.fault is not None
+        return self.done is not None or self.error is not None
 
 
 class VisitorTickets:
@@ -164,8 +164,8 @@ def stream_answers(
             try:
                 held.append(_hand_in(engine, messages, sampling, place, events))
                 tickets.hold(visitor, held[-1])
-            except UserError as fault:
-                sides[place] = PartialAnswer(fault=fault)
+            except UserError as error:
+                sides[place] = PartialAnswer(error=error)
         yield tuple(sides)
         while not all(side.has_ended for side in sides):
             for place, event in _collect(events):
@@ -206,7 +206,7 @@ def _advance(side: PartialAnswer, event: Event) -> PartialAnswer:
     if isinstance(event, Delta):
         return replace(side, text=side.text + event.text)
     if isinstance(event, Failed):
-        return replace(side, fault=event.fault)
+        return replace(side, error=event.fault)
     return replace(side, text=event.text, done=event)
 
 
@@ -261,8 +261,8 @@ class ComparedModels:
             with self._turn:
                 try:
                     self._bring_in(place)
-                except UserError as fault:
-                    sides[order] = replace(sides[order], fault=fault)
+                except UserError as error:
+                    sides[order] = replace(sides[order], error=error)
                     yield tuple(sides)
                     continue
                 for (side,) in self._stream_now((place,), messages, sampling, visitor):

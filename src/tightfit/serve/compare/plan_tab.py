@@ -62,8 +62,8 @@ def build_plan_tab(model: str, on: str, colours: Mapping[str, str]) -> None:
     def run(name: str, hardware: str, method: str, length: float, batch: float) -> str:
         try:
             result = plan_job(name or "", hardware or "", method, length, batch)
-        except UserError as fault:
-            return render_error(fault)
+        except UserError as error:
+            return render_error(error)
         return render_result(result, colours)
 
     inputs = [name, hardware, method, length, batch]
@@ -88,11 +88,11 @@ def plan_job(
 def render_result(result: SearchResult, colours: Mapping[str, str]) -> str:
     """The top plans, or the reason that there is none."""
     if not result.plans:
-        fault = InvalidInputError(
+        error = InvalidInputError(
             result.failure or "Nothing fits.",
             remedy="a smaller method (qlora), shorter sequences or more hardware",
         )
-        return render_error(fault)
+        return render_error(error)
     best = result.plans[0]
     spec = best.model
     told = (

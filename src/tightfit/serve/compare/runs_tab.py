@@ -100,11 +100,11 @@ def render_runs(keys: Sequence[str] | None, own: Sequence[RunFolder]) -> str:
     try:
         folders = [known[key] for key in keys[:MAX_DRAWN]]
         page = render_report(load_run_views(folders))
-    except KeyError as fault:
-        gone = NotFoundError(f"The run {fault} is gone.", remedy="read the folders again")
+    except KeyError as error:
+        gone = NotFoundError(f"The run {error} is gone.", remedy="read the folders again")
         return render_error(gone)
-    except UserError as fault:
-        return render_error(fault)
+    except UserError as error:
+        return render_error(error)
     inside = escape(page.replace("</head>", _NARROW, 1), quote=True)
     for mark, entity in (("{", "&#123;"), ("}", "&#125;"), ("$", "&#36;"), ("`", "&#96;")):
         inside = inside.replace(mark, entity)  # else it would be read as the page's template

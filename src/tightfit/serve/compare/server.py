@@ -48,11 +48,11 @@ def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             held.bind((bare, port))
-        except OSError as fault:
+        except OSError as error:
             raise SetupError(
-                f"Cannot listen on {host}:{port}: {fault.strerror or fault}.",
+                f"Cannot listen on {host}:{port}: {error.strerror or error}.",
                 remedy="--port 0    (any free port)",
-            ) from fault
+            ) from error
         yield held
     finally:
         held.close()

@@ -122,8 +122,8 @@ def append_vote(path: Path, vote: Vote) -> None:
         if is_new:
             with contextlib.suppress(OSError):  # some file systems do not open folders
                 sync(path.parent)
-    except OSError as fault:
-        raise _cannot_write_votes(path, fault) from fault
+    except OSError as error:
+        raise _cannot_write_votes(path, error) from error
 
 
 def read_votes(path: Path) -> Iterator[Vote]:
@@ -135,8 +135,8 @@ def read_votes(path: Path) -> Iterator[Vote]:
                     yield Vote.model_validate_json(line)
     except FileNotFoundError:
         return
-    except OSError as fault:
-        raise _cannot_write_votes(path, fault) from fault
+    except OSError as error:
+        raise _cannot_write_votes(path, error) from error
 
 
 def count_votes(votes: Iterator[Vote], name_a: str, name_b: str) -> VoteCounts:
@@ -162,8 +162,8 @@ def check_votes_path(path: Path) -> None:
             raise _cannot_write_votes(path, OSError(f"there is no folder {path.parent}"))
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise _cannot_write_votes(path, OSError("it is not writable"))
-    except OSError as fault:
-        raise _cannot_write_votes(path, fault) from fault
+    except OSError as error:
+        raise _cannot_write_votes(path, error) from error
 
 
 def _write_all(stream: io.FileIO, line: bytes) -> None:
@@ -179,8 +179,8 @@ def _ends_a_line(path: Path) -> bool:
         return stream.read(1) == b"\n"
 
 
-def _cannot_write_votes(path: Path, fault: OSError) -> SetupError:
+def _cannot_write_votes(path: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot keep votes in {str(path)!r}: {fault.strerror or fault}.",
+        f"Cannot keep votes in {str(path)!r}: {error.strerror or error}.",
         remedy="--votes FILE in a folder that is writable and has free space",
     )

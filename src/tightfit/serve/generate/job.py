@@ -59,7 +59,7 @@ class FailedAnswer(NamedTuple):
 
     prompt: Prompt
     sample: int
-    fault: UserError
+    error: UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +118,11 @@ def encode_prompt(engine: Engine, prompt: Prompt, *, is_raw: bool) -> tuple[int,
         if is_raw:
             return engine.prompter.continue_text(prompt.text)
         return engine.prompter.ask(prompt.messages, place=prompt.place)
-    except UnicodeEncodeError as fault:
+    except UnicodeEncodeError as error:
         raise InvalidInputError(
             f"{prompt.place} holds half of a character (a lone surrogate).",
             remedy="correct that prompt",
-        ) from fault
+        ) from error
 
 
 def make_row(prompt: Prompt, sample: int, done: Done, is_raw: bool) -> dict[str, Any]:
@@ -159,8 +159,8 @@ def write_failures(out: Path, failures: Sequence[FailedAnswer]) -> Path | None:
         {
             "prompt_index": failure.prompt.index,
             "sample": failure.sample,
-            "reason": failure.fault.problem,
-            "remedy": failure.fault.remedy,
+            "reason": failure.error.problem,
+            "remedy": failure.error.remedy,
             "place": failure.prompt.place,
             "messages": [message._asdict() for message in failure.prompt.messages],
         }
@@ -189,8 +189,8 @@ class _RequestFeed:
                 continue
             try:
                 tokens = encode_prompt(self._engine, prompt, is_raw=self._job.is_raw)
-            except UserError as fault:
-                self.failures += [FailedAnswer(prompt, key.sample, fault) for key in wanted]
+            except UserError as error:
+                self.failures += [FailedAnswer(prompt, key.sample, error) for key in wanted]
                 continue
             for key in wanted:
                 self.asked[number] = (prompt, key.sample)

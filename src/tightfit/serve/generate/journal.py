@@ -141,10 +141,10 @@ class Journal:
             written = 0
             while written < len(line):
                 written += os.pwrite(self._handle, line[written:], self._end + written)
-        except OSError as fault:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._handle, self._end)
-            raise _cannot_write(self.path, fault) from fault
+            raise _cannot_write(self.path, error) from error
         self._end += len(line)
         return self._end - 1 - len(content)
 
@@ -190,12 +190,12 @@ def open_journal(
             sync(out.parent)
         journal.is_finished = found.finished is not None
         return journal
-    except BaseException as fault:
+    except BaseException as error:
         if not os.fstat(handle).st_size:
             journal_path(out).unlink(missing_ok=True)  # opened for nothing
         os.close(handle)
-        if isinstance(fault, OSError):
-            raise _cannot_write(journal_path(out), fault) from fault
+        if isinstance(error, OSError):
+            raise _cannot_write(journal_path(out), error) from error
         raise
 
 
@@ -303,10 +303,10 @@ def write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:
             os.fsync(stream.fileno())
         partial.replace(out)
         sync(out.parent)
-    except OSError as fault:
+    except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise _cannot_write(out, fault) from fault
+        raise _cannot_write(out, error) from error
     return {"bytes": num_bytes, "digest": digest.hexdigest()}
 
 
@@ -354,9 +354,9 @@ def _lock(out: Path) -> int:
     return handle
 
 
-def _cannot_write(path: Path, fault: OSError) -> SetupError:
+def _cannot_write(path: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot write {path}: {fault.strerror or fault}.",
+        f"Cannot write {path}: {error.strerror or error}.",
         remedy="make room or choose another folder with --out; what was answered so far is kept, "
         "and the same command goes on",
     )

@@ -208,8 +208,8 @@ def probe_copy_bandwidth(device: str, *, num_threads: int = 1) -> float | None:
         if device == "cpu":
             return _copy_on_cpu(min(num_threads, MAX_COPY_THREADS))
         return _copy_on_gpu(_first_device(device))
-    except (RuntimeError, MemoryError) as fault:
-        if is_out_of_memory(fault):
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
             return None
         raise
 
@@ -230,8 +230,8 @@ def probe_matmul_flops(device: str, compute: Dtype) -> float | None:
         left = torch.ones((size, size), dtype=torch_dtype(compute), device=place)
         out = torch.empty_like(left)
         rounds = _count_rounds(lambda: torch.mm(left, left, out=out), _waiter(place))
-    except RuntimeError as fault:
-        if is_out_of_memory(fault):
+    except RuntimeError as error:
+        if is_out_of_memory(error):
             return None
         raise
     return 2.0 * size**3 * rounds

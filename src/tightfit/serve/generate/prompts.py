@@ -183,8 +183,8 @@ def _lines(stream: IO[bytes], path: Path, request: PromptRequest) -> Iterator[_F
 def _decode(raw: bytes, path: Path, number: int) -> str:
     try:
         return raw.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as fault:
-        raise wrong_encoding(path, number, fault) from fault
+    except UnicodeDecodeError as error:
+        raise wrong_encoding(path, number, error) from error
 
 
 def _of_row(row: Row, request: PromptRequest) -> list[Message]:
@@ -218,7 +218,7 @@ def _without_answer(row: Row) -> tuple[Row, RowFormat]:
 def _asking_format(row: Row) -> RowFormat:
     try:
         return recognise_format(row)
-    except UserError as fault:
+    except UserError as error:
         held = set(row.values)
         for row_format in FORMATS:
             questions = row_format.keys[:-1]
@@ -228,7 +228,7 @@ def _asking_format(row: Row) -> RowFormat:
             f"{row.place} has none of the keys that ask something. Its keys: "
             f"{', '.join(f'`{excerpt(key, most=40)}`' for key in list(row.values)[:12])}.",
             remedy="--column NAME, or --template-text 'Answer this: {NAME}'",
-        ) from fault
+        ) from error
 
 
 def fill_template(template: str, values: Mapping[str, Any], place: str) -> str:
@@ -254,8 +254,8 @@ def check_template(template: str) -> None:
 def _parse(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
     try:
         return list(string.Formatter().parse(template))
-    except ValueError as fault:
-        raise _bad_template(str(fault)) from fault
+    except ValueError as error:
+        raise _bad_template(str(error)) from error
 
 
 def _bad_template(why: str) -> InvalidInputError:
@@ -278,11 +278,11 @@ def _cell(values: Mapping[str, Any], name: str, place: str) -> str:
         )
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError) as fault:
+    except (TypeError, ValueError) as error:
         raise InvalidInputError(
             f"{place}: the column `{name}` holds {json_type_name(value)}, which has no text.",
             remedy="name a column that holds text",
-        ) from fault
+        ) from error
 
 
 def _open(messages: tuple[Message, ...], request: PromptRequest, place: str) -> tuple[Message, ...]:

@@ -328,10 +328,10 @@ async def _begin(order: PreparedRequest) -> EngineJob:
     model.admit(order.num_answers)
     try:
         requests = await loop.run_in_executor(model.desk, order.write_requests)
-    except BaseException as fault:
+    except BaseException as error:
         model.forget(order.num_answers)
-        if isinstance(fault, Exception):
-            raise to_api_error(fault) from fault
+        if isinstance(error, Exception):
+            raise to_api_error(error) from error
         raise
     job = model.start(requests)
     try:
@@ -340,8 +340,8 @@ async def _begin(order: PreparedRequest) -> EngineJob:
     except asyncio.CancelledError:
         job.stop(ClientGoneError())
         raise
-    except Exception as fault:
-        raise to_api_error(fault) from fault
+    except Exception as error:
+        raise to_api_error(error) from error
     return job
 
 
@@ -405,8 +405,8 @@ async def _events(job: EngineJob, order: PreparedRequest) -> AsyncIterator[str]:
             if rest := done.text[num_shown[index] :]:
                 yield format_event(shape.piece(index, rest))
             yield format_event(shape.closing(index, done))
-    except ApiError as fault:
-        yield format_event(fault.body)
+    except ApiError as error:
+        yield format_event(error.body)
         return
     if order.includes_usage:
         told = [answers[index] for index in range(order.num_answers)]

@@ -46,25 +46,25 @@ _FIELDS = frozenset(
 )
 
 
-def from_http_exception(fault: HTTPException, *, method: str, path: str) -> ApiError:
+def from_http_exception(error: HTTPException, *, method: str, path: str) -> ApiError:
     """Unknown paths and methods, and bodies that could not be read."""
-    if isinstance(fault, ApiError):
-        return fault
-    if fault.status_code == 404:
+    if isinstance(error, ApiError):
+        return error
+    if error.status_code == 404:
         return ApiError(404, f"There is no {path[:200]} here.", code="unknown_url")
-    if fault.status_code == 405:
+    if error.status_code == 405:
         return ApiError(
             405,
             f"{path[:200]} does not take {method[:20]}.",
             code="method_not_allowed",
-            headers=fault.headers,
+            headers=error.headers,
         )
-    return ApiError(fault.status_code, str(fault.detail), headers=fault.headers)
+    return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 
-def from_validation_error(fault: RequestValidationError, content_type: str) -> ApiError:
+def from_validation_error(error: RequestValidationError, content_type: str) -> ApiError:
     """The first thing that is wrong with a body."""
-    first: Mapping[str, Any] = fault.errors()[0]
+    first: Mapping[str, Any] = error.errors()[0]
     kind, place = first["type"], tuple(first["loc"])
     if kind == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
@@ -125,7 +125,7 @@ class ApiSettings:
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     report: Callable[[str], None] = _nothing
     """Told in a line what happens outside of an answer."""
-    report_fault: Callable[[Exception], None] = _nothing
+    report_error: Callable[[Exception], None] = _nothing
     """Told of what nobody foresaw, after the client has its 500."""
 
 
@@ -145,15 +145,15 @@ def make_api_app(hub: ModelRegistry, settings: ApiSettings) -> ASGIApp:
     _add_description(app, needs_key=settings.api_key is not None)
 
     @app.exception_handler(HTTPException)
-    async def refuse(request: Request, fault: HTTPException) -> Response:
-        return from_http_exception(fault, method=request.method, path=request.url.path).respond()
+    async def refuse(request: Request, error: HTTPException) -> Response:
+        return from_http_exception(error, method=request.method, path=request.url.path).respond()
 
     @app.exception_handler(RequestValidationError)
-    async def refuse_body(request: Request, fault: RequestValidationError) -> Response:
-        return from_validation_error(fault, request.headers.get("content-type", "")).respond()
+    async def refuse_body(request: Request, error: RequestValidationError) -> Response:
+        return from_validation_error(error, request.headers.get("content-type", "")).respond()
 
     @app.exception_handler(Exception)
-    async def confess(request: Request, fault: Exception) -> Response:  # noqa: ARG001
+    async def confess(request: Request, error: Exception) -> Response:  # noqa: ARG001
         return internal_error().respond()
 
     return _guarded(app, hub, settings)
@@ -172,7 +172,7 @@ def _guarded(app: ASGIApp, hub: ModelRegistry, settings: ApiSettings) -> ASGIApp
         )
     if settings.host_names is not None:
         guarded = HostGuard(guarded, settings.host_names)
-    return RequestMetrics(guarded, hub.metrics, settings.report_fault)
+    return RequestMetrics(guarded, hub.metrics, settings.report_error)
 
 
 def _add_answers(app: FastAPI, hub: ModelRegistry, settings: ApiSettings) -> None:

@@ -99,14 +99,14 @@ def internal_error() -> ApiError:
     return ApiError(500, "This is a bug in tightfit.", code="internal_error")
 
 
-def to_api_error(fault: Exception) -> ApiError:
+def to_api_error(error: Exception) -> ApiError:
     """What an engine could not do: the caller's to mend, or ours."""
-    if isinstance(fault, ApiError):
-        return fault
-    if isinstance(fault, UserError):
-        return ApiError(400, fault.problem, code="invalid_request")
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, error.problem, code="invalid_request")
     return ApiError(
-        500, f"The answer could not be made: {type(fault).__name__}.", code="internal_error"
+        500, f"The answer could not be made: {type(error).__name__}.", code="internal_error"
     )
 
 

@@ -39,8 +39,8 @@ class RequestMetrics:
 
         try:
             await self._app(scope, receive, watched_send)
-        except Exception as fault:
-            self._report(fault)
+        except Exception as error:
+            self._report(error)
             if status == CLIENT_GONE:
                 await internal_error().respond()(scope, receive, watched_send)
         finally:

@@ -50,9 +50,9 @@ class EngineJob:
                 if self._is_cancelled:
                     raise self._stopped_by or ClientGoneError()
                 ticket = self._engine.submit(request, self._listener(index))
-            except Exception as fault:  # those after it were never handed in
+            except Exception as error:  # those after it were never handed in
                 for unsent in range(index, len(self._requests)):
-                    self._pass_on(unsent, Failed(fault=fault))
+                    self._pass_on(unsent, Failed(fault=error))
                 self._cancel_tickets()
                 raise
             with self._lock:

@@ -110,34 +110,34 @@ def bind_socket(host: str, port: int) -> BoundSocket:
         family, _, _, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except (OSError, UnicodeError) as fault:
+    except (OSError, UnicodeError) as error:
         raise UsageError(
             f"`--host {host[:80]}` is not an address of this machine.",
             remedy="--host 127.0.0.1, or 0.0.0.0 for every network",
-        ) from fault
+        ) from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
-    except OSError as fault:
+    except OSError as error:
         listener.close()
-        raise _cannot_bind(host, port, fault) from fault
+        raise _cannot_bind(host, port, error) from error
     address, taken = listener.getsockname()[:2]
     return BoundSocket(socket=listener, host=host, address=str(address), port=int(taken))
 
 
-def _cannot_bind(host: str, port: int, fault: OSError) -> SetupError | UsageError:
-    if fault.errno == errno.EADDRINUSE:
+def _cannot_bind(host: str, port: int, error: OSError) -> SetupError | UsageError:
+    if error.errno == errno.EADDRINUSE:
         return SetupError(
             f"Port {port} of {host} is taken by another program.",
             remedy=f"--port {port + 1 if port < 65_535 else 0}, or --port 0 for a free one",
         )
-    if fault.errno in (errno.EACCES, errno.EPERM):
+    if error.errno in (errno.EACCES, errno.EPERM):
         return SetupError(
             f"Port {port} may only be opened by root.", remedy="--port 8000, or --port 0"
         )
     return UsageError(
-        f"Cannot listen on {host}:{port}: {fault.strerror or fault}.",
+        f"Cannot listen on {host}:{port}: {error.strerror or error}.",
         remedy="--host 127.0.0.1, or 0.0.0.0 for every network",
     )
 
@@ -164,7 +164,7 @@ class ApiServer:
         self.bound = bound
         self.hub = ModelRegistry(Metrics())
         self._settings = settings
-        self._fault: BaseException | None = None
+        self._error: BaseException | None = None
         self._engines: list[Engine] = []
         config = uvicorn.Config(
             make_api_app(self.hub, settings),
@@ -196,8 +196,8 @@ class ApiServer:
                 model.desk.shutdown(wait=False, cancel_futures=True)
             for engine in dict.fromkeys(self._engines):
                 engine.close()
-        if self._fault is not None:
-            raise self._fault
+        if self._error is not None:
+            raise self._error
         if not self.hub.models:  # a signal came before they were loaded
             raise KeyboardInterrupt
 
@@ -214,11 +214,11 @@ class ApiServer:
             self.hub.open([self._serve(one) for one in loaded])
             try:
                 on_ready()
-            except BaseException as fault:
-                give_up(fault)
+            except BaseException as error:
+                give_up(error)
 
-        def give_up(fault: BaseException) -> None:
-            self._fault = fault
+        def give_up(error: BaseException) -> None:
+            self._error = error
             self._server.should_exit = True
 
         def tell(what: Callable[..., None], told: object) -> None:
@@ -230,8 +230,8 @@ class ApiServer:
                 loaded = load()
                 self._engines.extend(one.engine for one in loaded)
                 tell(open_hub, loaded)
-            except BaseException as fault:
-                tell(give_up, fault)
+            except BaseException as error:
+                tell(give_up, error)
 
         # A daemon: an interrupt must not wait for a large model to be read to its end.
         threading.Thread(target=work, name="tightfit-load", daemon=True).start()
