@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tightfit.api.options.engines import engine_request, sampling
+from tightfit.api.chat import load
 from tightfit.cli.flags.serving import ChatFlags
 from tightfit.cli.terminal.output import show_json, write_err, write_out
 from tightfit.core.errors import UsageError, UserError
 from tightfit.core.text import sanitize, sanitize_lines
-
-if TYPE_CHECKING:
-    from tightfit.engines.open import EngineRequest
-    from tightfit.serve.conversation import Conversation, Reply
+from tightfit.serve.conversation import Conversation, Reply
 
 HISTORY_LINES = 1000
 
@@ -29,22 +24,12 @@ def chat(flags: ChatFlags) -> None:
             "`--json` prints one document, and a chat has many answers.",
             remedy="--once 'TEXT' --json",
         )
-    from tightfit.engines.open import open_engine
-    from tightfit.runtime.artefacts import find_artefact
-    from tightfit.serve.conversation import Conversation
-
-    # One person asks one thing at a time.
-    request = replace(engine_request(flags, find_artefact(flags.model)), slots=1)
-    if flags.check:
-        _require_fit(request, flags)
-    engine = open_engine(request)
-    try:
-        info = engine.info
+    with load(flags) as talk:
+        info = talk.engine.info
         write_err(
             f"{sanitize(info.model)}: {info.format} on {info.device}, {info.max_context:,} tokens "
             f"of context; {sanitize(info.why)}\n"
         )
-        talk = Conversation(engine=engine, sampling=sampling(flags), system=flags.system)
         if flags.once is not None:
             _answer_once(talk, flags.once, as_json=flags.as_json)
         elif sys.stdin is None:
@@ -53,20 +38,6 @@ def chat(flags: ChatFlags) -> None:
             _talk_in_terminal(talk)
         else:
             _talk_through_pipe(talk)
-    finally:
-        engine.close()
-
-
-def _require_fit(request: EngineRequest, flags: ChatFlags) -> None:
-    from tightfit.engines.protocol import DEFAULT_CONTEXT
-    from tightfit.serve.generate.prediction import PromptLengths, predict_inference, require_fit
-
-    longest = flags.context or DEFAULT_CONTEXT
-    prediction = predict_inference(
-        request, PromptLengths(mean=longest / 2, longest=longest), sampling(flags)
-    )
-    if prediction is not None:
-        require_fit(prediction, request)
 
 
 def _answer_once(talk: Conversation, text: str, *, as_json: bool) -> None:
@@ -74,7 +45,7 @@ def _answer_once(talk: Conversation, text: str, *, as_json: bool) -> None:
         reply = talk.ask(text, write_out)
         _end_line(reply.text)
         return
-    reply = talk.ask(text, lambda _: None)
+    reply = talk.ask(text)
     done = reply.done
     if done is None:
         raise KeyboardInterrupt
@@ -159,8 +130,8 @@ def _talk_in_terminal(talk: Conversation) -> None:
                 else:
                     write_out(f"{sanitize_lines(run_command(command, talk))}\n")
                     continue
-            except UserError as fault:
-                write_err(f"{sanitize(fault.problem)}\n  try: {sanitize(fault.remedy)}\n")
+            except UserError as error:
+                write_err(f"{sanitize(error.problem)}\n  try: {sanitize(error.remedy)}\n")
                 continue
             _end_line(reply.text)
             _report_dropped(reply)

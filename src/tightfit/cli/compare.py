@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.api.options.engines import engine_request, sampling
+from tightfit.api.options.engines import engine_request, read_sampling
 from tightfit.api.training.hardware import DEFAULT_CARD
 from tightfit.cli.charts.memory import NAMED_COLOURS
 from tightfit.cli.flags.serving import CompareFlags
@@ -163,7 +163,7 @@ def _make_page(
     return ComparePage(
         models=models,
         votes=VoteFile(votes),
-        defaults=ControlDefaults(system=flags.system or "", sampling=sampling(flags)),
+        defaults=ControlDefaults(system=flags.system or "", sampling=read_sampling(flags)),
         examples=read_examples(runs[-1] if runs else None),
         runs=runs,
         plan_model=str(last.base or last.path),

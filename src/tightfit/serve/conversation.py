@@ -20,6 +20,10 @@ _KEPT_MARKS = "\n\t\u200c\u200d"
 OnText = Callable[[str], None]
 
 
+def _ignore(_text: str) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """One answer."""
@@ -64,7 +68,17 @@ class Conversation:
     """Of the turns, the oldest that is still sent."""
     _num_again: int = 0
 
-    def ask(self, text: str, show: OnText) -> Reply:
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unload the model."""
+        self.engine.close()
+
+    def ask(self, text: str, show: OnText = _ignore) -> Reply:
         """Send a message and show the answer as it comes. Ctrl-C stops it and keeps what came."""
         self.turns.append(Message(USER, text))
         try:
@@ -74,7 +88,7 @@ class Conversation:
                 self.turns.pop()  # as if it had never been said
             raise
 
-    def ask_again(self, show: OnText) -> Reply:
+    def ask_again(self, show: OnText = _ignore) -> Reply:
         """Another answer to the last message."""
         if not self.turns or self.turns[-1].role != ASSISTANT:
             raise InvalidInputError(

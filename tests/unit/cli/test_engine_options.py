@@ -12,7 +12,12 @@ import typer
 from typer.testing import CliRunner
 
 from tightfit.api.options import engines as options
-from tightfit.api.options.engines import engine_request, sampling
+from tightfit.api.options.engines import (
+    EngineOptions,
+    SamplingOptions,
+    engine_request,
+    read_sampling,
+)
 from tightfit.cli.command import make_command
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
@@ -23,26 +28,9 @@ from tightfit.runtime.artefacts import Artefact, ArtefactKind
 ARTEFACT = Artefact(name="it", kind=ArtefactKind.GGUF, path=Path("it"), tokenizer=Path("it"))
 
 
-@dataclass
-class Flags:
+@dataclass(frozen=True, kw_only=True)
+class Flags(EngineOptions, SamplingOptions):
     """A verb that has them all."""
-
-    engine: options.EngineName = None
-    device: options.Device = None
-    weights: options.Weights = None
-    context: options.Context = None
-    parallel: options.Parallel = None
-    threads: options.Threads = None
-    hosts: options.Hosts = None
-    temperature: options.Temperature = None
-    top_p: options.TopP = None
-    top_k: options.TopK = None
-    min_p: options.MinP = None
-    repetition_penalty: options.RepetitionPenalty = None
-    max_new_tokens: options.MaxNewTokens = None
-    seed: options.Seed = None
-    stop: options.Stop = None
-    settings: options.TemplateSetting = None
 
 
 def read(monkeypatch: pytest.MonkeyPatch, *words: str) -> Flags:
@@ -62,7 +50,7 @@ def read(monkeypatch: pytest.MonkeyPatch, *words: str) -> Flags:
 
 def test_nothing_said_is_every_default(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = read(monkeypatch)
-    assert sampling(flags) == Sampling()
+    assert read_sampling(flags) == Sampling()
     request = engine_request(flags, ARTEFACT)
     assert (request.engine, request.device, request.weights) == ("auto", "auto", None)
     assert (request.context, request.slots, request.threads, request.hosts) == (
@@ -98,7 +86,7 @@ def test_all_that_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (request.context, request.slots, request.threads) == (2048, 3, 2)
     assert request.hosts == ("a:50052", "b:7")
     assert request.template == "chatml"
-    assert sampling(flags) == Sampling(
+    assert read_sampling(flags) == Sampling(
         max_new_tokens=9,
         temperature=0.5,
         top_p=0.9,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.cli.serve import _choose_key
+from tightfit.api.serve import choose_key
 from tightfit.core.errors import UsageError
 from tightfit.engines.protocol import Done, FinishReason
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
@@ -146,15 +146,15 @@ def test_an_event_is_one_line_whatever_the_text_holds() -> None:
 
 def test_the_key_is_asked_for_given_or_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIGHTFIT_API_KEY", raising=False)
-    assert _choose_key(None, is_loopback=True) == (None, None)
-    key, made = _choose_key(None, is_loopback=False)
+    assert choose_key(None, is_loopback=True) == (None, None)
+    key, made = choose_key(None, is_loopback=False)
     assert key is not None
     assert key == made
     assert len(key) >= 32
-    assert _choose_key(None, is_loopback=False)[0] != key
-    assert _choose_key("mine", is_loopback=True) == ("mine", None)
+    assert choose_key(None, is_loopback=False)[0] != key
+    assert choose_key("mine", is_loopback=True) == ("mine", None)
     monkeypatch.setenv("TIGHTFIT_API_KEY", "from-env")
-    assert _choose_key(None, is_loopback=True) == ("from-env", None)
-    assert _choose_key("mine", is_loopback=False) == ("mine", None)
+    assert choose_key(None, is_loopback=True) == ("from-env", None)
+    assert choose_key("mine", is_loopback=False) == ("mine", None)
     with pytest.raises(UsageError):
-        _choose_key("schlüssel", is_loopback=True)
+        choose_key("schlüssel", is_loopback=True)

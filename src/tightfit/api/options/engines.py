@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,11 +22,11 @@ from tightfit.api.options.common import (
 )
 from tightfit.api.options.declare import Argument, Option
 from tightfit.core.errors import UsageError
+from tightfit.core.sampling import SAMPLING_OPTIONS, Sampling
 from tightfit.core.text import shorten
 
 if TYPE_CHECKING:
     from tightfit.core.dtypes import Dtype
-    from tightfit.core.sampling import Sampling
     from tightfit.engines.open import EngineRequest
     from tightfit.runtime.artefacts import Artefact
 
@@ -35,11 +36,6 @@ ENGINE_WEIGHTS = ("auto", "fp32", "bf16", "fp16", "nf4", "int8")
 MAX_CONTEXT = 16_777_216
 MAX_SLOTS = 1024
 MAX_THREADS = 512
-MAX_NEW_TOKENS = 1_048_576
-MAX_SEED = 2**32 - 2
-"""llama.cpp's seeds are 32 bits, the last of which means `any`."""
-MAX_TEMPERATURE = 100.0
-MAX_PENALTY = 10.0
 
 
 def ranged_option(name: str, help: str, *, least: float, most: float, example: float) -> Any:
@@ -74,6 +70,23 @@ def natural_option(name: str, help: str, *, most: int, example: int) -> Any:
         return choices.read_whole(value, name, most, example)
 
     return Option(name, help=help, metavar="N", read=read, show_default=False)
+
+
+def sampling_option(name: str) -> Any:
+    """The command-line option of one field of `Sampling`."""
+    option = SAMPLING_OPTIONS[name]
+    most, example = int(option.most), int(option.example)
+    if option.kind is float:
+        return ranged_option(
+            option.flag,
+            option.help,
+            least=option.least,
+            most=option.most,
+            example=option.example,
+        )
+    if option.least == 0:
+        return natural_option(option.flag, option.help, most=most, example=example)
+    return count_option(option.flag, option.help, most=most, example=example)
 
 
 def _read_engine(value: str | None) -> str | None:
@@ -183,70 +196,6 @@ Hosts = Annotated[
         example="node1:50052,node2:50052",
     ),
 ]
-Temperature = Annotated[
-    float | None,
-    ranged_option(
-        "--temperature",
-        "0: always the likeliest token; 1: as the model says.",
-        least=0,
-        most=MAX_TEMPERATURE,
-        example=0.7,
-    ),
-]
-TopP = Annotated[
-    float | None,
-    ranged_option(
-        "--top-p",
-        "Draw from the likeliest tokens that make up this share. [default: 1]",
-        least=1e-6,
-        most=1,
-        example=0.9,
-    ),
-]
-TopK = Annotated[
-    int | None,
-    natural_option(
-        "--top-k",
-        "Draw from the K likeliest tokens; 0: from all. [default: 0]",
-        most=MAX_NEW_TOKENS,
-        example=40,
-    ),
-]
-MinP = Annotated[
-    float | None,
-    ranged_option(
-        "--min-p",
-        "Leave out tokens less likely than this share of the likeliest. [default: 0]",
-        least=0,
-        most=1,
-        example=0.05,
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    ranged_option(
-        "--repetition-penalty",
-        "Above 1: tokens that were there already become less likely. [default: 1]",
-        least=0.01,
-        most=MAX_PENALTY,
-        example=1.1,
-    ),
-]
-MaxNewTokens = Annotated[
-    int | None,
-    count_option(
-        "--max-new-tokens", "Longest answer. [default: 512]", most=MAX_NEW_TOKENS, example=256
-    ),
-]
-Seed = Annotated[
-    int | None,
-    natural_option(
-        "--seed",
-        "The same seed gives the same answer. [default: another answer every time]",
-        most=MAX_SEED,
-        example=42,
-    ),
-]
 Stop = Annotated[
     list[str] | None,
     Option(
@@ -320,59 +269,84 @@ Raw = Annotated[
 ]
 
 
-# From the flags that `api/options/engines.py` declares to what engines take.
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The fields of `Sampling` as options; one that is not given has the default there."""
+
+    max_new_tokens: Annotated[int | None, sampling_option("max_new_tokens")] = None
+    temperature: Annotated[float | None, sampling_option("temperature")] = None
+    top_p: Annotated[float | None, sampling_option("top_p")] = None
+    top_k: Annotated[int | None, sampling_option("top_k")] = None
+    min_p: Annotated[float | None, sampling_option("min_p")] = None
+    repetition_penalty: Annotated[float | None, sampling_option("repetition_penalty")] = None
+    seed: Annotated[int | None, sampling_option("seed")] = None
+    stop: Stop = None
 
 
-def engine_request(flags: object, artefact: Artefact) -> EngineRequest:
-    """What the flags say of engine, device and size. Fields that a verb does not have: not said.
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Which engine runs the model, on what, and how large."""
 
-    Fields: `engine`, `device`, `weights`, `context`, `parallel`, `threads`, `hosts`, `settings`.
-    """
+    engine: EngineName = None
+    device: Device = None
+    weights: Weights = None
+    context: Context = None
+    parallel: Parallel = None
+    threads: Threads = None
+    hosts: Hosts = None
+    settings: TemplateSetting = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """A file of prompts, what is made of its rows, and where the answers go."""
+
+    prompts: Prompts = None
+    out: Out = None
+    n: Samples = None
+    limit: Limit = None
+    column: Column = None
+    template: PromptTemplate = None
+    template_text: TemplateText = None
+    whole: Whole = False
+    raw: Raw = False
+    system: System = None
+
+
+def engine_request(options: object, artefact: Artefact) -> EngineRequest:
+    """The engine to open for an artefact, by a verb's `EngineOptions` or a part of them."""
     from tightfit.engines.llama_devices import read_hosts
     from tightfit.engines.open import EngineRequest
 
-    _let_segments_grow()
+    _expand_gpu_segments()
     return EngineRequest(
         artefact=artefact,
-        engine=_said(flags, "engine") or "auto",
-        weights=_read_weights(_said(flags, "weights")),
-        device=_said(flags, "device") or "auto",
-        context=_said(flags, "context"),
-        slots=_said(flags, "parallel"),
-        threads=_said(flags, "threads"),
-        hosts=read_hosts(_said(flags, "hosts")),
-        template=read_template(_said(flags, "settings") or ()),
+        engine=_given(options, "engine") or "auto",
+        weights=_read_weights(_given(options, "weights")),
+        device=_given(options, "device") or "auto",
+        context=_given(options, "context"),
+        slots=_given(options, "parallel"),
+        threads=_given(options, "threads"),
+        hosts=read_hosts(_given(options, "hosts")),
+        template=read_template(_given(options, "settings") or ()),
     )
 
 
-def _let_segments_grow() -> None:
-    """Spare a GPU the gaps between blocks of changing sizes. Read by torch when CUDA starts.
+def _expand_gpu_segments() -> None:
+    """Avoid GPU memory fragmentation by blocks of changing sizes. torch reads it when CUDA starts.
 
-    The older of two names, for the reason told in `clusters/local/workers.py`.
+    The older of two names, for the reason given in `clusters/local/workers.py`.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
-def sampling(flags: object) -> Sampling:
-    """What the flags say of choosing tokens; the rest as `Sampling` has it.
-
-    Fields: `max_new_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`,
-    `seed`, `stop`.
-    """
-    from tightfit.core.sampling import Sampling
-
-    names = (
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "seed",
-    )
-    stated = {name: value for name in names if (value := _said(flags, name)) is not None}
-    return Sampling(**stated, stop=tuple(_said(flags, "stop") or ()))
+def read_sampling(options: SamplingOptions) -> Sampling:
+    """`Sampling` with the options that were given."""
+    given = {
+        name: value for name in SAMPLING_OPTIONS if (value := getattr(options, name)) is not None
+    }
+    return Sampling(**given, stop=tuple(options.stop or ()))
 
 
 def read_template(settings: Sequence[str]) -> str | None:
@@ -389,9 +363,9 @@ def read_template(settings: Sequence[str]) -> str | None:
     return template
 
 
-def _said(flags: object, name: str) -> Any:
-    """A flag's value; None where it was not given or the verb has no such flag."""
-    return getattr(flags, name, None)
+def _given(options: object, name: str) -> Any:
+    """An option's value; None where it was not given or the verb has no such option."""
+    return getattr(options, name, None)
 
 
 def _read_weights(word: str | None) -> Dtype | None:

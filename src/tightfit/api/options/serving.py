@@ -21,35 +21,25 @@ from tightfit.api.options.declare import Argument, Option
 from tightfit.api.options.engines import (
     ENGINES,
     CheckFit,
-    Column,
     Context,
     Device,
     EngineName,
+    EngineOptions,
     Hosts,
-    Limit,
-    MaxNewTokens,
-    MinP,
     ModelArgument,
-    Out,
     Parallel,
-    Prompts,
-    PromptTemplate,
-    Raw,
-    RepetitionPenalty,
-    Samples,
-    Seed,
-    Stop,
+    PromptOptions,
+    SamplingOptions,
     System,
-    Temperature,
     TemplateSetting,
-    TemplateText,
     Threads,
-    TopK,
-    TopP,
     Weights,
-    Whole,
     natural_option,
 )
+from tightfit.core.progress import Progress
+
+# A verb's first options are in a class of their own: a dataclass lists the fields of its bases
+# before its own, the last base first, and `--help` keeps that order.
 
 CHAT_EXAMPLES = """\b
 Examples:
@@ -60,28 +50,24 @@ Examples:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
+@dataclass(frozen=True, kw_only=True)
+class _ChatTarget:
+    model: ModelArgument = field(kw_only=False)
+    once: Annotated[
+        str | None,
+        text_option("--once", "TEXT", "Answer this one message and leave.", example="'Hello'"),
+    ] = None
+    system: System = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(SamplingOptions, _ChatTarget):
     """Talk to a model in the terminal.
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Where stdin is no terminal,
     each line is a message, and only answers are printed.
     """
 
-    model: ModelArgument
-    once: Annotated[
-        str | None,
-        text_option("--once", "TEXT", "Answer this one message and leave.", example="'Hello'"),
-    ] = None
-    system: System = None
-    max_new_tokens: MaxNewTokens = None
-    temperature: Temperature = None
-    top_p: TopP = None
-    top_k: TopK = None
-    min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = None
-    seed: Seed = None
-    stop: Stop = None
     engine: EngineName = None
     device: Device = None
     weights: Weights = None
@@ -103,8 +89,8 @@ Examples:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateOptions:
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(EngineOptions, SamplingOptions, PromptOptions):
     """Answer every prompt of a file, once each.
 
     Prompts: text with one in each line, or JSON, JSON Lines, CSV and Parquet rows in the formats
@@ -117,46 +103,18 @@ class GenerateOptions:
     run back.
     """
 
-    model: ModelArgument
-    prompts: Prompts = None
-    out: Out = None
-    n: Samples = None
-    limit: Limit = None
-    column: Column = None
-    template: PromptTemplate = None
-    template_text: TemplateText = None
-    whole: Whole = False
-    raw: Raw = False
-    system: System = None
-    max_new_tokens: MaxNewTokens = None
-    temperature: Temperature = None
-    top_p: TopP = None
-    top_k: TopK = None
-    min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = None
-    seed: Seed = None
-    stop: Stop = None
-    engine: EngineName = None
-    device: Device = None
-    weights: Weights = None
-    context: Context = None
-    parallel: Parallel = None
-    threads: Threads = None
-    hosts: Hosts = None
-    settings: TemplateSetting = None
+    model: ModelArgument = field(kw_only=False)
     fresh: Annotated[
         bool,
         switch_option("--fresh", "Begin again: forget earlier answers and replace the output."),
-    ] = False
-    dry_run: Annotated[
-        bool,
-        switch_option("--dry-run", "Show the first prompts as they are sent, and the prediction."),
     ] = False
     check: CheckFit = True
     stats: Annotated[
         Path | None,
         path_option("--stats", "Write the statistics there too, as JSON.", example="stats.json"),
     ] = None
+    progress: Progress | None = None
+    """Called with "answers", the answers so far and all answers."""
 
 
 # What `tightfit farm` accepts.
@@ -174,18 +132,8 @@ Examples:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FarmOptions:
-    """Answer the prompts of a file on many machines, once each.
-
-    Workers on every partition take prompts from a folder beside the output, which every node must
-    see; fast nodes take more. Answers are those of `tightfit generate`, in the prompts' order. A
-    worker, a node or this command may die at any moment: what it held is done by others, and the
-    same command goes on. Ctrl-C ends the workers; what was answered is kept.
-
-    Prompts that cannot be answered are listed in OUT.failed.jsonl, and the exit code is then 1.
-    """
-
+@dataclass(frozen=True, kw_only=True)
+class _FarmTarget:
     model: Annotated[
         str | None,
         Argument(
@@ -200,7 +148,6 @@ class FarmOptions:
         str | None,
         text_option("--model", "MODEL|RUN", "The same as an option.", example="runs/sql"),
     ] = None
-    prompts: Prompts = None
     partitions: Annotated[
         str | None,
         text_option(
@@ -219,23 +166,20 @@ class FarmOptions:
             example=8,
         ),
     ] = None
-    out: Out = None
-    n: Samples = None
-    limit: Limit = None
-    column: Column = None
-    template: PromptTemplate = None
-    template_text: TemplateText = None
-    whole: Whole = False
-    raw: Raw = False
-    system: System = None
-    max_new_tokens: MaxNewTokens = None
-    temperature: Temperature = None
-    top_p: TopP = None
-    top_k: TopK = None
-    min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = None
-    seed: Seed = None
-    stop: Stop = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarmOptions(EngineOptions, SamplingOptions, PromptOptions, _FarmTarget):
+    """Answer the prompts of a file on many machines, once each.
+
+    Workers on every partition take prompts from a folder beside the output, which every node must
+    see; fast nodes take more. Answers are those of `tightfit generate`, in the prompts' order. A
+    worker, a node or this command may die at any moment: what it held is done by others, and the
+    same command goes on. Ctrl-C ends the workers; what was answered is kept.
+
+    Prompts that cannot be answered are listed in OUT.failed.jsonl, and the exit code is then 1.
+    """
+
     engine: Annotated[
         str | None,
         word_option(
@@ -244,13 +188,6 @@ class FarmOptions:
             "What computes; ray: workers run on the Ray cluster of RAY_ADDRESS. [default: auto]",
         ),
     ] = None
-    device: Device = None
-    weights: Weights = None
-    context: Context = None
-    parallel: Parallel = None
-    threads: Threads = None
-    hosts: Hosts = None
-    settings: TemplateSetting = None
     lease: Annotated[
         float | None,
         number_option(
@@ -264,15 +201,13 @@ class FarmOptions:
         bool,
         switch_option("--fresh", "Begin again: forget earlier answers and replace the output."),
     ] = False
-    dry_run: Annotated[
-        bool,
-        switch_option("--dry-run", "Show where workers would run and what is expected of them."),
-    ] = False
     check: CheckFit = True
     stats: Annotated[
         Path | None,
         path_option("--stats", "Write the statistics there too, as JSON.", example="stats.json"),
     ] = None
+    progress: Progress | None = None
+    """Called with "answers", the answers so far and all answers."""
 
 
 def read_engine(word: str | None) -> str | None:
@@ -301,17 +236,8 @@ Examples:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """Answer HTTP requests as OpenAI's API does.
-
-    Listens on this machine alone unless --host says otherwise; then every request needs a
-    bearer token. Paths: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and
-    /openapi.json. Nothing is sent anywhere else.
-
-    A signal lets answers end for --drain seconds, then stops them.
-    """
-
+@dataclass(frozen=True, kw_only=True)
+class _ServeTarget:
     targets: Annotated[
         list[str],
         Argument(
@@ -366,14 +292,19 @@ class ServeOptions:
             show_default=False,
         ),
     ] = None
-    engine: EngineName = None
-    device: Device = None
-    weights: Weights = None
-    context: Context = None
-    parallel: Parallel = None
-    threads: Threads = None
-    hosts: Hosts = None
-    settings: TemplateSetting = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(EngineOptions, _ServeTarget):
+    """Answer HTTP requests as OpenAI's API does.
+
+    Listens on this machine alone unless --host says otherwise; then every request needs a
+    bearer token. Paths: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and
+    /openapi.json. Nothing is sent anywhere else.
+
+    A signal lets answers end for --drain seconds, then stops them.
+    """
+
     max_queue: Annotated[
         int | None,
         natural_option(
@@ -434,15 +365,8 @@ Examples:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
-    """Open a web page with two models side by side.
-
-    A run alone is compared with its own base model. The page also has a chat with either
-    model, a planner and the runs that are here. It fetches nothing from other machines, and
-    only this machine can open it unless a host and a password are given.
-    """
-
+@dataclass(frozen=True, kw_only=True)
+class _CompareTarget:
     first: Annotated[
         str,
         Argument(
@@ -506,14 +430,17 @@ class CompareOptions:
         ),
     ] = None
     system: System = None
-    temperature: Temperature = None
-    top_p: TopP = None
-    top_k: TopK = None
-    min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = None
-    max_new_tokens: MaxNewTokens = None
-    seed: Seed = None
-    stop: Stop = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(SamplingOptions, _CompareTarget):
+    """Open a web page with two models side by side.
+
+    A run alone is compared with its own base model. The page also has a chat with either
+    model, a planner and the runs that are here. It fetches nothing from other machines, and
+    only this machine can open it unless a host and a password are given.
+    """
+
     engine: EngineName = None
     device: Device = None
     weights: Weights = None

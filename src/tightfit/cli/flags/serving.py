@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from tightfit.api.options.common import switch_option
 from tightfit.api.options.declare import Option
 from tightfit.api.options.serving import (
     ChatOptions,
@@ -16,28 +17,36 @@ from tightfit.api.options.serving import (
 from tightfit.cli.flags.common import Json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatFlags(ChatOptions):
     __doc__ = ChatOptions.__doc__
 
     as_json: Json = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateFlags(GenerateOptions):
     __doc__ = GenerateOptions.__doc__
 
+    dry_run: Annotated[
+        bool,
+        switch_option("--dry-run", "Show the first prompts as they are sent, and the prediction."),
+    ] = False
     as_json: Json = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FarmFlags(FarmOptions):
     __doc__ = FarmOptions.__doc__
 
+    dry_run: Annotated[
+        bool,
+        switch_option("--dry-run", "Show where workers would run and what is expected of them."),
+    ] = False
     as_json: Json = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeFlags(ServeOptions):
     __doc__ = ServeOptions.__doc__
 
@@ -49,7 +58,7 @@ class ServeFlags(ServeOptions):
     ] = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CompareFlags(CompareOptions):
     __doc__ = CompareOptions.__doc__
 

@@ -1,0 +1,172 @@
+"""`serve`: models behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from tightfit.api.call import accepts_keywords
+from tightfit.api.options.engines import engine_request
+from tightfit.api.options.serving import DEFAULT_HOST, DEFAULT_PORT, ServeOptions
+from tightfit.core.errors import UsageError
+from tightfit.core.files import write_atomic
+from tightfit.core.packages import require_packages
+from tightfit.engines.open import open_engine
+from tightfit.engines.protocol import Engine
+from tightfit.runtime.artefacts import find_artefact
+
+if TYPE_CHECKING:
+    from tightfit.serve.http.app import ApiSettings
+    from tightfit.serve.http.server import ApiServer, BoundSocket, LoadedModel, ServerReady
+
+KEY_VARIABLE = "TIGHTFIT_API_KEY"
+
+
+class ServeWatcher:
+    """Receives what happens while models are served; a subclass overrides what it shows."""
+
+    def loading(self, model: str) -> None:
+        """A model is about to be loaded."""
+
+    def ready(self, ready: ServerReady) -> None:
+        """Requests are answered from now on."""
+
+    def message(self, line: str) -> None:
+        """Something happened outside of an answer, in one line."""
+
+    def request_failed(self, error: Exception) -> None:
+        """A request failed by a bug; its client got status 500."""
+
+
+@accepts_keywords(ServeOptions)
+def serve(options: ServeOptions) -> None:
+    """Load models and answer HTTP requests until SIGINT or SIGTERM."""
+    prepare_server(options).run()
+
+
+def prepare_server(options: ServeOptions, watcher: ServeWatcher | None = None) -> ModelServer:
+    """Check the options and bind the port; `run` then loads and serves."""
+    require_packages("Serving", "fastapi", "uvicorn", "tokenizers", "jinja2", extra="serve")
+    return ModelServer(options, watcher or ServeWatcher())
+
+
+class ModelServer:
+    """A server with its port bound. `stop` ends `run` from any thread."""
+
+    def __init__(self, options: ServeOptions, watcher: ServeWatcher) -> None:
+        from tightfit.serve.http.server import (
+            DEFAULT_DRAIN_SECONDS,
+            ApiServer,
+            bind_socket,
+            name_models,
+        )
+
+        for text in (*options.targets, *(options.names or ())):
+            if not text.strip():
+                raise UsageError(
+                    "A model's name is empty.", remedy="tightfit serve MODEL --name NAME"
+                )
+        self._options = options
+        self._watcher = watcher
+        self._artefacts = [find_artefact(target) for target in options.targets]
+        self._names = name_models(self._artefacts, options.names or ())
+        bound = bind_socket(
+            options.host or DEFAULT_HOST, DEFAULT_PORT if options.port is None else options.port
+        )
+        self._api_key, self._made_key = choose_key(options.api_key, is_loopback=bound.is_loopback)
+        self._server: ApiServer = ApiServer(
+            bound,
+            _settings(options, bound, self._api_key, watcher),
+            drain_seconds=DEFAULT_DRAIN_SECONDS if options.drain is None else options.drain,
+            is_access_logged=options.access_log,
+        )
+
+    @property
+    def url(self) -> str:
+        return self._server.bound.url
+
+    def run(self) -> None:
+        """Load the models and serve them until a signal or `stop`."""
+        try:
+            self._remove_ready_file()  # of a server that was killed
+            self._server.run(self._load, self._report_ready)
+        finally:
+            self._remove_ready_file()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def _load(self) -> list[LoadedModel]:
+        from tightfit.serve.http.server import LoadedModel
+
+        opened: dict[object, Engine] = {}
+        loaded = []
+        try:
+            for artefact, names in zip(self._artefacts, self._names, strict=True):
+                # The same files under two names are loaded once.
+                key = (artefact.kind, artefact.path.resolve())
+                if key not in opened:
+                    self._watcher.loading(artefact.name)
+                    opened[key] = open_engine(engine_request(self._options, artefact))
+                loaded.append(LoadedModel(engine=opened[key], names=names))
+        except BaseException:
+            for engine in opened.values():
+                engine.close()
+            raise
+        return loaded
+
+    def _report_ready(self) -> None:
+        from tightfit.serve.http.server import describe_ready
+
+        ready = describe_ready(
+            self._server, needs_api_key=self._api_key is not None, made_key=self._made_key
+        )
+        if self._options.ready_file is not None:
+            public = ready.model_copy(update={"api_key": None})
+            write_atomic(self._options.ready_file, public.model_dump_json() + "\n")
+        self._watcher.ready(ready)
+
+    def _remove_ready_file(self) -> None:
+        """A process that waits for the file must not find an earlier server's."""
+        if self._options.ready_file is not None:
+            with contextlib.suppress(OSError):
+                self._options.ready_file.unlink(missing_ok=True)
+
+
+def choose_key(given: str | None, *, is_loopback: bool) -> tuple[str | None, str | None]:
+    """The key that requests must send, and the same again where it was generated here."""
+    key = given or os.environ.get(KEY_VARIABLE) or None
+    if key is None:
+        made = None if is_loopback else secrets.token_urlsafe(32)
+        return made, made
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(
+            "The API key has characters that an HTTP header cannot carry.",
+            remedy=f"{KEY_VARIABLE}=$(openssl rand -hex 24) tightfit serve ...",
+        )
+    return key, None
+
+
+def _settings(
+    options: ServeOptions, bound: BoundSocket, api_key: str | None, watcher: ServeWatcher
+) -> ApiSettings:
+    from tightfit.serve.http.app import (
+        DEFAULT_MAX_BODY_BYTES,
+        DEFAULT_MAX_QUEUE,
+        DEFAULT_TIMEOUT_SECONDS,
+        ApiSettings,
+    )
+    from tightfit.serve.http.server import LOOPBACK_NAMES
+
+    return ApiSettings(
+        api_key=api_key,
+        host_names=(*LOOPBACK_NAMES, bound.host) if bound.is_loopback else None,
+        cors_origins=tuple(origin.strip().rstrip("/") for origin in options.cors or ()),
+        max_queue=DEFAULT_MAX_QUEUE if options.max_queue is None else options.max_queue,
+        timeout_seconds=options.timeout or DEFAULT_TIMEOUT_SECONDS,
+        max_body_bytes=(options.max_body_mib or 0) * 2**20 or DEFAULT_MAX_BODY_BYTES,
+        report=watcher.message,
+        report_error=watcher.request_failed,
+    )
