@@ -4,6 +4,23 @@ from __future__ import annotations
 
 from html import escape
 
+MEMORY_COLOURS = {
+    "weights": "#4477aa",
+    "adapters": "#ee6677",
+    "gradients": "#aa3377",
+    "optimizer": "#66ccee",
+    "activations": "#e69f00",
+    "logits": "#009e73",
+    "communication": "#6f7bd1",
+    "kv cache": "#8c6d46",
+    "quantization": "#cc79a7",
+    "dequantized": "#228833",
+    "allocator slack": "#b0b0b0",
+    "cuda context": "#7f7f7f",
+}
+"""By component. Distinguishable with the common colour blindnesses; after the sets of Paul Tol and
+of Okabe and Ito. Components that are no tensors of the job are grey."""
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --line: #d8dee4;
   --paper: #ffffff; --limit: #b3261e; }

@@ -1,4 +1,4 @@
-"""generate, chat, load, serve and farm, called from Python as a user would."""
+"""generate, chat, load, serve, compare and farm, called from Python as a user would."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import pytest
 
 from small_models import make_llama
 from tightfit.api.chat import chat, load
+from tightfit.api.compare import compare, find_both
 from tightfit.api.farm import farm, preview_farm
 from tightfit.api.generate import generate, preview_generate
 from tightfit.api.options.engines import SamplingOptions
-from tightfit.api.options.serving import ServeOptions
+from tightfit.api.options.serving import CompareOptions, ServeOptions
 from tightfit.api.serve import ServeWatcher, prepare_server
 from tightfit.core.errors import NotFoundError, UsageError, UserError
 from tightfit.core.sampling import Sampling
@@ -133,3 +134,13 @@ def test_every_sampling_field_is_an_option() -> None:
     fields = {field.name for field in dataclasses.fields(Sampling)} - {"ignores_stop_tokens"}
 
     assert {field.name for field in dataclasses.fields(SamplingOptions)} == fields
+
+
+def test_compare_names_its_models_apart(model: str, tmp_path: Path) -> None:
+    named = find_both(CompareOptions(model, model))
+    assert len({name for name, _ in named}) == 2
+
+    with pytest.raises(UsageError, match="was not tuned"):
+        find_both(CompareOptions(model))
+    with pytest.raises(NotFoundError):
+        compare(str(tmp_path / "nowhere"), model)

@@ -16,30 +16,12 @@ from typing import Any
 from tightfit.cli.terminal.output import announce
 from tightfit.core.errors import SetupError, UsageError
 from tightfit.core.files import check_writable, write_atomic
-from tightfit.core.html_page import render_page
+from tightfit.core.html_page import MEMORY_COLOURS, render_page
 from tightfit.core.text import shorten
 from tightfit.core.units import GIB, render_bytes
 from tightfit.estimate.result import Estimate
 from tightfit.planning.search import fullest_phases
 
-NAMED_COLOURS = {
-    "weights": "#4477aa",
-    "adapters": "#ee6677",
-    "gradients": "#aa3377",
-    "optimizer": "#66ccee",
-    "activations": "#e69f00",
-    "logits": "#009e73",
-    "communication": "#6f7bd1",
-    "kv cache": "#8c6d46",
-    "quantization": "#cc79a7",
-    "dequantized": "#228833",
-    "allocator slack": "#b0b0b0",
-    "cuda context": "#7f7f7f",
-}
-"""Told apart with the common colour blindnesses; after Paul Tol's and Okabe and Ito's sets.
-
-What is no tensor of the job is grey.
-"""
 OTHER_COLOURS = ("#ccbb44", "#997700", "#994455", "#117733", "#88ccaa", "#332288")
 
 
@@ -77,14 +59,14 @@ class Chart:
     def components(self) -> tuple[str, ...]:
         """Every part that is drawn somewhere; known ones first, in their usual order."""
         drawn = {name: 0 for p in self.panels for bar in p.bars for name, _ in bar.parts}
-        known = [name for name in NAMED_COLOURS if name in drawn]
-        return (*known, *(name for name in drawn if name not in NAMED_COLOURS))
+        known = [name for name in MEMORY_COLOURS if name in drawn]
+        return (*known, *(name for name in drawn if name not in MEMORY_COLOURS))
 
     @property
     def colour_of(self) -> dict[str, str]:
-        others = [name for name in self.components if name not in NAMED_COLOURS]
+        others = [name for name in self.components if name not in MEMORY_COLOURS]
         drawn = {name: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, name in enumerate(others)}
-        return {name: NAMED_COLOURS.get(name) or drawn[name] for name in self.components}
+        return {name: MEMORY_COLOURS.get(name) or drawn[name] for name in self.components}
 
     @property
     def top_gib(self) -> float:
@@ -140,7 +122,7 @@ def describe_bar(bar: Bar, panel: Panel) -> str:
 
 def _order(components: dict[str, int]) -> tuple[tuple[str, int], ...]:
     """The same order in every bar, so that equal parts stand under each other."""
-    places = {name: place for place, name in enumerate(NAMED_COLOURS)}
+    places = {name: place for place, name in enumerate(MEMORY_COLOURS)}
     named = [(name.replace("_", " "), size) for name, size in components.items() if size > 0]
     return tuple(sorted(named, key=lambda part: places.get(part[0], 4)))
 

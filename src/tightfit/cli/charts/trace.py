@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.charts.memory import (
-    NAMED_COLOURS,
     OTHER_COLOURS,
     draw_legend,
     make_figure,
@@ -31,7 +30,7 @@ from tightfit.cli.render.trace import (
 )
 from tightfit.cli.terminal.output import announce
 from tightfit.core.files import write_atomic
-from tightfit.core.html_page import render_page
+from tightfit.core.html_page import MEMORY_COLOURS, render_page
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, render_bytes
 from tightfit.estimate.result import Estimate
@@ -180,7 +179,7 @@ for (const trace of document.querySelectorAll('.trace')) {
 
 
 CONTEXT = "cuda context"
-COLOURS = NAMED_COLOURS | {
+COLOURS = MEMORY_COLOURS | {
     "inputs": "#994455",
     "load reserve": "#88ccaa",
     "temporary": "#ccbb44",
