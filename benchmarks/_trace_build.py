@@ -38,13 +38,12 @@ from tightfit.train.batches import Batch, collate_packed, collate_padded
 from tightfit.train.build import build_engine
 from tightfit.train.distributed import DistContext
 from tightfit.train.engine import TorchEngine
-from tightfit.train.model import Objective, prepare_model
+from tightfit.train.model import Objective, make_load_request, prepare_model
 from tightfit.train.optimizers import build_optimizer
 from tightfit.train.sharding import (
     Sharder,
     WeightReceiver,
     _SentTensor,
-    make_load_request,
     quantize_meta_model,
     split_quantized,
 )

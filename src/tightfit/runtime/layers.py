@@ -1,6 +1,4 @@
-"""A model's transformer blocks, and what replaces their layers before training: Liger's fused
-kernels, and a dequantized nf4 base.
-"""
+"""A model's transformer blocks, and replacements of their layers: dequantized ones, Liger's."""
 
 from __future__ import annotations
 
@@ -19,10 +17,9 @@ if TYPE_CHECKING:
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Every transformer block, encoder's before decoder's, in the order they run.
 
-    A block is what transformers can checkpoint (`GradientCheckpointingLayer`);
-    where a family has none, the members of its largest ModuleList are taken.
+    A block is a `GradientCheckpointingLayer` of transformers; for families without one, the
+    members of the largest ModuleList.
     """
-    from torch import nn
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     blocks: list[nn.Module] = [
@@ -30,67 +27,72 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     ]
     if not blocks:
         lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-        blocks = max(lists, key=_count_values, default=[])
+        blocks = max(lists, key=_count_parameters, default=[])
     inner = {id(child) for block in blocks for child in block.modules() if child is not block}
     return [block for block in blocks if id(block) not in inner]
 
 
-def _count_values(modules: list[nn.Module]) -> int:
+def _count_parameters(modules: list[nn.Module]) -> int:
     return sum(p.numel() for module in modules for p in module.parameters())
 
 
-# An nf4 base unpacked once: plain layers with the very values that every step would unpack.
+# Dequantized base: plain layers with the values that every step would dequantize again
 
-_QUANTIZED_LAYER = "packed_layer"
-"""Under which a layer that waits keeps the one it stands in for."""
+_QUANTIZED_LAYER = "quantized_layer"
+"""Attribute of a deferred layer: the quantized layer it replaces."""
 
 
-def dequantize_base(model: nn.Module, *, waits: bool = False) -> int:
-    """Put a plain, frozen layer in the place of each that is packed in 4 bits; how many were.
+def dequantize_base(model: nn.Module, *, is_deferred: bool = False) -> int:
+    """Replace every 4-bit layer by a plain frozen one; returns how many.
 
-    Before adapters are attached. One at a time, so that no more than one matrix is there twice.
-    What the model says of itself stays: it is still the nf4 base that the adapter belongs to.
-    A layer that waits keeps its codes until its matrix is taken: fp8 never has all of them plain.
+    Call before adapters are attached. Dequantizes one layer at a time, so no more than one matrix
+    is in memory twice. The model's config still says nf4, which the adapter was trained on.
+    `is_deferred`: a layer keeps its codes until `take_matrix`, so that with fp8 storage the whole
+    model is never in 16 bits.
     """
     from bitsandbytes.nn import Linear4bit
 
-    packed = [name for name, module in model.named_modules() if isinstance(module, Linear4bit)]
-    for name in packed:
-        model.set_submodule(name, _make_dequantized(model.get_submodule(name), waits=waits))
-    return len(packed)
+    names = [name for name, module in model.named_modules() if isinstance(module, Linear4bit)]
+    for name in names:
+        model.set_submodule(
+            name, _make_dequantized(model.get_submodule(name), is_deferred=is_deferred)
+        )
+    return len(names)
 
 
 def dequantize_deferred(model: nn.Module) -> None:
-    """What `dequantize_base` would have done at once, for layers that still wait."""
+    """Dequantize the deferred layers whose matrix was not taken."""
     for module in model.modules():
         if _QUANTIZED_LAYER in vars(module):
             module.weight = nn.Parameter(take_matrix(module), requires_grad=False)
 
 
 def take_matrix(layer: Any) -> Tensor:
-    """A plain layer's matrix; of one that waits it is unpacked now, and its codes are gone."""
+    """The layer's matrix; a deferred one is dequantized now, and its codes are freed."""
     packed = vars(layer).pop(_QUANTIZED_LAYER, None)
     matrix: Tensor = layer.weight if packed is None else _dequantize(packed)
     return matrix
 
 
 def is_dequantized(module: nn.Module) -> bool:
-    """Whether this layer was packed when it was loaded."""
-    return "was_packed" in vars(module)
+    """Whether this layer was quantized when it was loaded."""
+    return "was_quantized" in vars(module)
 
 
 def mark_dequantized(module: nn.Module) -> None:
-    """Note that this layer was: whatever stands in its place."""
-    vars(module)["was_packed"] = True
+    """Record that this layer replaces a quantized one."""
+    vars(module)["was_quantized"] = True
 
 
-def _make_dequantized(packed: Any, *, waits: bool) -> nn.Linear:
-    with torch.device("meta"):  # the matrix is here already
+def _make_dequantized(packed: Any, *, is_deferred: bool) -> nn.Linear:
+    with torch.device("meta"):  # its weight is set below
         plain: Any = nn.Linear(packed.in_features, packed.out_features, bias=False)
-    values = _placeholder(packed) if waits else _dequantize(packed)
+    values = _placeholder(packed) if is_deferred else _dequantize(packed)
     plain.weight = nn.Parameter(values, requires_grad=False)
-    if waits:
-        vars(plain)[_QUANTIZED_LAYER] = packed  # no module of the model's any more
+    if is_deferred:
+        vars(plain)[_QUANTIZED_LAYER] = (
+            packed  # in vars, not a submodule: it must not be listed or saved
+        )
     plain.bias = packed.bias
     mark_dequantized(plain)
     layer: nn.Linear = plain.train(packed.training)
@@ -98,22 +100,22 @@ def _make_dequantized(packed: Any, *, waits: bool) -> nn.Linear:
 
 
 def _placeholder(packed: Any) -> Tensor:
-    """One value, as often as the matrix has any: device and dtype are what adapters go by."""
+    """One value expanded to the matrix's shape: adapters take device and dtype from it."""
     value = torch.zeros(1, dtype=packed.compute_dtype, device=packed.weight.device)
     return value.expand(packed.out_features, packed.in_features)
 
 
 def _dequantize(packed: Any) -> Tensor:
-    """Unpacked, of a layer that is then done with."""
+    """The matrix of a quantized layer, which must not be used afterwards."""
     from bitsandbytes import functional
 
     dequantize: Any = functional.dequantize_4bit  # not annotated
     values: Tensor = dequantize(packed.weight.data, packed.weight.quant_state)
-    packed.weight.module = None  # the two hold each other: codes would wait for the collector
+    packed.weight.module = None  # a reference cycle: codes would stay until garbage collection
     return values.to(packed.compute_dtype)
 
 
-# Fused kernels, Liger's and ours: the same model in fewer passes over memory.
+# Fused kernels
 
 
 def check_liger(config: PretrainedConfig) -> None:
@@ -126,10 +128,10 @@ def check_liger(config: PretrainedConfig) -> None:
 
 
 def apply_fused_kernels(model: PreTrainedModel) -> None:
-    """Fused norm, rotary and gated MLP in this model. The loss stays as it is.
+    """Liger's fused norm, rotary embedding and gated MLP, and our norm kernel; not the loss.
 
-    Before adapters are attached. Rotary positions are patched in the family's
-    module, which is how Liger does it; norms and MLPs in this instance alone.
+    Call before adapters are attached. Liger patches rotary embeddings in the family's module, norms
+    and MLPs in this instance only.
     """
     check_liger(model.config)
     try:

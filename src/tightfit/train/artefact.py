@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 
 def write_tokenizer_files(run: RunFolder, base: Path, folder: Path) -> None:
-    """The base's files, changed only where training changed what they say.
+    """Copy the base's tokenizer files, with what training changed.
 
-    A template that was named instead of the tokenizer's own goes along; a pad token
-    that was also the trained stop token is replaced; every stop token ends generation.
+    The chat template that was trained on; a pad token that is not also a stop token; every trained
+    stop token as `eos_token_id`.
     """
     copy_tokenizer_files(base, folder)
     try:
         store = TokenStore(Path(run.read_tokens().train))
         report = DataReport.model_validate_json((store.folder.parent / REPORT_FILE).read_bytes())
     except (UserError, OSError, ValueError):
-        return  # the encoding is gone: the base's own words are the best there are
+        return  # the encoded data is gone: keep the base's files as they are
     if report.template not in ("tokenizer", "none") and report.template_text:
         write_atomic(folder / "chat_template.jinja", report.template_text)
     stops = store.description.stop_token_ids
@@ -64,8 +64,8 @@ def _fix_stop_tokens(path: Path, stops: tuple[int, ...], pad: int) -> None:
     held = settings.get("eos_token_id", [])
     known = held if isinstance(held, list) else [held]
     merged = list(dict.fromkeys([*known, *stops]))
-    is_told = set(stops) <= set(known) and settings.get("pad_token_id") not in (None, *stops)
-    if is_told or not merged:
+    is_stated = set(stops) <= set(known) and settings.get("pad_token_id") not in (None, *stops)
+    if is_stated or not merged:
         return
     eos: Any = merged if len(merged) > 1 else merged[0]
     _write_json(path, settings | {"eos_token_id": eos, "pad_token_id": pad})
@@ -84,7 +84,7 @@ def _write_json(path: Path, settings: dict[str, Any]) -> None:
 
 
 def write_artefact(run: RunFolder, engine: Any, plan: Plan, context: DistContext) -> Path:
-    """Write `adapter/` or `model/`, whole or not at all; all ranks together, rank 0 writes."""
+    """Write `adapter/` or `model/` atomically; call on all ranks, rank 0 writes."""
     is_adapter = plan.strategy.method is Method.LORA
     folder = run.adapter_path if is_adapter else run.model_path
     state: dict[str, Tensor] = engine.trained_state()
@@ -94,15 +94,15 @@ def write_artefact(run: RunFolder, engine: Any, plan: Plan, context: DistContext
         except OSError as error:
             raise SetupError(
                 f"Cannot write {str(folder)!r}: {error.strerror or error}.",
-                remedy="make room, then start the same command again: the last checkpoint holds "
-                "what was learnt",
+                remedy="make room, then start the same command again: it continues from "
+                "the last checkpoint",
             ) from error
     context.barrier()
     return folder
 
 
 def choose_saved_dtype(plan: Plan) -> Dtype:
-    """The dtype of a saved model: as trained, but fp32 master weights go back to the base's own."""
+    """The dtype of a saved model: as trained, but fp32 master weights are cast to the base's."""
     weights = plan.strategy.weights
     if weights is not Dtype.FP32:
         return weights
@@ -140,7 +140,7 @@ def _write_whole(
 def _write_adapter(folder: Path, model: Any, state: dict[str, Tensor], base: Path) -> None:
     model.peft_config["default"].base_model_name_or_path = str(base)
     save_adapter(model, folder, state)
-    # peft's card is a form to fill in, and says nothing that the run's report does not.
+    # peft's model card is an empty form; the run's report says more.
     (folder / "README.md").unlink(missing_ok=True)
 
 
@@ -152,10 +152,10 @@ def _write_model(folder: Path, model: Any, state: dict[str, Tensor], dtype: Dtyp
     cast = {name: value.to(wanted) for name, value in state.items()}
     state.clear()
     for name, buffer in model.state_dict().items():
-        # What is kept but not trained: the few families with persistent buffers.
+        # Persistent buffers, which a few families have.
         if name not in cast and name in _buffer_names(model):
             cast[name] = buffer.detach().cpu()
-    # Some models carry settings that transformers refuses to write; the base's file is copied.
+    # transformers refuses to write some models' generation settings; the base's file is copied.
     kept, model.generation_config = model.generation_config, make_settings()
     try:
         model.save_pretrained(str(folder), state_dict=cast, max_shard_size="5GB")
@@ -169,7 +169,7 @@ def _buffer_names(model: Any) -> set[str]:
 
 
 def _fix_config(folder: Path, base: Path, dtype: Dtype) -> None:
-    """Undo what training changed: the cache was off, and the live model may be fp32."""
+    """Restore what training changed in the config: `use_cache`, and the dtype."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config.pop("torch_dtype", None)

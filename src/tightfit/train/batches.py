@@ -1,6 +1,4 @@
-"""From encoded rows to tensors: which rows each step trains on, how they are collated, and a
-thread that prepares batches ahead of their use.
-"""
+"""From encoded rows to batches: sampling, collation, and a thread that prepares batches ahead."""
 
 from __future__ import annotations
 
@@ -23,32 +21,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# Which rows each step trains on: decided by the seed alone, whatever the number of ranks.
-
 Item = tuple[int, ...]
-"""Rows that share one sequence: a single row, or a pack."""
+"""Indices of the rows that share one sequence: one row, or several packed ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepItems:
-    """One rank's share of a step, and what the whole step holds."""
+    """One rank's share of a step, and the totals of the whole step."""
 
     step: int
     micro_batches: tuple[tuple[Item, ...], ...]
-    """Empty ones keep their place: every rank makes as many passes as the others."""
+    """May hold empty ones: every rank runs the same number of micro-batches."""
     num_tokens: int
     """Real tokens of the step over all ranks."""
     num_trained_tokens: int
-    """Tokens with loss over all ranks: what the loss is divided by."""
+    """Tokens with loss over all ranks: the divisor of the loss."""
 
 
 class BatchSampler:
-    """The training rows in the order of their use.
+    """Chooses the rows of each step from the seed alone, whatever the number of ranks.
 
-    Step `s` takes the next `effective_batch` sequences of the epoch's order. They
-    are sorted by length, so that rows of one micro-batch need little padding, and
-    dealt to micro-batches and ranks. Another number of ranks or another micro-batch
-    deals the same sequences of the same step differently, and nothing else changes.
+    A step takes the next `effective_batch` sequences of the epoch's order, sorts them by length
+    (less padding) and splits them over micro-batches and ranks. With another number of ranks or
+    another micro-batch a step still trains on the same sequences.
     """
 
     def __init__(
@@ -71,11 +66,11 @@ class BatchSampler:
         self.steps_per_epoch = -(-self.num_items // effective_batch)
 
     def count_steps(self, num_epochs: float) -> int:
-        """Optimizer steps of that many passes, the last one begun counted whole."""
+        """Optimizer steps of that many epochs, rounded up."""
         return max(1, -int(-num_epochs * self.steps_per_epoch // 1))
 
     def deal(self, step: int, *, rank: int, world_size: int, micro_batch: int) -> StepItems:
-        """What `rank` does in `step` (from 0)."""
+        """The share of `rank` in `step` (from 0)."""
         items = self._items_of(step)
         by_length = sorted(items, key=self._count_tokens, reverse=True)
         num_passes = -(-self.effective_batch // (micro_batch * world_size))
@@ -91,12 +86,12 @@ class BatchSampler:
         )
 
     def longest(self, micro_batch: int) -> tuple[Item, ...]:
-        """The micro-batch that needs the most memory: the longest sequences, all at once."""
+        """The micro-batch that needs the most memory: the longest sequences together."""
         items = sorted(self._items(0), key=self._count_tokens, reverse=True)
         return tuple(items[:micro_batch])
 
     def shortest(self) -> Item:
-        """What a rank computes on, without learning, where the rows do not go round."""
+        """The sequence a rank runs without loss when a step has too few rows for all ranks."""
         return min(self._items(0), key=self._count_tokens)
 
     def rows(self, item: Item) -> list[EncodedRow]:
@@ -121,13 +116,13 @@ class BatchSampler:
         return _epoch_items(self, epoch)
 
     def list_items(self, epoch: int) -> list[Item]:
-        """The epoch's sequences in order; `_items` remembers the last two."""
+        """The epoch's sequences in order; `_items` caches them."""
         rows = epoch_rows(self.store, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         if not self._is_packed:
             return [(int(row),) for row in rows]
         packs = pack_best_fit(self.store.lengths[rows].tolist(), self._seq_len)
         packed = [tuple(int(rows[index]) for index in pack) for pack in packs]
-        # Best fit leaves the packs sorted by their longest row.
+        # Best fit returns the packs sorted by their longest row.
         return [packed[index] for index in self._order(len(packed), epoch)]
 
     def _order(self, size: int, epoch: int) -> NDArray[np.int64]:
@@ -143,7 +138,7 @@ def _epoch_items(sampler: BatchSampler, epoch: int) -> list[Item]:
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100
-"""Label of a token that carries no loss."""
+"""The label of a token without loss, as torch's `cross_entropy` has it."""
 
 Sequences = Sequence[Sequence[EncodedRow]]
 """One micro-batch: per sequence the rows that share it."""
@@ -153,9 +148,9 @@ Collate = Callable[[Sequences], Batch]
 def collate_padded(sequences: Sequences, *, pad_token_id: int, has_mask: bool = False) -> Batch:
     """One row per sequence, padded on the right to the longest.
 
-    A decoder that looks back alone never sees what stands behind a token, and padding carries no
-    loss: a mask would change neither loss nor gradients, and cost attention its fastest kernel.
-    `has_mask`: mark real tokens all the same, for models that would see padding.
+    A causal decoder never attends to padding on the right, and padding has no loss: a mask would
+    change neither loss nor gradients, and rule out the fastest attention kernels.
+    `has_mask`: add a mask, for models that would attend to padding.
     """
     rows = [sequence[0] for sequence in sequences]
     shape = (len(rows), max(len(row.tokens) for row in rows))
@@ -168,10 +163,10 @@ def collate_padded(sequences: Sequences, *, pad_token_id: int, has_mask: bool = 
 
 
 def collate_packed(sequences: Sequences, *, pad_token_id: int) -> Batch:
-    """Several rows per sequence. Positions restart with each row, which keeps rows apart.
+    """Several rows per sequence; positions restart with each row.
 
-    There is no attention mask: attention reads the boundaries off the positions.
-    What is left at the end counts as one more row, without loss.
+    There is no attention mask: attention finds the boundaries from the positions. Padding at the
+    end is one more row, without loss.
     """
     shape = (len(sequences), max(_count_tokens(sequence) for sequence in sequences))
     batch = _empty_batch(shape, pad_token_id)
@@ -188,7 +183,7 @@ def collate_packed(sequences: Sequences, *, pad_token_id: int) -> Batch:
 
 
 def collate_encoder_decoder(sequences: Sequences, *, pad_token_id: int) -> Batch:
-    """Encoder-decoder: what is read goes to the encoder, what is learnt to the decoder."""
+    """Prompts for the encoder, trained tokens for the decoder."""
     rows = [sequence[0] for sequence in sequences]
     read = [torch.from_numpy(row.tokens[~row.trained].astype("int64")) for row in rows]
     learnt = [torch.from_numpy(row.tokens[row.trained].astype("int64")) for row in rows]
@@ -201,7 +196,7 @@ def collate_encoder_decoder(sequences: Sequences, *, pad_token_id: int) -> Batch
 
 
 def without_loss(batch: Batch) -> Batch:
-    """The same batch with nothing to learn: what a rank runs when the rows do not go round."""
+    """The same batch with every label ignored."""
     return batch | {"labels": torch.full_like(batch["labels"], IGNORED)}
 
 
@@ -219,7 +214,7 @@ def _empty_batch(shape: tuple[int, int], pad_token_id: int) -> Batch:
 
 
 def _make_mask(lengths: list[int]) -> torch.Tensor:
-    """1 for a token, 0 for padding."""
+    """An attention mask: 1 for a token, 0 for padding."""
     return (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
 
 
@@ -231,8 +226,7 @@ def _write_row(batch: Batch, index: int, start: int, row: EncodedRow) -> None:
     end = start + len(row.tokens)
     tokens = torch.from_numpy(row.tokens.astype("int64"))
     trained = torch.from_numpy(row.trained.copy())
-    # The first token of a row has no token before it that could predict it; in a pack it would
-    # otherwise be predicted from the row before.
+    # A row's first token has no context; in a pack it would be predicted from the row before.
     trained[0] = False
     batch["input_ids"][index, start:end] = tokens
     batch["labels"][index, start:end] = torch.where(trained, tokens, IGNORED)
@@ -241,23 +235,23 @@ def _write_row(batch: Batch, index: int, start: int, row: EncodedRow) -> None:
 # Batches made ahead of their use by a thread, so that the device waits for none.
 
 _NUM_PREFETCHED = 2
-"""Steps kept ready."""
+"""Steps prepared ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatches:
-    """One rank's tensors of one step, still in host memory."""
+    """One rank's batches of one step, in host memory."""
 
     items: StepItems
     batches: list[Batch]
     wait_seconds: float
-    """How long the trainer had to wait for them."""
+    """How long the loop waited for them."""
 
 
 def choose_collate(
     description: StoreDescription, *, is_packed: bool, has_mask: bool = False
 ) -> Collate:
-    """How sequences of this store become tensors. `has_mask`: padded rows come with theirs."""
+    """The collate function for this store. `has_mask`: padded rows get an attention mask."""
     pad_token_id = description.pad_token_id
     if description.is_encoder_decoder:
         return partial(collate_encoder_decoder, pad_token_id=pad_token_id)
@@ -267,7 +261,7 @@ def choose_collate(
 
 
 class BatchLoader:
-    """Yields the batches of steps `start` to `end` for one rank."""
+    """Prepares one rank's batches in a thread, ahead of their use."""
 
     def __init__(
         self, sampler: BatchSampler, collate: Collate, *, micro_batch: int, context: DistContext
@@ -282,6 +276,7 @@ class BatchLoader:
         return self._make(self._sampler.longest(self._micro_batch))
 
     def steps(self, start: int, end: int) -> Iterator[StepBatches]:
+        """The batches of steps `start` to `end`."""
         ready: queue.Queue[StepBatches | BaseException] = queue.Queue(maxsize=_NUM_PREFETCHED)
         has_stopped = threading.Event()
         work = partial(self._fill, ready, has_stopped, range(start, end))
@@ -338,7 +333,7 @@ def _put(
     made: StepBatches | BaseException,
     is_over: Callable[[], bool],
 ) -> None:
-    """Wait for room, but not for a reader that has gone."""
+    """Put into a bounded queue, giving up once the reader has stopped."""
     while not is_over():
         try:
             ready.put(made, timeout=0.2)

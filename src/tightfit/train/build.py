@@ -36,10 +36,10 @@ from tightfit.train.checkpoint import find_checkpoint, list_damaged, read_progre
 from tightfit.train.distributed import DistContext, sum_over_ranks
 from tightfit.train.engine import TorchEngine
 from tightfit.train.loop import Evaluation, TrainLoop
-from tightfit.train.model import Objective, prepare_model
+from tightfit.train.model import Objective, make_load_request, prepare_model
 from tightfit.train.optimizers import build_optimizer
 from tightfit.train.run_logger import RunLogger
-from tightfit.train.sharding import load_sharded, make_load_request, replicate
+from tightfit.train.sharding import load_sharded, replicate
 
 
 def build_loop(

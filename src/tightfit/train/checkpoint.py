@@ -1,4 +1,4 @@
-"""Checkpoints: folders that are whole or not there, `step-000040` for the state after step 40."""
+"""Checkpoints: folders written atomically, `step-000040` for the state after step 40."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PARTIAL = ".partial"
 _WHOLE_NAME = re.compile(r"step-(\d{6,})")
 _PROGRESS = "progress.json"
 _STREAM_ERROR = "inline_container"
-"""torch's zip writer, which tells of a short write without saying why."""
+"""torch's zip writer, which reports a short write without its cause."""
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
 
 
 class Progress(Frozen):
-    """How far the run had come; the last file written into a checkpoint."""
+    """The progress of the run; the last file written into a checkpoint."""
 
     step: NonNegativeInt
     """Optimizer steps done."""
@@ -36,7 +36,7 @@ class Progress(Frozen):
     world_size: PositiveInt
     sharding: Sharding
     files: dict[str, int] = Field(default_factory=dict)
-    """Bytes of every other file: one that was cut short later is noticed."""
+    """Bytes of every other file, to notice one that is truncated later."""
 
 
 def write_checkpoint(
@@ -50,8 +50,8 @@ def write_checkpoint(
 ) -> Path:
     """Save the engine's state as the newest checkpoint, then drop all but the `keep` newest.
 
-    All ranks together, unless `alone`: then this rank by itself, while the others
-    may hang or be dead. Killed at any moment, it leaves the checkpoint before it.
+    All ranks together, unless `alone`: then by this rank, while the others may hang or be dead.
+    If the process is killed meanwhile, the checkpoint before it stays intact.
     """
     folder = run.checkpoints_path / f"step-{progress.step:06d}"
     partial = folder.with_name(folder.name + (f".rank{context.rank}" if alone else "") + PARTIAL)
@@ -64,10 +64,10 @@ def write_checkpoint(
     try:
         engine.save_state(partial, alone=True) if alone else engine.save_state(partial)
         if writes:
-            _seal(partial, progress)
+            _sync_and_list(partial, progress)
             _publish(partial, folder)
     except BaseException as error:
-        _give_up(partial, error, writes=writes)
+        _clean_up(partial, error, writes=writes)
         raise
     if writes:
         prune_checkpoints(run, keep=keep)
@@ -77,13 +77,13 @@ def write_checkpoint(
 
 
 def find_checkpoint(run: RunFolder) -> Path | None:
-    """The newest whole checkpoint; None before the first."""
+    """The newest complete checkpoint; None before the first."""
     found = _list_newest_first(run)
-    whole = next((folder for folder in found if _is_whole(folder)), None)
+    whole = next((folder for folder in found if _is_complete(folder)), None)
     if whole is None and found:
-        # Saved whole and damaged since: starting over would remove what may yet be mended.
+        # Damaged after they were saved: starting over would delete what may be repairable.
         raise InvalidInputError(
-            f"No checkpoint in {run.checkpoints_path} is whole any more: {found[0].name} lacks "
+            f"No checkpoint in {run.checkpoints_path} is complete: {found[0].name} lacks "
             "files, or they have another size than when it was saved.",
             remedy="bring the files back from a copy, or start over with --fresh",
         )
@@ -91,7 +91,7 @@ def find_checkpoint(run: RunFolder) -> Path | None:
 
 
 def list_damaged(run: RunFolder, *, after_step: int) -> list[str]:
-    """Checkpoints of later steps, newest first: one would be resumed from, were it whole."""
+    """Incomplete checkpoints of later steps, newest first."""
     names = [folder.name for folder in _list_newest_first(run)]
     return [name for name in names if int(name.removeprefix("step-")) > after_step]
 
@@ -108,15 +108,15 @@ def read_progress(folder: Path) -> Progress:
 
 
 def prune_checkpoints(run: RunFolder, *, keep: int) -> None:
-    """Remove all but the newest whole ones, and what was left half written or half removed."""
-    kept = [folder for folder in _list_newest_first(run) if _is_whole(folder)][:keep]
+    """Remove all but the `keep` newest complete ones, and partial folders."""
+    kept = [folder for folder in _list_newest_first(run) if _is_complete(folder)][:keep]
     for folder in run.checkpoints_path.iterdir():
         if folder in kept:
             continue
         if folder.name.endswith(PARTIAL):
             shutil.rmtree(folder, ignore_errors=True)
         elif _WHOLE_NAME.fullmatch(folder.name):
-            shutil.rmtree(_set_aside(folder), ignore_errors=True)
+            shutil.rmtree(_rename_for_removal(folder), ignore_errors=True)
 
 
 def _list_newest_first(run: RunFolder) -> list[Path]:
@@ -128,7 +128,7 @@ def _list_newest_first(run: RunFolder) -> list[Path]:
     return [run.checkpoints_path / steps[step] for step in sorted(steps, reverse=True)]
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         progress = read_progress(folder)
         return all((folder / name).stat().st_size == size for name, size in progress.files.items())
@@ -137,8 +137,8 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _open_partial(folder: Path, partial: Path) -> bool:
-    """An empty folder to write into; False where the checkpoint is there already."""
-    if _is_whole(folder):
+    """Make an empty folder to write into; False if the checkpoint exists already."""
+    if _is_complete(folder):
         return False
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -148,8 +148,8 @@ def _open_partial(folder: Path, partial: Path) -> bool:
     return True
 
 
-def _seal(partial: Path, progress: Progress) -> None:
-    """Note what is there, and have all of it on the disk."""
+def _sync_and_list(partial: Path, progress: Progress) -> None:
+    """Sync all files to disk and write progress.json, which lists them."""
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     for path in paths:
         sync(path)
@@ -162,25 +162,25 @@ def _seal(partial: Path, progress: Progress) -> None:
 
 def _publish(partial: Path, folder: Path) -> None:
     if folder.exists():
-        # Not whole, or `_open_partial` would have said so; or another rank was faster.
-        if _is_whole(folder):
+        # An incomplete one (see `_open_partial`), or another rank was faster.
+        if _is_complete(folder):
             shutil.rmtree(partial)
             return
-        _set_aside(folder)  # which the pruning that follows removes
+        _rename_for_removal(folder)  # `prune_checkpoints` removes it
     partial.rename(folder)
     sync(folder.parent)
 
 
-def _set_aside(folder: Path) -> Path:
-    """Under a name that no run resumes from: a removal that is cut off tears no checkpoint."""
+def _rename_for_removal(folder: Path) -> Path:
+    """Rename before removal: an interrupted removal must not leave half a checkpoint."""
     doomed = folder.with_name(folder.name + ".old" + PARTIAL)
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     return doomed
 
 
-def _give_up(partial: Path, error: BaseException, *, writes: bool) -> None:
-    """Free the space that a failed checkpoint holds, and name the disk where it is to blame."""
+def _clean_up(partial: Path, error: BaseException, *, writes: bool) -> None:
+    """Free the space of a failed checkpoint; raise a UserError if the disk caused it."""
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
     cause = find_disk_error(error)
@@ -189,7 +189,7 @@ def _give_up(partial: Path, error: BaseException, *, writes: bool) -> None:
 
 
 def find_disk_error(error: BaseException) -> OSError | None:
-    """The system's complaint inside what torch raises; it packs one fault per rank."""
+    """The OSError inside what torch raises: CheckpointException holds one error per rank."""
     if isinstance(error, CheckpointException):
         inner = [failure[0] for failure in error.failures.values()]
         return next((found for each in inner if (found := find_disk_error(each))), None)
@@ -199,7 +199,7 @@ def find_disk_error(error: BaseException) -> OSError | None:
     found = None if before is None else find_disk_error(before)
     if found is None and isinstance(error, RuntimeError) and _STREAM_ERROR in str(error):
         return OSError(errno.ENOSPC, "torch could not write all of it, as on a full disk")
-    if found is None and os.strerror(errno.ENOSPC) in str(error):  # safetensors tells it in words
+    if found is None and os.strerror(errno.ENOSPC) in str(error):  # safetensors raises its own type
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return found
 

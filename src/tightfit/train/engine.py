@@ -32,11 +32,10 @@ from tightfit.train.step import Update
 
 
 class SyncedGradScaler(torch.amp.GradScaler):
-    """torch's scaler, with one verdict on overflow for all ranks.
+    """torch's GradScaler with the overflow flag all-reduced over ranks.
 
-    A rank sees its own shards only: left alone, the rank that holds the overflow
-    would skip the update and lower its scale, and the others would not. torch has
-    such a scaler for FSDP1 (`ShardedGradScaler`) and none for `fully_shard`.
+    A rank sees its own shards only: without this, the rank with the overflow would skip the update
+    and the others would not. torch has `ShardedGradScaler` for FSDP1 and none for `fully_shard`.
     """
 
     def _unscale_grads_(
@@ -78,7 +77,7 @@ def _local_tensor(gradient: Any) -> Tensor:
 
 
 def _by_device(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Apart by device and dtype, as the kernel wants them."""
+    """Grouped by device and dtype, as the kernel requires."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -96,7 +95,7 @@ def save_state(
     *,
     alone: bool = False,
 ) -> None:
-    """Write every rank's share into `folder`; files are synced when this returns."""
+    """Write every rank's share into `folder` by torch's distributed checkpoint, synced to disk."""
     state = _state(module, optimizer, scaler)
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with _without_dist_warning():
@@ -125,14 +124,14 @@ def load_state(
             remedy="start the run in a new folder, or with the plan it was started with",
         ) from error
     for parameter, name in _optimizer_names(module, optimizer).items():
-        # Tensors were filled in place; what is no tensor (bitsandbytes' step) was replaced.
+        # Tensors were loaded in place; other values (bitsandbytes' step) were replaced.
         optimizer.state[parameter].update(state["optimizer"][name])
     if scaler.is_enabled():
         scaler.load_state_dict(state["scaler"])
 
 
 def gather_trained(model: nn.Module) -> dict[str, Tensor]:
-    """Whole trained tensors on rank 0's CPU, one gathered at a time; a tied one once."""
+    """Full trained tensors on rank 0's CPU, gathered one at a time; a tied one once."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     gathered = {}
     for name, parameter in model.named_parameters():
@@ -141,17 +140,17 @@ def gather_trained(model: nn.Module) -> dict[str, Tensor]:
         value: Any = parameter.detach()
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         if is_first:
-            # A copy of its own: the caller may keep it while training goes on.
+            # A copy: the caller may keep it while training goes on.
             gathered[name] = whole.to("cpu", copy=True)
         del whole
     return gathered
 
 
 def _state(module: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Views of the live tensors by parameter name, which fit any sharding and any order.
+    """Views of the live tensors by parameter name, independent of sharding and order.
 
-    By hand rather than by `get_optimizer_state_dict`, which makes copies, counts a step
-    where none was taken, and cannot load what bitsandbytes saves.
+    Not `get_optimizer_state_dict`: it copies, counts a step where none was taken, and cannot load
+    what bitsandbytes saves.
     """
     state: dict[str, Any] = {
         "model": {
@@ -171,13 +170,13 @@ def _state(module: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler
 
 
 def _optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """Parameters that the optimizer holds state of."""
+    """Names of the parameters with optimizer state."""
     named = module.named_parameters()
     return {parameter: name for name, parameter in named if parameter in optimizer.state}
 
 
 def init_optimizer_state(optimizer: Optimizer) -> None:
-    """Have the optimizer make its state, by a step that moves nothing."""
+    """Make the optimizer allocate its state, by a step with learning rate 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -198,7 +197,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _without_dist_warning() -> Iterator[None]:
-    """torch warns that there is no process group where none is wanted."""
+    """Suppress torch's warning that there is no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to")
         yield
@@ -209,7 +208,7 @@ CLIP_EPSILON = 1e-6
 
 
 class TorchEngine:
-    """Forward, backward and update in plain torch; what wraps the module is its own affair."""
+    """Forward, backward and update in plain torch, of a module that DDP or FSDP2 may wrap."""
 
     def __init__(
         self,
@@ -230,7 +229,7 @@ class TorchEngine:
         is_scaled = strategy.compute is Dtype.FP16
         self.scaler = SyncedGradScaler(device.type, enabled=is_scaled)
         self.is_updating = False
-        """Whether parameters may be half changed: out of memory then loses the step."""
+        """Whether an update is running: out of memory in it leaves parameters half updated."""
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._skips_by_itself = not is_scaled and _is_fused(optimizer)
 
@@ -245,8 +244,8 @@ class TorchEngine:
             with nullcontext() if is_last else self.module.no_sync():
                 yield
             return
-        # FSDP2 adds shards up with every micro-batch: holding whole gradients until the last
-        # one would cost the memory that sharding saves.
+        # FSDP2 reduces with every micro-batch: full gradients until the last one would cost the
+        # memory that sharding saves.
         yield
 
     def backward(self, loss: Tensor) -> None:
@@ -261,8 +260,7 @@ class TorchEngine:
         if self._skips_by_itself:
             is_skipped = self._step_unless(~torch.isfinite(norm))
             return Update(grad_norm=norm, is_skipped=is_skipped)
-        # A skipped step moves nothing, so every rank must come to the same verdict: the norm is
-        # over all shards, and so is the scaler's.
+        # All ranks must agree to skip: the norm and the scaler's flag are over all shards.
         has_overflowed = not torch.isfinite(norm) or self.scaler.has_overflowed(self.optimizer)
         if not has_overflowed:
             self.is_updating = True
@@ -274,8 +272,8 @@ class TorchEngine:
         return Update(grad_norm=norm, is_skipped=has_overflowed)
 
     def _step_unless(self, is_bad: Tensor) -> Tensor:
-        """The update, unless the device finds this to be true: the host queues it without waiting
-        for the gradients, and the next step behind it."""
+        """Update unless `is_bad`, which the fused kernel reads on the device: the host does not
+        wait for the gradients."""
         optimizer: Any = self.optimizer
         optimizer.found_inf = is_bad.float()
         self.is_updating = True
@@ -286,7 +284,7 @@ class TorchEngine:
         return is_bad
 
     def _clip(self, most: float) -> Tensor:
-        """The norm of all gradients; they are shortened here, or by the update that reads them."""
+        """The norm of all gradients; they are clipped here, or by TritonAdamW as it reads them."""
         if not isinstance(self.optimizer, TritonAdamW):
             return _full_norm(nn.utils.clip_grad_norm_(self._trained, most))
         norm = nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
@@ -295,7 +293,7 @@ class TorchEngine:
 
     @property
     def objective(self) -> nn.Module:
-        """What DDP wraps; FSDP2 wraps in place."""
+        """The Objective: the module inside DDP; FSDP2 wraps in place."""
         module: Any = self.module
         inner: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         return inner
@@ -308,16 +306,16 @@ class TorchEngine:
     def save_state(self, folder: Path, *, alone: bool = False) -> None:
         """Trained parameters, optimizer and scaler into an existing folder; all ranks together.
 
-        `alone`: by this rank, which must hold all of it, while the others may be anywhere.
+        `alone`: by this rank, which must hold the full state.
         """
         save_state(folder, self.objective, self.optimizer, self.scaler, alone=alone)
 
     def load_state(self, folder: Path) -> None:
-        """Undo everything since `save_state`, on any number of ranks."""
+        """Restore what `save_state` wrote, on any number of ranks."""
         load_state(folder, self.objective, self.optimizer, self.scaler)
 
     def trained_state(self) -> dict[str, Tensor]:
-        """On rank 0 whole tensors on the CPU, named as in `model`; elsewhere nothing."""
+        """On rank 0 full tensors on the CPU, named as in `model`; on others nothing."""
         return gather_trained(self.model)
 
 
@@ -333,7 +331,7 @@ def evaluating(engine: Any) -> Iterator[None]:
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
-    """Whether its kernel takes a flag that says to change nothing; shards do not go with one."""
+    """Whether its kernel takes `found_inf` to skip an update; not with DTensor shards."""
     is_fused = isinstance(optimizer, AdamW) and bool(optimizer.defaults["fused"])
     weights = (weight for group in optimizer.param_groups for weight in group["params"])
     return is_fused and not any(isinstance(weight, DTensor) for weight in weights)

@@ -1,6 +1,4 @@
-"""The module that is trained: the loaded model prepared as the plan says, and its objective
-(a batch in, its summed loss out).
-"""
+"""The module that is trained: a loaded model prepared as the plan says, and its objective."""
 
 from __future__ import annotations
 
@@ -31,6 +29,7 @@ from tightfit.runtime.layers import (
     dequantize_base,
     dequantize_deferred,
 )
+from tightfit.runtime.load import LoadRequest
 from tightfit.train.batches import IGNORED
 
 _LOGIT_CHANGES = (
@@ -39,16 +38,15 @@ _LOGIT_CHANGES = (
     "mup_width_multiplier",
     "output_multiplier_scale",
 )
-"""Config fields of families that change the head's output; their own forward does it then."""
+"""Config fields that scale the head's output; such families use their own forward."""
 
 
 class Objective(nn.Module):
-    """The sum of the cross-entropies of a batch's trained tokens.
+    """The summed cross-entropy of a batch's trained tokens.
 
-    The head is applied to trained positions alone: prompts and padding cost no
-    logits. A sum, not a mean, so that micro-batches and ranks add up to the loss of
-    the whole step, each token with the same weight. DDP and FSDP wrap this module,
-    so that head and loss run inside the wrapped forward.
+    The head runs on trained positions only: prompts and padding cost no logits. A sum, not a mean:
+    micro-batches and ranks add up to the loss of the whole step, each token with the same weight.
+    DDP and FSDP wrap this module, so head and loss run inside the wrapped forward.
     """
 
     def __init__(self, model: Any, loss: Loss, *, slice_factor: int = 1) -> None:
@@ -88,7 +86,7 @@ class Objective(nn.Module):
 
     def _sum_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         if not len(targets):
-            # Nothing to learn here, yet every parameter must take part in the backward pass.
+            # No trained token, but every parameter must take part in the backward pass.
             return logits.float().sum() * 0.0
         if self._loss is Loss.KERNEL:
             from liger_kernel.transformers import LigerCrossEntropyLoss
@@ -101,7 +99,7 @@ class Objective(nn.Module):
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether logits are the head's output on the backbone's, a soft cap apart."""
+    """Whether logits are the head's output on the backbone's, apart from a softcap."""
     config = model.config
     changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
     backbone = getattr(model, model.base_model_prefix, None)
@@ -114,7 +112,7 @@ def _unwrap(model: Any) -> Any:
 
 
 def _chunked_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The upcast to fp32 a slice at a time."""
+    """Cross-entropy with the upcast to fp32 one chunk at a time."""
     pairs = zip(logits.chunk(NUM_LOSS_CHUNKS), targets.chunk(NUM_LOSS_CHUNKS), strict=True)
     losses = [cross_entropy(part.float(), wanted, reduction="sum") for part, wanted in pairs]
     return torch.stack(losses).sum()
@@ -123,17 +121,17 @@ def _chunked_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def _fused_loss(
     head: Any, hidden: Tensor, targets: Tensor, softcap: float | None, slice_factor: int
 ) -> Tensor:
-    """Head and loss a slice at a time in one kernel; the logits never exist whole.
+    """Liger's head and loss in one kernel, chunk by chunk, without the full logits.
 
-    An older Liger cannot widen its slices: they take less memory then than was planned.
+    Older versions of Liger have a fixed chunk size, and then need less memory than planned.
     """
     if not len(targets):
         nothing: Tensor = (head.weight.sum() + hidden.sum()) * 0.0
         return nothing
     bias = getattr(head, "bias", None)
-    sliced = _find_sliced_loss() if slice_factor > 1 else None
-    if sliced is not None:
-        total: Tensor = sliced(
+    chunked = _find_chunked_loss() if slice_factor > 1 else None
+    if chunked is not None:
+        total: Tensor = chunked(
             hidden,
             head.weight,
             targets,
@@ -150,21 +148,22 @@ def _fused_loss(
     return summed
 
 
-def _find_sliced_loss() -> Any | None:
-    """Liger's fused loss as a function that takes the width of its slices; older ones do not."""
+def _find_chunked_loss() -> Any | None:
+    """Liger's fused loss if its chunk size can be set; older versions cannot."""
     from liger_kernel.transformers import functional
 
     found = functional.liger_fused_linear_cross_entropy
     return found if "chunk_mem_const" in signature(found).parameters else None
 
 
-# What a loaded model needs before it trains: kernels, adapters, compilation, recomputation.
+# Preparation: kernels, adapters, compilation, activation checkpointing
 
 
 def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
-    """The model as the plan trains it, in training mode; on any device, meta included.
+    """Apply the plan's kernels, adapters and checkpointing; on any device, meta included.
 
-    Adapters are drawn with the run's seed, whatever was drawn before.
+    Adapters are initialized from the run's seed, independent of earlier random numbers. The order
+    matters: Liger's kernels before adapters, adapters before fp8, both before fused LoRA.
     """
     if strategy.packing:
         check_packable(model)
@@ -184,7 +183,7 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
         fuse_lora_projections(model)
     if can_fuse_trained_projections(model.config.model_type, strategy):
         fuse_trained_projections(model)
-    # bitsandbytes repacks weights in eval mode, which no gradient passes through.
+    # In eval mode bitsandbytes repacks weights into a layout without gradients.
     model.train()
     layers = decoder_layers(model)
     if strategy.compile:
@@ -194,17 +193,24 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
 
 
 def recompute_layers(layers: list[nn.Module]) -> None:
-    """Keep these layers' inputs alone, and run them again in the backward pass.
+    """Activation checkpointing: keep only these layers' inputs, and recompute in backward.
 
-    `forward` is wrapped, not the call around it, so that a layer's shards are
-    gathered once for recomputing and backward together; and non-reentrant, so
-    that frozen embeddings need not pretend to want gradients.
+    Wraps `forward`, not `__call__`, so that FSDP gathers a layer once for recomputation and
+    backward together. Non-reentrant, so that frozen embeddings need no gradient.
     """
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def compile_layers(layers: list[nn.Module]) -> None:
-    """Layer by layer: all share one compiled graph, and what wraps them stays outside of it."""
+    """Compile layer by layer: all share one graph, and wrappers stay outside of it."""
     for layer in layers:
         layer.forward = torch.compile(layer.forward)
+
+
+def make_load_request(strategy: Strategy, training: Training) -> LoadRequest:
+    """How to load the base model. Seeds torch: random weights are the same on every rank."""
+    torch.manual_seed(training.seed)
+    return LoadRequest.from_strategy(
+        strategy, is_packed=strategy.packing, random_weights=training.random_weights
+    )

@@ -19,7 +19,7 @@ MOMENTUM = 0.9
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], kind: Kind, training: Training
 ) -> Optimizer:
-    """Over what is trained; norms and biases (vectors) are not decayed."""
+    """The optimizer of all trained parameters, without weight decay for vectors (norms, biases)."""
     trained = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if _is_matrix(p)], "weight_decay": training.weight_decay},
@@ -41,7 +41,7 @@ def build_optimizer(
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
-    """A parameter that ZeRO-3 has partitioned is flat, and tells its shape apart."""
+    """A parameter partitioned by ZeRO-3 is flat, with its shape in `ds_shape`."""
     return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
 
 

@@ -25,7 +25,7 @@ from tightfit.train.distributed import DistContext
 
 
 class Tracker(Protocol):
-    """Takes named numbers of a step."""
+    """Receives the named values of a step."""
 
     def log(self, values: dict[str, float], step: int) -> None: ...
 
@@ -88,7 +88,7 @@ _KINDS: dict[str, type[_TensorBoard] | type[_Wandb] | type[_Mlflow]] = {
 
 
 def open_trackers(names: Sequence[str], run: RunFolder, plan: Plan) -> list[Tracker]:
-    """One for each name; a package that is missing is said before the first step."""
+    """One tracker for each name; a missing package is an error before the first step."""
     found: list[Tracker] = []
     for name in names:
         try:
@@ -102,7 +102,7 @@ def open_trackers(names: Sequence[str], run: RunFolder, plan: Plan) -> list[Trac
 
 
 def name_values(record: Record) -> dict[str, float]:
-    """A record's numbers under the names that charts are grouped by."""
+    """A record's values by chart name."""
     if isinstance(record, StepRecord):
         found = {
             "train/loss": record.loss,
@@ -137,9 +137,9 @@ class RunLogger:
         self._num_steps = 0
 
     def open(self, *, step: int, num_steps: int, damaged: Sequence[str] = ()) -> None:
-        """Start, or start again after `step` steps: what was written beyond them is forgotten.
+        """Start, or resume after `step` steps: records of later steps are dropped.
 
-        `damaged` are newer checkpoints, which could not be used.
+        `damaged` are newer checkpoints that could not be used.
         """
         self._num_steps = num_steps
         if not self._is_writing:
@@ -161,12 +161,12 @@ class RunLogger:
             tracker.log(values, record.step)
 
     def read_losses(self, step: int) -> list[float]:
-        """Of the steps up to `step`; on any rank, as the folder is shared."""
+        """The losses of steps up to `step`; any rank can read them."""
         records = read_records(self._run.metrics_path)
         return [r.loss for r in records if isinstance(r, StepRecord) and r.step <= step]
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether an evaluation after `step` steps is written down; False on other ranks."""
+        """Whether an evaluation after `step` steps is recorded; False on other ranks than 0."""
         return self._is_writing and any(
             isinstance(record, EvalRecord) and record.step == step
             for record in read_records(self._run.metrics_path)

@@ -39,7 +39,7 @@ from tightfit.runtime.load import (
 )
 from tightfit.runtime.staged import prefer_staged
 from tightfit.train.distributed import DistContext, broadcast_object, init_single_process_group
-from tightfit.train.model import Objective, prepare_model
+from tightfit.train.model import Objective, make_load_request, prepare_model
 
 # nf4 weights in shards
 
@@ -224,14 +224,6 @@ def choose_offload(strategy: Strategy, context: DistContext) -> OffloadPolicy:
 # Loading into shards
 
 _Shape = tuple[tuple[int, ...], torch.dtype]
-
-
-def make_load_request(strategy: Strategy, training: Training) -> LoadRequest:
-    """How to load the base model. Seeds torch: random weights are the same on every rank."""
-    torch.manual_seed(training.seed)
-    return LoadRequest.from_strategy(
-        strategy, is_packed=strategy.packing, random_weights=training.random_weights
-    )
 
 
 def load_sharded(plan: Plan, training: Training, context: DistContext) -> Objective:

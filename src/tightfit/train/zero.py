@@ -1,6 +1,4 @@
-"""ZeroEngine: the model under DeepSpeed's ZeRO, behind the same protocol as TorchEngine; its
-DeepSpeed config, loading and start-up.
-"""
+"""ZeroEngine: a model under DeepSpeed's ZeRO, with the same protocol as TorchEngine."""
 
 from __future__ import annotations
 
@@ -28,22 +26,22 @@ from tightfit.runtime.libraries import silence_libraries
 from tightfit.runtime.load import LoadRequest, build_model, load_base, read_config, read_model
 from tightfit.runtime.staged import prefer_staged
 from tightfit.train.distributed import DistContext, init_single_process_group
-from tightfit.train.model import Objective, prepare_model
+from tightfit.train.model import Objective, make_load_request, prepare_model
 from tightfit.train.optimizers import build_optimizer
 from tightfit.train.step import Update
 
-# The DeepSpeed config of a plan: every number that the memory estimate counts on, written out.
+# DeepSpeed config: every number that the memory estimate depends on is explicit
 
 _STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 _PERSISTENT_HIDDEN_SIZES = 10
-"""ZeRO-3 leaves parameters below so many times the hidden size whole on every rank: norms and
-biases, too small to be worth a message each. As transformers' Trainer sets it."""
+"""ZeRO-3 does not partition parameters smaller than this many hidden sizes: norms and biases,
+which are not worth a message each. The value of transformers' Trainer."""
 _SUB_GROUP_VALUES = 1_000_000_000
-"""Values that one optimizer call of ZeRO-3 takes; DeepSpeed's default."""
+"""Values per optimizer call of ZeRO-3; DeepSpeed's default."""
 
 
 def make_zero_config(plan: Plan) -> dict[str, Any]:
-    """What `deepspeed.initialize` is told. The optimizer is handed over apart.
+    """The config for `deepspeed.initialize`, which gets the optimizer separately.
 
     Meanings: https://www.deepspeed.ai/docs/config-json/.
     """
@@ -53,7 +51,7 @@ def make_zero_config(plan: Plan) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": strategy.micro_batch,
         "gradient_accumulation_steps": strategy.grad_accum,
         "gradient_clipping": clip or 0.0,
-        # Torch's optimizers, offloaded or not: DeepSpeed knows them by no list of its own.
+        # torch's optimizers, offloaded or not, are not on DeepSpeed's list of tested ones.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "wall_clock_breakdown": False,
@@ -63,13 +61,13 @@ def make_zero_config(plan: Plan) -> dict[str, Any]:
 
 
 def _precision(compute: Dtype) -> dict[str, Any]:
-    """16-bit weights and gradients beside an fp32 master copy, or fp32 throughout.
+    """16-bit weights and gradients with an fp32 master copy, or fp32 throughout.
 
-    A step whose gradients are not finite is left out in every precision.
+    A step whose gradients are not finite is skipped in every precision.
     """
     return {
         "bf16": {"enabled": compute is Dtype.BF16, "check_grad_overflow": True},
-        # Scaled as torch's GradScaler scales: from 2^16, halved at once, doubled after 2000 steps.
+        # As torch's GradScaler: starts at 2^16, halved at once, doubled after 2000 steps.
         "fp16": {
             "enabled": compute is Dtype.FP16,
             "loss_scale": 0,
@@ -98,14 +96,14 @@ def _stages_1_and_2() -> dict[str, Any]:
         "reduce_bucket_size": ZERO_BUCKET_VALUES,
         "allgather_bucket_size": ZERO_BUCKET_VALUES,
         "contiguous_gradients": True,
-        # Overlap holds a second bucket, which the estimate does not.
+        # Overlap would need a second bucket, which the estimate does not count.
         "overlap_comm": False,
         "reduce_scatter": True,
     }
 
 
 def make_stage3_fields(hidden_size: int) -> dict[str, Any]:
-    """Buckets of one square matrix, one for gradients and one ahead of the layer in use."""
+    """Buckets of one square matrix: one for gradients, one for prefetching."""
     return {
         "reduce_bucket_size": hidden_size**2,
         "stage3_prefetch_bucket_size": hidden_size**2,
@@ -119,38 +117,38 @@ def make_stage3_fields(hidden_size: int) -> dict[str, Any]:
     }
 
 
-# Loading under ZeRO-3: every parameter is split over the ranks the moment it is made.
+# Loading under ZeRO-3: each parameter is partitioned as it is created
 
 
 def enable_zero3_init(config: dict[str, Any]) -> Any:
-    """Tell transformers and peft, for as long as the result lives, that parameters are split.
+    """Make transformers and peft partition parameters for as long as the result is referenced.
 
-    transformers then makes modules inside `deepspeed.zero.Init` and fills them one
-    by one: rank 0 reads a tensor from the mapped file, each rank keeps its share.
-    Every rank must load; rank 0 alone would wait for the others for ever.
+    transformers then builds modules inside `deepspeed.zero.Init` and fills them one by one: rank 0
+    reads a tensor from the mapped file, each rank keeps its part. Every rank must load, or the
+    others wait forever.
     """
     from transformers.integrations import deepspeed as integration
 
-    announced: Any = integration.HfDeepSpeedConfig
-    return announced(config)
+    make_config: Any = integration.HfDeepSpeedConfig
+    return make_config(config)
 
 
 def disable_zero3_init() -> None:
-    """The next model of this process is an ordinary one."""
+    """Undo `enable_zero3_init` for the next model of this process."""
     from transformers.integrations import deepspeed as integration
 
-    withdraw: Any = integration.unset_hf_deepspeed_config
-    withdraw()
+    unset: Any = integration.unset_hf_deepspeed_config
+    unset()
 
 
 def load_partitioned(folder: Path, request: LoadRequest) -> Any:
-    """The base model in training mode, its parameters split; partitioning has been announced."""
+    """The base model in training mode, partitioned; call after `enable_zero3_init`."""
     silence_libraries()
     register_attention()
     config = read_config(folder, request)
     if getattr(config, "quantization_config", None) is not None:
         raise InvalidInputError(
-            f"{folder} is already quantized, and ZeRO-3 splits unpacked weights.",
+            f"{folder} is already quantized, and ZeRO-3 partitions unquantized weights.",
             remedy="name the model it was made from",
         )
     if request.random_weights:
@@ -161,26 +159,25 @@ def load_partitioned(folder: Path, request: LoadRequest) -> Any:
     return model.train()
 
 
-# Starting DeepSpeed: the right accelerator, no chatter, nothing compiled, a group to speak in.
+# Starting DeepSpeed
 
 
 def start_deepspeed(context: DistContext) -> Any:
-    """The deepspeed module, bound to the place's device and to torch's process group.
+    """Import deepspeed, bound to the context's device and torch's process group.
 
-    DeepSpeed is kept from compiling anything: the one extension it would build by
-    itself on CPUs serves inference alone, and a build needs a compiler and leaves a
-    lock behind when it is killed, on which every later start would hang.
+    DeepSpeed must not compile anything: the extension it builds by itself on CPUs serves inference
+    only, and a killed build leaves a lock on which every later start hangs.
     """
-    # Read at import; a machine with a GPU would otherwise get it even for a plan on the CPU.
+    # Read at import; by default DeepSpeed takes the GPU even for a plan on the CPU.
     os.environ["DS_ACCELERATOR"] = context.device.type
     deepspeed = _import_deepspeed()
     _silence_deepspeed()
     deepspeed.ops.__compatible_ops__ = {}
     _match_accelerator(context)
-    os.environ.setdefault("LOCAL_RANK", str(context.local_rank))  # it asks for it without torchrun
+    os.environ.setdefault("LOCAL_RANK", str(context.local_rank))  # required without torchrun too
     if not dist.is_initialized():
         init_single_process_group(context)
-    # Told not to look for MPI: the group is there.
+    # The process group exists: no MPI discovery.
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
     return deepspeed
 
@@ -205,7 +202,7 @@ def _silence_deepspeed() -> None:
 
 
 def _match_accelerator(context: DistContext) -> None:
-    """What was imported before, by whomever, must agree."""
+    """Refuse an accelerator that an earlier import of deepspeed chose for another device."""
     from deepspeed.accelerator import get_accelerator
 
     name = get_accelerator().device_name()
@@ -222,10 +219,10 @@ _STATE_FOLDER = "zero"
 
 
 class ZeroEngine:
-    """DeepSpeed's engine with our step: one loss scale, one schedule, one notion of a step."""
+    """DeepSpeed's engine behind the `Engine` protocol; the loop sets learning rate and boundary."""
 
     is_updating = False
-    """Never of use: no rank of a sharded run could save alone what is left."""
+    """Only used to save alone, which no rank of a sharded run can."""
 
     def __init__(
         self, engine: Any, *, strategy: Strategy, context: DistContext, loading: Any
@@ -236,7 +233,7 @@ class ZeroEngine:
         self.device = context.device
         self.world_size = context.world_size
         self._context = context
-        # transformers and peft ask it whether weights are partitioned, and hold it weakly.
+        # transformers and peft hold it by a weak reference to know that weights are partitioned.
         self._loading = loading
 
     @property
@@ -249,7 +246,7 @@ class ZeroEngine:
         return self.engine.optimizer
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Nothing to cast: every module holds weights in the dtype of the arithmetic."""
+        """No autocast: all weights are in the compute dtype."""
         return nullcontext()
 
     @contextmanager
@@ -258,7 +255,7 @@ class ZeroEngine:
         yield
 
     def backward(self, loss: Tensor) -> None:
-        # The loss is a share of the step's mean already: not to be divided by micro-batches.
+        # The loss is already scaled to the step's mean: no division by micro-batches.
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def update(self, learning_rate: float) -> Update:
@@ -271,15 +268,15 @@ class ZeroEngine:
                 raise
             raise UserError(
                 "The gradients overflow fp16 at any scale.",
-                remedy="calculate in bf16 or fp32, or lower the learning rate: --set compute=fp32",
+                remedy="compute in bf16 or fp32, or lower the learning rate: --set compute=fp32",
             ) from error
         is_skipped = bool(self.optimizer.overflow)
         norm = self.engine.get_global_grad_norm()
-        told = float("inf") if is_skipped or norm is None else float(norm)
-        return Update(grad_norm=torch.tensor(told), is_skipped=is_skipped)
+        grad_norm = float("inf") if is_skipped or norm is None else float(norm)
+        return Update(grad_norm=torch.tensor(grad_norm), is_skipped=is_skipped)
 
     def save_state(self, folder: Path) -> None:
-        """Trained parameters, master copies, moments and loss scale; each rank writes its share."""
+        """Write trained parameters, master copies, moments and loss scale; each rank its share."""
         self.engine.save_checkpoint(
             str(folder), tag=_STATE_FOLDER, save_latest=False, exclude_frozen_parameters=True
         )
@@ -303,13 +300,13 @@ class ZeroEngine:
         if num_saved != self.world_size:
             raise UserError(
                 f"The checkpoint {folder} was written by {num_saved} processes, and ZeRO cannot "
-                f"deal it to {self.world_size}.",
+                f"split it over {self.world_size}.",
                 remedy=f"resume on {num_saved} GPUs, or start a new run with --set sharding=fsdp, "
                 "which resumes on any number",
             )
 
     def trained_state(self) -> dict[str, Tensor]:
-        """Whole tensors on rank 0's CPU, one parameter gathered at a time; {} elsewhere."""
+        """Full tensors on rank 0's CPU, gathered one at a time; on others nothing."""
         is_full = self.strategy.method is Method.FULL
         wanted = {
             name: parameter
@@ -317,7 +314,7 @@ class ZeroEngine:
             if is_full or parameter.requires_grad
         }
         kept: dict[str, Tensor] = {}
-        with self._settled():
+        with self._without_prefetch():
             for name, parameter in wanted.items():
                 with self._gathered(parameter):
                     if self._context.is_first:
@@ -325,8 +322,8 @@ class ZeroEngine:
         return kept
 
     @contextmanager
-    def _settled(self) -> Iterator[None]:
-        """No parameter on its way: ZeRO-3 may still be fetching the next layer's."""
+    def _without_prefetch(self) -> Iterator[None]:
+        """Finish ZeRO-3's prefetches, which may still be gathering the next layer."""
         is_partitioned = self.strategy.sharding.shards_weights
         if is_partitioned:
             self.optimizer.checkpoint_event_prologue()
@@ -343,14 +340,14 @@ class ZeroEngine:
         return context
 
     def close(self) -> None:
-        """Let go of hooks and buffers, so that another engine can take their place."""
+        """Free hooks and buffers, so that another engine can be built."""
         self.engine.destroy()
         if self._loading is not None:
             disable_zero3_init()
 
 
 def build_zero_engine(plan: Plan, context: DistContext) -> ZeroEngine:
-    """Load as the stage asks, finish, and hand all to `deepspeed.initialize`."""
+    """Load as the stage requires, prepare, and call `deepspeed.initialize`."""
     training = plan.training
     if training is None:
         raise UserError(
@@ -364,7 +361,7 @@ def build_zero_engine(plan: Plan, context: DistContext) -> ZeroEngine:
     model = prepare_model(_load_model(strategy, training, context), strategy, training)
     objective = Objective.from_strategy(model, strategy)
     if strategy.sharding is Sharding.ZERO3 and strategy.loss is Loss.FUSED:
-        # The fused loss reads the head's weight without calling the head, which is what gathers.
+        # The fused loss reads the head's weight without calling the head, whose hook gathers it.
         deepspeed.zero.register_external_parameter(objective, model.get_output_embeddings().weight)
     optimizer = build_optimizer(objective.named_parameters(), strategy.optimizer, training)
     engine, *_ = deepspeed.initialize(
@@ -375,7 +372,7 @@ def build_zero_engine(plan: Plan, context: DistContext) -> ZeroEngine:
 
 
 def to_deepspeed_strategy(strategy: Strategy) -> Strategy:
-    """Weights and adapters in the dtype of the arithmetic; fp32 lives in the master copy."""
+    """The strategy with weights and adapters in the compute dtype; DeepSpeed keeps fp32 masters."""
     if strategy.compute.value_bytes != 2:
         return strategy
     weights = strategy.weights if strategy.weights.is_quantized else strategy.compute
@@ -385,21 +382,17 @@ def to_deepspeed_strategy(strategy: Strategy) -> Strategy:
 
 
 def _is_partitioned_at_once(strategy: Strategy) -> bool:
-    """ZeRO-3 splits each parameter as it is made. Packed weights are split after loading."""
+    """ZeRO-3 partitions parameters as they are created; quantized ones after loading."""
     return strategy.sharding is Sharding.ZERO3 and not strategy.weights.is_quantized
 
 
 def _load_model(strategy: Strategy, training: Training, context: DistContext) -> Any:
-    # Weights that are drawn must be the same on every rank.
-    torch.manual_seed(training.seed)
-    request = LoadRequest.from_strategy(
-        strategy, is_packed=strategy.packing, random_weights=training.random_weights
-    )
+    request = make_load_request(strategy, training)
     folder = prefer_staged(Path(training.model_path))
     if _is_partitioned_at_once(strategy):
         return load_partitioned(folder, request)
     if strategy.weights.is_quantized and strategy.sharding is Sharding.ZERO3:
-        # Codes travel between ranks as values of the dtype that everything else has.
+        # ZeRO-3 gathers all parameters in one dtype, codes included.
         request = replace(request, quant_storage=strategy.compute)
     return load_base(folder, request, context.device)
 

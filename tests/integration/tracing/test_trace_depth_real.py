@@ -50,7 +50,7 @@ def _trace(family: str, strategy: dict[str, Any], kinds: tuple[int, ...]) -> Rec
     job = TraceJob.model_validate(
         {"config": config, "strategy": chosen, "compute_capability": (9, 0), "stages": ()}
     )
-    return record_job(job, with_depth(config, sum(kinds)))
+    return record_job(job.model_copy(update={"config": with_depth(config, sum(kinds))}))
 
 
 def _extend(family: str, strategy: dict[str, Any], kinds: tuple[int, ...]) -> Recording:

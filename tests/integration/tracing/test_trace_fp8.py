@@ -96,7 +96,7 @@ def record(folder: Path, fields: dict[str, Any]) -> Recording:
     config = json.loads((make_llama(folder) / "config.json").read_text("utf-8"))
     strategy = Strategy(**({"fp8": True, "micro_batch": 2, "seq_len": 32} | fields))
     job = TraceJob(config=config, strategy=strategy, compute_capability=(9, 0), stages=())
-    return record_job(job, config)
+    return record_job(job.model_copy(update={"config": config}))
 
 
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "kept"])
@@ -106,7 +106,7 @@ def test_shared_casts_are_not_there_at_the_peak(
 ) -> None:
     fields = fields | {"checkpointing": checkpointing}
     shared = record(tmp_path, fields)
-    monkeypatch.setattr(fp8._Kept, "keep", lambda *_: None)
+    monkeypatch.setattr(fp8._CastCache, "keep", lambda *_: None)
     apart = record(tmp_path, fields)
     assert len(shared.allocations) < len(apart.allocations)
     assert peak(shared) == peak(apart)

@@ -69,7 +69,7 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def record(config: dict[str, Any], strategy: Strategy, depth: int) -> OperationLog:
         job = TraceJob(config=config, strategy=strategy, compute_capability=CARD, stages=())
-        record_job(job, with_depth(config, depth))
+        record_job(job.model_copy(update={"config": with_depth(config, depth)}))
         log = made[-1].notes.finish()
         assert log is not None, made[-1].notes.problem
         return log

@@ -167,7 +167,7 @@ def _trace(folder: Path, **fields: Any) -> Recording:
     config = json.loads((folder / "config.json").read_text("utf-8"))
     strategy = _strategy(**fields)
     job = TraceJob(config=config, strategy=strategy, compute_capability=CARD, stages=())
-    return record_job(job, config)
+    return record_job(job.model_copy(update={"config": config}))
 
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:

@@ -39,7 +39,7 @@ def record(family: str, fields: dict[str, Any], **changes: Any) -> Recording:
     job = TraceJob.model_validate(
         {"config": config, "strategy": strategy, "compute_capability": (9, 0)}
     )
-    return record_job(job, config)
+    return record_job(job.model_copy(update={"config": config}))
 
 
 def list_stages(recording: Recording) -> dict[str, TracedStage]:

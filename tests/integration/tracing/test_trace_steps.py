@@ -57,7 +57,7 @@ def _make_job(strategy: dict[str, Any]) -> TraceJob:
 
 def _record(strategy: dict[str, Any]) -> Recording:
     job = _make_job(strategy)
-    return record.record_job(job, job.config)
+    return record.record_job(job)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def record(**changes: Any) -> Recording:
         compute_capability=(9, 0),
         stages=(),
     )
-    return record_job(job, CONFIG)
+    return record_job(job.model_copy(update={"config": CONFIG}))
 
 
 def sum_standing(recording: Recording) -> dict[str, int]:

@@ -423,7 +423,7 @@ def test_shared_casts_change_nothing(
 ) -> None:
     """Over several batches: a cast of another tensor would show."""
     found = gradients_of_batches(method, checkpointing=checkpointing)
-    monkeypatch.setattr(fp8._Kept, "keep", lambda *_: None)
+    monkeypatch.setattr(fp8._CastCache, "keep", lambda *_: None)
     wanted = gradients_of_batches(method, checkpointing=checkpointing)
     assert len(found) > NUM_LINEARS
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

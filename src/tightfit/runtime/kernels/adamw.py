@@ -1,4 +1,4 @@
-"""torch's AdamW with a Triton update where parameters are plain GPU tensors."""
+"""torch's AdamW, with a Triton kernel for parameters that are plain GPU tensors."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.optim import AdamW
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 SKIP_UPDATE = -1.0
-"""A factor that keeps the kernel from changing anything."""
+"""A gradient factor that makes the kernel skip the update."""
 _ALIGNMENT = 16
-"""Bytes that the kernel loads at once, which addresses must be multiples of."""
+"""Bytes of one load of the kernel; addresses must be multiples of it."""
 
 
 class TritonAdamW(AdamW):
-    """State, groups and arithmetic are those of torch's fused AdamW, and so are checkpoints.
+    """State, groups, arithmetic and checkpoints are those of torch's fused AdamW.
 
-    Gradients can be scaled on the way, which would take a pass over memory of its own. What they
-    hold afterwards is left open.
+    Gradients can be scaled as they are read, which saves a pass over memory; their values after
+    the step are undefined.
     """
 
     grad_scale: Tensor | None = None
-    """torch's own name for what its kernel divides gradients by."""
+    """The attribute that torch's fused kernel divides gradients by."""
     found_inf: Tensor | None = None
-    """Likewise for what keeps it from changing anything, where it is 1."""
+    """The attribute that makes torch's fused kernel skip the update if it is 1."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float) -> None:
         super().__init__(groups, lr=lr, fused=True)
@@ -36,7 +36,7 @@ class TritonAdamW(AdamW):
         self._has_triton = find_spec("triton") is not None
 
     def scale_next(self, factor: Tensor) -> None:
-        """Multiply the gradients of the next step by this."""
+        """Multiply the gradients of the next step by `factor`."""
         self._factor = factor
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class TritonAdamW(AdamW):
 
 
 def _suits_kernel(weight: Tensor) -> bool:
-    """Not shards, whose class is another; views of buckets may lie anywhere."""
+    """Plain CUDA tensors only, not DTensors; views of DDP buckets may be misaligned."""
     gradient = weight.grad
     return (
         weight.is_cuda
@@ -95,7 +95,7 @@ def _suits_kernel(weight: Tensor) -> bool:
 
 
 def _by_kind(weights: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Those with a gradient, apart by device and dtype."""
+    """Weights with a gradient, grouped by device and dtype."""
     kinds: dict[Any, list[Tensor]] = defaultdict(list)
     for weight in weights:
         if weight.grad is not None:

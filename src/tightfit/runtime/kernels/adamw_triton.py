@@ -1,7 +1,7 @@
-"""AdamW of all tensors in one launch and one pass over memory. Uses triton.
+"""A Triton kernel for AdamW: all tensors in one launch and one pass over memory.
 
-A thread holds the values of one load of 16 bytes at a time: with twice as many it takes four times
-the registers, and too few programs are on the card to hide what memory makes them wait.
+Each thread handles one 16-byte load at a time: with two it needs four times the registers, and too
+few programs run at once to hide memory latency.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 TILE = 1024
 NUM_WARPS = 4
 NUM_TILES = 4
-"""Of one program, one after another."""
+"""Tiles of one program, one after another."""
 _COLUMNS: tl.constexpr = tl.constexpr(6)
-"""Of the table: addresses of weight, gradient and both moments, size, and the first program."""
+"""Of the table: addresses of weight, gradient and both moments, size, first program."""
 _WORDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The numbers of one update."""
+    """The hyperparameters of one update."""
 
     rate: float
     decay: float
@@ -37,10 +37,10 @@ class Rule:
 
 
 def update_all(tensors: Sequence[Sequence[Tensor]], steps: Tensor, rule: Rule, by: Tensor) -> None:
-    """Weights, gradients, first and second moments, all of one dtype on one device.
+    """Update weights, given with gradients and both moments, of one dtype on one device.
 
-    `steps` has each weight's number of updates, this one included. Gradients are multiplied
-    by `by` as they are read; where that is below 0, nothing is changed.
+    `steps` counts each weight's updates including this one. Gradients are multiplied by `by`;
+    below 0 it skips the update.
     """
     sizes = tuple(weight.numel() for weight in tensors[0])
     device = steps.device
@@ -51,7 +51,7 @@ def update_all(tensors: Sequence[Sequence[Tensor]], steps: Tensor, rule: Rule, b
         for addresses, size, start in zip(rows, sizes, starts, strict=False)
     ]
     first, second = rule.betas
-    # 1 - beta and 1 - beta^step, without the digits that such a difference loses in fp32.
+    # 1 - beta^step by expm1, which does not lose digits in fp32.
     corrections = torch.stack(
         [-torch.expm1(steps * log(first)), (-torch.expm1(steps * log(second))).rsqrt()]
     )
@@ -72,13 +72,13 @@ def _count_programs(size: int) -> int:
 
 @lru_cache(maxsize=16)
 def _list_starts(sizes: tuple[int, ...]) -> list[int]:
-    """The first program of each tensor, and how many there are in all."""
+    """The first program of each tensor, and the total number."""
     return list(accumulate(map(_count_programs, sizes), initial=0))
 
 
 @lru_cache(maxsize=16)
 def _list_owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """The tensor that each program has tiles of."""
+    """The tensor that each program works on."""
     counts = torch.tensor([_count_programs(size) for size in sizes], device=device)
     numbers = torch.arange(len(sizes), dtype=torch.int32, device=device)
     return torch.repeat_interleave(numbers, counts)
@@ -98,7 +98,7 @@ def _step(
     weights, gradients, firsts, seconds, begin, size, by, step_size, widen, kept, rule,
     tile: tl.constexpr, num_tiles: tl.constexpr, is_whole: tl.constexpr,
 ):  # fmt: skip
-    """One tile after another; whole ones without a mask, which would take their loads apart."""
+    """One tile after another; full ones without a mask, which would split their loads."""
     first_share, second_share, epsilon = rule
     for number in range(num_tiles):
         places = begin + number * tile + tl.arange(0, tile)

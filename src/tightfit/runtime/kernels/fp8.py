@@ -24,12 +24,11 @@ _TOP_EXPONENT = 7
 _FP32_BIAS, _FP32_FRACTION_BITS = 127, 23
 
 Scaled: TypeAlias = tuple[Tensor, Tensor]
-"""Rows in e4m3, and by what to multiply each to have it back."""
+"""Rows in e4m3, and the scale of each row."""
 
 
 def cast_rows(*parts: Tensor) -> Scaled:
-    """Each row of bf16 with a scale of its own, of matrices side by side; rows lie one after the
-    other, however they lay."""
+    """Cast matrices side by side to e4m3, each row with a scale of its own; contiguous."""
     if not _runs_kernels(parts[0]):
         return scale_rows(_beside(parts))
     from tightfit.runtime.kernels.fp8_triton import cast_rows as cast
@@ -38,7 +37,7 @@ def cast_rows(*parts: Tensor) -> Scaled:
 
 
 def cast_columns(*parts: Tensor) -> Scaled:
-    """Each column of matrices side by side as a row."""
+    """As `cast_rows` of the transpose of matrices side by side."""
     if not _runs_kernels(parts[0]):
         return scale_rows(_beside(parts).t())
     from tightfit.runtime.kernels.fp8_triton import cast_columns as cast
@@ -47,7 +46,7 @@ def cast_columns(*parts: Tensor) -> Scaled:
 
 
 def cast_stacked_columns(*parts: Tensor) -> Scaled:
-    """Each column of matrices on top of each other as a row."""
+    """As `cast_rows` of the transpose of matrices stacked on each other."""
     if not _runs_kernels(parts[0]):
         return scale_rows(torch.cat(parts).t())
     from tightfit.runtime.kernels.fp8_triton import cast_stacked_columns as cast
@@ -60,7 +59,7 @@ def _beside(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def turn(x: Tensor) -> Tensor:
-    """Columns as rows, in fp8 as they were."""
+    """The contiguous transpose of an fp8 matrix."""
     if not _runs_kernels(x):
         return x.t().contiguous()
     from tightfit.runtime.kernels.fp8_triton import turn as turn_fast
@@ -69,11 +68,11 @@ def turn(x: Tensor) -> Tensor:
 
 
 def _runs_kernels(x: Tensor) -> bool:
-    """Inside a layer that is compiled as a whole, a cast is part of that."""
+    """Whether to use the Triton kernels: not inside torch.compile, which fuses casts itself."""
     return x.is_cuda and not torch.compiler.is_compiling()
 
 
-# In torch
+# Casts in torch
 
 
 def scale_rows(x: Tensor) -> Scaled:
@@ -82,17 +81,17 @@ def scale_rows(x: Tensor) -> Scaled:
 
 
 def scale_matrix(x: Tensor) -> Scaled:
-    """All rows with one scale, so that columns can be read as rows."""
+    """One scale for all rows, so that the transpose has the same scale."""
     largest = torch.linalg.vector_norm(x, ord=inf)
     return _scale(x, largest.expand(x.shape[0], 1).contiguous())
 
 
 def _scale(x: Tensor, largest: Tensor) -> Scaled:
-    # Exponents are read and written as bits: what exp2 and log2 round could pass e4m3's end.
+    # Exponents are read and written as bits: rounding of exp2 and log2 could exceed e4m3's range.
     exponent = (largest.float().view(torch.int32) >> _FP32_FRACTION_BITS) - _FP32_BIAS
     shift = (_TOP_EXPONENT - exponent).clamp(1 - _FP32_BIAS, _FP32_BIAS - 1)
     values = (x * _power_of_two(shift).to(x.dtype)).to(FP8, memory_format=torch.contiguous_format)
-    # A cast may take what is infinite for e4m3's largest; what such a row makes is not finite.
+    # A cast may saturate infinities: an infinite scale keeps the row's products non-finite.
     return values, _power_of_two(-shift).masked_fill(exponent > _FP32_BIAS, inf)
 
 
@@ -100,27 +99,27 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + _FP32_BIAS) << _FP32_FRACTION_BITS).view(torch.float32)
 
 
-# One cast for several layers
+# One cast of an input for several layers
 
 
 def cast_input(x: Tensor, *, is_followed: bool) -> Scaled:
-    """Rows of a layer's input, cast once for layers that are given it one after another.
+    """Cast a layer's input by rows, once for consecutive layers with the same input.
 
-    `is_followed`: a layer comes that may be given the same; else the cast is not kept.
+    `is_followed`: the next layer may get the same input; otherwise the cast is not cached.
     """
     return _cast_once(x, _kept_rows, cast_rows, is_kept=is_followed)
 
 
 def cast_input_columns(x: Tensor, *, is_preceded: bool) -> Scaled:
-    """Its columns, likewise: the backward pass comes to the layers in the other order."""
+    """Cast it by columns, for the backward pass, which visits the layers in reverse."""
     return _cast_once(x, _kept_columns, cast_columns, is_kept=is_preceded)
 
 
 def _cast_once(
-    x: Tensor, kept: _Kept, cast_new: Callable[[Tensor], Scaled], *, is_kept: bool
+    x: Tensor, kept: _CastCache, cast_new: Callable[[Tensor], Scaled], *, is_kept: bool
 ) -> Scaled:
     flat = x.reshape(-1, x.shape[-1])
-    if torch.compiler.is_compiling():  # which finds what is computed twice
+    if torch.compiler.is_compiling():  # the compiler removes repeated casts
         return cast_new(flat)
     cast = kept.take(x)
     if cast is None:
@@ -130,21 +129,21 @@ def _cast_once(
     return cast
 
 
-class _Kept:
-    """The cast of one tensor, for as long as that is there and nothing is written to it."""
+class _CastCache:
+    """Caches the cast of one tensor while the tensor is alive and unmodified."""
 
     def __init__(self) -> None:
         self._entry: tuple[weakref.ref[Tensor], int, Scaled] | None = None
 
     def take(self, x: Tensor) -> Scaled | None:
-        """What was kept of `x`; nothing is kept any more."""
+        """Pop the cast of `x`, if it is the cached one."""
         entry, self._entry = self._entry, None
         if entry is None or entry[0]() is not x or entry[1] != x._version:
             return None
         return entry[2]
 
     def keep(self, x: Tensor, cast: Scaled) -> None:
-        if not x.is_inference():  # which count no writes
+        if not x.is_inference():  # inference tensors have no version counter
             self._entry = (weakref.ref(x, self._forget), x._version, cast)
 
     def _forget(self, gone: weakref.ref[Tensor]) -> None:
@@ -152,25 +151,24 @@ class _Kept:
             self._entry = None
 
 
-_kept_rows, _kept_columns = _Kept(), _Kept()
+_kept_rows, _kept_columns = _CastCache(), _CastCache()
 
 
 # fp8 products: linear layers of the blocks multiply in 8 bits; all that is between them is
 # bf16.
 
 ALIGNED = 16
-"""Values that both widths of a matrix are multiples of. Source: torch `_scaled_mm`."""
+"""Both dimensions of a matrix must be multiples of it. Source: torch `_scaled_mm`."""
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Layers that choose experts, and what holds them: small, and a rounded score would choose
-another."""
+"""Layers that choose experts: small, and a rounded score could choose another expert."""
 
 
 def use_fp8(model: nn.Module, *, is_backward_alone: bool = False) -> int:
-    """Give every linear layer of the blocks that allows it fp8 products; how many did.
+    """Make the blocks' linear layers multiply in fp8 where they can; returns how many.
 
-    After adapters are attached and before they are folded. A trained weight stays as it is and is
-    cast when it is used; a frozen one is kept in fp8 alone, under the name it had.
-    `is_backward_alone`: the results of trained weights are bf16's, and their gradients fp8's.
+    After adapters are attached and before `fuse_lora`. A trained weight stays in bf16 and is cast
+    at each use; a frozen one is stored in fp8 only, under its old name.
+    `is_backward_alone`: trained weights multiply in bf16 forward and in fp8 backward.
     """
     found = [
         (layer, name, module)
@@ -180,11 +178,11 @@ def use_fp8(model: nn.Module, *, is_backward_alone: bool = False) -> int:
     ]
     count = len(found)
     _mark_followed(found)
-    while found:  # which must not hold matrices that were replaced: all would be there twice
+    while found:  # popped, so that replaced matrices are freed at once
         layer, name, module = found.pop()
         if module.weight.requires_grad:
             module.is_backward_alone = is_backward_alone
-            # A bound method, which a copy of the model binds to the copy's own layer.
+            # A bound method: a deep copy of the model binds it to the copied layer.
             module.forward = MethodType(_forward_trained, module)
         else:
             layer.set_submodule(name, Fp8Linear(module))
@@ -192,8 +190,7 @@ def use_fp8(model: nn.Module, *, is_backward_alone: bool = False) -> int:
 
 
 def _mark_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> None:
-    """Tell layers that have a later one beside them, or an earlier, which is as wide: it may get
-    the same input."""
+    """Mark layers whose sibling before or after them has the same width: it may share the input."""
     last: dict[tuple[nn.Module, str, int], Any] = {}
     for layer, name, module in found:
         beside = (layer, name.removesuffix(".base_layer").rpartition(".")[0], module.in_features)
@@ -204,14 +201,14 @@ def _mark_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> None:
 
 
 def multiplies_in_fp8(layer: nn.Module) -> bool:
-    """Whether `use_fp8` has given this trained layer fp8 products."""
+    """Whether `use_fp8` has changed this trained layer."""
     return "is_backward_alone" in vars(layer)
 
 
 def takes_fp8(name: str, module: Any) -> bool:
-    """Whether this is a plain bf16 matrix with rows that fp8 kernels can read.
+    """Whether this is a plain bf16 layer with dimensions that fp8 kernels support.
 
-    Not adapters, whose products are too thin to gain; nor what chooses experts.
+    Not adapters, whose products are too thin to gain, nor routers.
     """
     path = [part for part in name.split(".") if part != "base_layer"]
     if type(module) is not nn.Linear or module.weight.dtype is not torch.bfloat16:
@@ -242,8 +239,7 @@ def multiply_rows(
 
 
 def multiply_columns(*g: Tensor, x: Tensor, is_preceded: bool = False) -> Tensor:
-    """`g^T x`, summed over tokens, of gradients side by side; in bf16 where fp8 kernels cannot read
-    as many."""
+    """`g^T x` of gradients side by side; in bf16 if the number of tokens is not aligned."""
     if len(g[0]) % ALIGNED:
         rows = x.reshape(-1, x.shape[-1])
         return torch.cat([one.t() @ rows for one in g]) if len(g) > 1 else g[0].t() @ rows
@@ -252,8 +248,8 @@ def multiply_columns(*g: Tensor, x: Tensor, is_preceded: bool = False) -> Tensor
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a call is one that fp8 is for. The same at every call, since recomputing must take
-    the path that was taken first."""
+    """Whether this input takes the fp8 path. Must not change between calls: recomputation has to
+    take the same path."""
     is_cast = torch.is_autocast_enabled(x.device.type)
     return x.dtype is torch.bfloat16 and x.numel() > 0 and not is_cast
 
@@ -270,21 +266,21 @@ def _forward_trained(layer: nn.Linear, x: Tensor) -> Tensor:
     if not suits_trained(layer, x):
         return type(layer).forward(layer, x)
     product: Any = _TrainedProduct
-    told = (layer.is_preceded, layer.is_followed, layer.is_backward_alone)
-    y: Tensor = product.apply(x, layer.weight, layer.bias, told)
+    flags = (layer.is_preceded, layer.is_followed, layer.is_backward_alone)
+    y: Tensor = product.apply(x, layer.weight, layer.bias, flags)
     return y
 
 
 class _TrainedProduct(torch.autograd.Function):
-    """`x W^T + bias`, with gradients for all three; keeps what a plain layer keeps."""
+    """`x W^T + bias`, with gradients for all three; saves what a plain layer saves."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, told: tuple[bool, bool, bool]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool, bool]
     ) -> Tensor:
         """`told`: whether layers with this input come before and behind, and which passes are
         fp8's."""
-        ctx.is_preceded, is_followed, is_backward_alone = told
+        ctx.is_preceded, is_followed, is_backward_alone = flags
         ctx.save_for_backward(x, weight)
         if is_backward_alone:
             return functional.linear(x, weight, bias)
@@ -297,30 +293,29 @@ class _TrainedProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         g = gradients[0].reshape(-1, gradients[0].shape[-1])
-        of_x = of_weight = None
+        grad_x = grad_weight = None
         if needs_x:
-            of_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
+            grad_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
         if needs_weight:
-            of_weight = multiply_columns(g, x=x, is_preceded=ctx.is_preceded)
-        return of_x, of_weight, g.sum(0) if needs_bias else None, None
+            grad_weight = multiply_columns(g, x=x, is_preceded=ctx.is_preceded)
+        return grad_x, grad_weight, g.sum(0) if needs_bias else None, None
 
 
-# Trained weights of layers with one input
+# Fused projections of trained weights
 
 
 def multiply_fused_projections(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
-    """The answer of each, as `Readers` asks for it."""
+    """The output of each layer, for `FusedProjections`."""
     product: Any = _FusedProducts
     parts = [part for layer in layers for part in (layer.weight, layer.bias)]
-    answers: tuple[Tensor, ...] = product.apply(x, layers[0].is_backward_alone, *parts)
-    return answers
+    outputs: tuple[Tensor, ...] = product.apply(x, layers[0].is_backward_alone, *parts)
+    return outputs
 
 
 class _FusedProducts(torch.autograd.Function):
-    """`x W^T + bias` of each; backward they are one layer, whose outputs stand side by side.
+    """`x W^T + bias` of each layer; in backward they are one layer with concatenated outputs.
 
-    What autograd would add up is one long sum, whose rows have one scale, and the gradients of
-    all weights are one product.
+    The gradient of x is one product with one scale per row, and so are those of all weights.
     """
 
     @staticmethod
@@ -332,37 +327,37 @@ class _FusedProducts(torch.autograd.Function):
         if is_backward_alone:
             return tuple(functional.linear(x, weight, bias) for weight, bias in pairs)
         rows = cast_rows(x.reshape(-1, x.shape[-1]))
-        answers = [
+        outputs = [
             multiply_rows(rows, cast_rows(weight), bias, is_fast=True) for weight, bias in pairs
         ]
-        return tuple(answer.view(*x.shape[:-1], answer.shape[-1]) for answer in answers)
+        return tuple(output.view(*x.shape[:-1], output.shape[-1]) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad
         g = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        of_x = None
+        grad_x = None
         if needs_x:
-            of_x = multiply_rows(cast_rows(*g), cast_stacked_columns(*weights), is_fast=False)
-            of_x = of_x.view_as(x)
-        of_weights: Sequence[Tensor | None] = [None] * len(g)
+            grad_x = multiply_rows(cast_rows(*g), cast_stacked_columns(*weights), is_fast=False)
+            grad_x = grad_x.view_as(x)
+        grad_weights: Sequence[Tensor | None] = [None] * len(g)
         if any(needs[::2]):
-            of_weights = torch.split(multiply_columns(*g, x=x), [len(one) for one in weights])
-        of_biases = [
+            grad_weights = torch.split(multiply_columns(*g, x=x), [len(one) for one in weights])
+        grad_biases = [
             one.sum(0) if is_needed else None for one, is_needed in zip(g, needs[1::2], strict=True)
         ]
-        pairs = zip(of_weights, of_biases, strict=True)
-        return of_x, None, *(one for pair in pairs for one in pair)
+        pairs = zip(grad_weights, grad_biases, strict=True)
+        return grad_x, None, *(one for pair in pairs for one in pair)
 
 
 # Frozen weights
 
 
 class Fp8Linear(nn.Module):
-    """A frozen linear layer that keeps its matrix in fp8, in half the memory of bf16.
+    """A frozen linear layer with its matrix in fp8, in half the memory of bf16.
 
-    One scale for the whole matrix, since it is read by rows forward and by columns backward.
+    One scale for the whole matrix: it is read by rows forward and by columns backward.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -373,7 +368,7 @@ class Fp8Linear(nn.Module):
             values, scale = scale_matrix(take_matrix(linear))
         self.weight = nn.Parameter(values, requires_grad=False)
         self.weight_scale: Tensor
-        # Once for each row that a product can have, which is how it is read.
+        # Repeated for each row: `_scaled_mm` takes row-wise scales.
         scales = scale[:1].repeat(max(linear.weight.shape), 1)
         self.register_buffer("weight_scale", scales, persistent=False)
         self.bias = linear.bias
@@ -390,12 +385,12 @@ class Fp8Linear(nn.Module):
         return y
 
     def unpack(self, dtype: torch.dtype) -> Tensor:
-        """The matrix as the products see it."""
+        """The matrix in another dtype, with its scale applied."""
         return self.weight.to(dtype) * self.weight_scale[:1].to(dtype)
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """`x W^T + bias`, with a gradient for x; keeps nothing of the batch."""
+    """`x W^T + bias`, with a gradient for x; saves no activation."""
 
     @staticmethod
     def forward(
@@ -410,8 +405,8 @@ class _FrozenProduct(torch.autograd.Function):
         weight, scale = ctx.saved_tensors
         gradient = gradients[0]
         g = gradient.reshape(-1, gradient.shape[-1])
-        of_x = multiply_back(g, weight, scale)
-        return of_x.view(*gradient.shape[:-1], of_x.shape[-1]), None, None, None, None
+        grad_x = multiply_back(g, weight, scale)
+        return grad_x.view(*gradient.shape[:-1], grad_x.shape[-1]), None, None, None, None
 
 
 def multiply_forward(rows: Scaled, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -420,6 +415,6 @@ def multiply_forward(rows: Scaled, weight: Tensor, scale: Tensor, bias: Tensor |
 
 
 def multiply_back(g: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """`g W` of a frozen matrix. It is turned anew each time: keeping it both ways would take as
-    much memory as bf16."""
+    """`g W` of a frozen matrix, transposed at each call: keeping both layouts would take as much
+    memory as bf16."""
     return multiply_rows(cast_rows(g), (turn(weight), scale[: weight.shape[1]]), is_fast=False)

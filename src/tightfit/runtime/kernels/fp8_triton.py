@@ -1,6 +1,6 @@
-"""Casts to e4m3 with one scale per row, and a matrix turned, as kernels of their own. Uses triton.
+"""Triton kernels for casts to e4m3 with one scale per row, and for the transpose.
 
-The same numbers as `fp8_casts` has in torch, where each is several passes over memory.
+The results are those of `fp8.py`'s versions in torch, which take several passes over memory.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import Tensor
 
 from tightfit.runtime.kernels.fp8 import FP8, Scaled
 
-# How each kernel divides a matrix; `benchmarks/tune_casts.py` times the other ways.
+# Tile sizes, from `benchmarks/tune_casts.py`.
 ROW_VALUES = 8192
-"""That programs hold at least: short rows share one."""
+"""Values per program at least: short rows share one."""
 VALUES_A_WARP = 4096
-"""Of a program that holds rows."""
+"""Values per warp of such a program."""
 TURNED_TILE = {"tile_rows": 64, "tile_columns": 128, "num_warps": 8}
-"""That is turned."""
+"""For transposes."""
 HIGH_TILE = {"tile_rows": 512, "tile_columns": 64, "num_warps": 4}
-"""Whose columns are looked through for their largest values."""
+"""For the maxima of columns."""
 
 _TILES = ("x_tile", "y_tile", "z_tile")
 """What `_cast_rows` calls the widths of matrices side by side: as many as it takes at once."""
 
 
 def cast_rows(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
-    """Each row of bf16 with a scale of its own, read once, of up to three matrices side by side;
-    their rows may lie apart."""
+    """Cast up to three matrices side by side, each row with a scale of its own, read once; their
+    rows may be strided."""
     parts = tuple(map(_with_whole_rows, parts))
     num_rows, widths = len(parts[0]), [x.shape[1] for x in parts]
     values = torch.empty(num_rows, sum(widths), dtype=dtype, device=parts[0].device)
@@ -50,8 +50,7 @@ def cast_rows(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
 
 
 def cast_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
-    """`cast_rows` of the turned matrices, one on top of the other: read twice, by their own
-    rows."""
+    """`cast_rows` of the transposed matrices, stacked; reads each twice."""
     widths = [x.shape[1] for x in parts]
     values = torch.empty(sum(widths), len(parts[0]), dtype=dtype, device=parts[0].device)
     scale = torch.empty(sum(widths), 1, dtype=torch.float32, device=parts[0].device)
@@ -63,7 +62,7 @@ def cast_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
 
 
 def cast_stacked_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
-    """`cast_columns` of matrices of one width as if they were one, each below the other."""
+    """`cast_columns` of matrices of one width stacked into one."""
     width, heights = parts[0].shape[1], [len(x) for x in parts]
     values = torch.empty(width, sum(heights), dtype=dtype, device=parts[0].device)
     scale = torch.empty(width, 1, dtype=torch.float32, device=parts[0].device)
@@ -75,7 +74,7 @@ def cast_stacked_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
 def _turn_columns(
     parts: Sequence[Tensor], places: Sequence[Tensor], scale: Tensor, largest: Tensor
 ) -> None:
-    """Each matrix turned, to its place, with the scales of all."""
+    """Transpose and cast each matrix into its slice, with common scales."""
     parts = list(map(_with_whole_rows, parts))
     for x in parts:
         sizes = (*x.shape, x.stride(0))
@@ -92,7 +91,7 @@ def _with_whole_rows(x: Tensor) -> Tensor:
 
 
 def turn(x: Tensor) -> Tensor:
-    """Columns of e4m3 as rows."""
+    """The transpose of an e4m3 matrix."""
     num_rows, num_columns = x.shape
     values = torch.empty(num_columns, num_rows, dtype=x.dtype, device=x.device)
     _turn[_count_tiles(x, TURNED_TILE)](
@@ -111,7 +110,7 @@ def _count_tiles(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
 
 @triton.jit
 def _size(values):
-    """fp32's bits without the sign: they order as sizes do, with what is not finite at the end."""
+    """The bits of |x| as fp32: they order like the values, with inf and NaN last."""
     return values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -134,7 +133,7 @@ def _scale(values, shift, dtype):
 
 @triton.jit
 def _find_scale(largest, shift):
-    """By what to multiply to have the values back: no number, where they were none."""
+    """The scale to undo the cast; infinite if a value was not finite."""
     return tl.where(largest < 0x7F800000, _power_of_two(-shift), float("inf"))
 
 

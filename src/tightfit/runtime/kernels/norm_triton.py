@@ -1,9 +1,9 @@
-"""RMS norm in one pass over memory each way. Uses triton.
+"""Triton kernels for RMS norm, forward and backward in one pass over memory each.
 
-Liger's backward kernel runs one program on each multiprocessor, which waits for memory most of the
-time. Here as many run as hide that wait: one for every row where the weight is frozen, and a
-few on each multiprocessor where they have a gradient of the weight to add up. Rows can be written
-with spare columns behind them, which `spare_columns.py` is about.
+Liger's backward kernel runs one program per multiprocessor, which mostly waits for memory. Here
+there are enough programs to hide the latency: one per row if the weight is frozen, a few per
+multiprocessor if its gradient has to be summed. Rows can be written with added zero columns, for
+the augmented weights of `fused_lora.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tightfit.estimate.fused_projections import AUGMENTED_COLUMNS_MULTIPLE
 from tightfit.runtime.kernels.fused_lora import AUGMENTED_COLUMNS
 
 MAX_COLUMNS = 16_384
-"""Of a row that one program holds in its registers."""
+"""The longest row that one program holds in registers."""
 _TILE = 2048
-"""Values of a tile: short rows, as of heads, share one."""
-_SPARE_BLOCK: tl.constexpr = tl.constexpr(AUGMENTED_COLUMNS_MULTIPLE)
+"""Values of a tile: short rows (heads) share one."""
+_ADDED_BLOCK: tl.constexpr = tl.constexpr(AUGMENTED_COLUMNS_MULTIPLE)
 _FEW, _MANY = 2, 8
-"""Programs of a multiprocessor that add up a weight's gradient, with longer rows and with tiles.
-Fastest of 2 to 16 on an H200: as many as run at once, or so many that the last wave is short."""
+"""Programs per multiprocessor that sum a weight's gradient, for long rows and for shared tiles.
+The fastest of 2 to 16 on an H200."""
 
 
 def use_triton_norms(model: nn.Module) -> int:
-    """Give every norm that Liger has fused these kernels instead; how many took them."""
+    """Replace the forward of every norm that Liger has fused; returns how many."""
     norms = [module for module in model.modules() if _takes_triton_norm(module)]
     for norm in norms:
         norm.forward = MethodType(_forward_norm, norm)
@@ -38,7 +38,7 @@ def use_triton_norms(model: nn.Module) -> int:
 
 
 def _takes_triton_norm(module: Any) -> bool:
-    """Liger's patch leaves these fields in a norm; `none` would round more than the model does."""
+    """Whether Liger has patched this norm. Its mode `none` rounds more than the model does."""
     weight = getattr(module, "weight", None)
     is_fused = getattr(module, "casting_mode", None) in ("llama", "gemma")
     return is_fused and weight is not None and weight.shape[-1] <= MAX_COLUMNS
@@ -60,8 +60,8 @@ def _forward_norm(norm: Any, x: Tensor) -> Tensor:
 class RmsNorm(torch.autograd.Function):
     """`x / rms(x) * (weight + offset)`, in fp32 inside.
 
-    `is_wide`: not rounded before it is multiplied by the weight. `in_place`: the gradient of x
-    takes the place of that of y, as Liger has it. `num_spare`: columns of zeros behind each row.
+    `is_unrounded`: not rounded before the multiplication by the weight. `in_place`: the gradient
+    of x overwrites that of y, as in Liger. `num_added`: zero columns behind each row.
     """
 
     @staticmethod
@@ -71,19 +71,19 @@ class RmsNorm(torch.autograd.Function):
         weight: Tensor,
         epsilon: float,
         offset: float,
-        is_wide: bool,
+        is_unrounded: bool,
         in_place: bool,
-        num_spare: int = 0,
+        num_added: int = 0,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         num_columns = rows.shape[1]
-        y = rows.new_empty(len(rows), num_columns + num_spare)
+        y = rows.new_empty(len(rows), num_columns + num_added)
         inverses = torch.empty(len(rows), dtype=torch.float32, device=x.device)
         tile = _choose_tile(num_columns)
         _norm_rows[(triton.cdiv(len(rows), tile["tile_rows"]),)](
             *(y, inverses, rows, weight, *rows.shape, epsilon, offset),
-            is_wide=is_wide,
-            num_spare=num_spare,
+            is_unrounded=is_unrounded,
+            num_added=num_added,
             **tile,
         )
         ctx.save_for_backward(rows, weight, inverses)
@@ -95,7 +95,7 @@ class RmsNorm(torch.autograd.Function):
         rows, weight, inverses = ctx.saved_tensors
         g = gradients[0].reshape(rows.shape).contiguous()
         is_trained = ctx.needs_input_grad[1]
-        of_x = g if ctx.in_place else torch.empty_like(g)
+        grad_x = g if ctx.in_place else torch.empty_like(g)
         tile = _choose_tile(rows.shape[1])
         num_programs = triton.cdiv(len(rows), tile["tile_rows"])
         sums = None
@@ -103,12 +103,12 @@ class RmsNorm(torch.autograd.Function):
             num_programs = min(num_programs, _count_programs(g.device, tile["tile_columns"]))
             sums = torch.empty(num_programs, rows.shape[1], dtype=torch.float32, device=g.device)
         _norm_back[(num_programs,)](
-            *(of_x, sums, g, rows, weight, inverses, *rows.shape, ctx.offset),
+            *(grad_x, sums, g, rows, weight, inverses, *rows.shape, ctx.offset),
             is_trained=is_trained,
             **tile,
         )
-        of_weight = None if sums is None else sums.sum(0).to(weight.dtype)
-        return of_x.view(gradients[0].shape), of_weight, None, None, None, None, None
+        grad_weight = None if sums is None else sums.sum(0).to(weight.dtype)
+        return grad_x.view(gradients[0].shape), grad_weight, None, None, None, None, None
 
 
 def _choose_tile(num_columns: int) -> dict[str, int]:
@@ -127,7 +127,7 @@ def _count_programs(device: torch.device, num_columns: int) -> int:
 @triton.jit
 def _norm_rows(
     y, inverses, x, weight, num_rows, num_columns, epsilon, offset,
-    is_wide: tl.constexpr, num_spare: tl.constexpr,
+    is_unrounded: tl.constexpr, num_added: tl.constexpr,
     tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
@@ -140,21 +140,21 @@ def _norm_rows(
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / num_columns + epsilon)
     tl.store(inverses + rows, inverse, mask=rows < num_rows)
     normed = wide * inverse[:, None]
-    if not is_wide:
+    if not is_unrounded:
         normed = normed.to(values.dtype).to(tl.float32)
-    starts = y + rows[:, None] * (num_columns + num_spare)
+    starts = y + rows[:, None] * (num_columns + num_added)
     tl.store(starts + columns[None, :], normed * (factor + offset)[None, :], mask=is_inside)
-    if num_spare > 0:
-        behind = tl.arange(0, _SPARE_BLOCK)
-        for first in tl.static_range(0, num_spare, _SPARE_BLOCK):
-            zeros = tl.zeros((tile_rows, _SPARE_BLOCK), dtype=y.dtype.element_ty)
+    if num_added > 0:
+        behind = tl.arange(0, _ADDED_BLOCK)
+        for first in tl.static_range(0, num_added, _ADDED_BLOCK):
+            zeros = tl.zeros((tile_rows, _ADDED_BLOCK), dtype=y.dtype.element_ty)
             spare = starts + num_columns + first + behind[None, :]
             tl.store(spare, zeros, mask=rows[:, None] < num_rows)
 
 
 @triton.jit
 def _norm_back(
-    of_x, sums, g, x, weight, inverses, num_rows, num_columns, offset,
+    grad_x, sums, g, x, weight, inverses, num_rows, num_columns, offset,
     is_trained: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, tile_columns)
@@ -172,7 +172,7 @@ def _norm_back(
         normed = values * inverse
         scaled = gradient * factor[None, :]
         along = tl.sum(scaled * normed, axis=1)[:, None] / num_columns
-        tl.store(of_x + places, inverse * (scaled - normed * along), mask=is_inside)
+        tl.store(grad_x + places, inverse * (scaled - normed * along), mask=is_inside)
         if is_trained:
             total += gradient * normed
     if is_trained:

@@ -1,5 +1,4 @@
-"""The engine that training would build, on fake tensors: every tensor is loaded in the order in
-which it comes to the GPU, and none has values.
+"""The engine that training would build, on fake tensors, loaded in the real order of allocation.
 
 Follows `runtime.load.load_base` and `train.model.prepare_model`. Left out: the norms that DoRA
 computes when it is attached, and the second copy of a matrix while it is augmented.
@@ -42,7 +41,7 @@ from tightfit.train.tracing.fake_kernels import (
 _ADAPTER = "lora_"
 _COPY = "modules_to_save"
 _WRAPPINGS = ("base_layer", "original_module")
-"""Names that peft puts between a module and its weights, which no checkpoint has."""
+"""Names that peft adds between a module and its weights, which checkpoints do not have."""
 
 
 def load_fake_weights(
@@ -51,30 +50,30 @@ def load_fake_weights(
     device: torch.device,
     *,
     recorder: Recorder,
-    is_drawn: bool = False,
+    has_random_weights: bool = False,
 ) -> None:
-    """Bring a finished model from the meta device to `device`. Call inside the fake mode.
+    """Move a prepared model from the meta device to `device`. Call inside the fake mode.
 
-    Values that are read go through transformers' loader; those `is_drawn` as `draw_model` does.
+    In the order of transformers' loader, or of `make_random_model` if `has_random_weights`.
     """
     loading = _Loading(module, strategy, device, recorder)
-    if is_drawn:
-        loading.place_base(loading.list_drawn())
+    if has_random_weights:
+        loading.load_base(loading.order_random())
     else:
         loading.warm_up()
-        loading.place_base(loading.list_read())
+        loading.load_base(loading.order_read())
     _place_buffers(module, device)
     for width in loading.list_4bit_widths():
         quantize_and_dequantize(width, device)
-    loading.settle(loading.base)
-    loading.unpack()
+    loading.cast(loading.base)
+    loading.dequantize()
     loading.add_adapters()
-    loading.settle(loading.added)
+    loading.cast(loading.added)
     loading.use_fp8()
 
 
 def _place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Tables that no checkpoint holds; they are made when everything else is there."""
+    """Buffers that no checkpoint holds are allocated last."""
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -82,7 +81,7 @@ def _place_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 class _Loading:
-    """One model on its way; parameters are known by the names they have at its end."""
+    """Allocates one model's tensors; parameters have the names of the prepared model."""
 
     def __init__(
         self, module: nn.Module, strategy: Strategy, device: torch.device, recorder: Recorder
@@ -93,15 +92,15 @@ class _Loading:
         self._plain = LoadRequest.from_strategy(strategy, is_packed=False).plain_dtype
         self._is_raised = strategy.weights.is_quantized and strategy.upcast_unquantized
         self._has_nested = strategy.weights is Dtype.NF4 and strategy.double_quant
-        self._wanted: dict[str, Any] = dict(module.named_parameters())
-        self.added = [n for n in self._wanted if _is_added(n)]
-        """Adapters, and copies of modules that train whole."""
-        self.base = [n for n in self._wanted if not _is_added(n)]
+        self._final: dict[str, Any] = dict(module.named_parameters())
+        self.added = [n for n in self._final if _is_added(n)]
+        """Adapters, and trained copies of whole modules."""
+        self.base = [n for n in self._final if not _is_added(n)]
         self._homes = _find_homes(module)
         self._nested = strategy.double_quant
         self._codes: dict[str, Nf4Values] = {}
-        """Of matrices that will be unpacked, while they are still packed."""
-        self._unpacked = [
+        """The codes of matrices that are yet to be dequantized."""
+        self._dequantized = [
             f"{name}.weight" for name, part in module.named_modules() if is_dequantized(part)
         ]
         self._layers = {
@@ -111,137 +110,137 @@ class _Loading:
         }
 
     def warm_up(self) -> None:
-        """`caching_allocator_warmup` of transformers takes all weights' bytes, and frees them."""
+        """`caching_allocator_warmup` of transformers: allocates and frees all weights' bytes."""
         sizes = [self._count_bytes(name) for name in self.base]
         self._recorder.purpose = LOAD_RESERVE
         torch.empty(sum(sizes) // 2, dtype=torch.float16, device=self._device)
         self._recorder.purpose = None
 
-    def list_read(self) -> list[str]:
-        """The base's tensors by name, as `convert_and_load_state_dict_in_model` sorts them.
+    def order_read(self) -> list[str]:
+        """The base's tensors as `convert_and_load_state_dict_in_model` sorts them.
 
-        It reads unpacked ones in four threads, so that neighbours may change places.
+        It reads unquantized ones in four threads, so neighbours may swap.
         """
         return sorted(self.base, key=_sort_key)
 
-    def list_drawn(self) -> list[str]:
-        """Packed matrices with their biases first, then all others."""
-        return sorted(self.base, key=lambda name: not self._comes_packed(_weight_beside(name)))
+    def order_random(self) -> list[str]:
+        """Quantized matrices and their biases first, then all others."""
+        return sorted(self.base, key=lambda name: not self._is_quantized(_weight_beside(name)))
 
     def list_4bit_widths(self) -> list[int]:
-        """As `check_unpacking` finds them before anything is unpacked."""
-        widths = {self._wanted[name].shape[1] for name in self._unpacked}
+        """The widths that `check_dequantization` finds before any matrix is dequantized."""
+        widths = {self._final[name].shape[1] for name in self._dequantized}
         return sorted(widths | set(list_4bit_widths(self._module)))
 
-    def place_base(self, names: list[str]) -> None:
+    def load_base(self, names: list[str]) -> None:
         if self._has_nested:
-            self._recorder.purpose = TEMPORARY  # the process's, not the model's
+            self._recorder.purpose = TEMPORARY  # of the process, not of the model
             make_quantization_map(self._device)
             self._recorder.purpose = None
         for name in names:
-            wanted = self._wanted[name]
+            final = self._final[name]
             with self._at(name):
-                if name in self._unpacked:
+                if name in self._dequantized:
                     self._codes[name] = self._pack(name)
-                elif is_quantized_parameter(wanted):
+                elif is_quantized_parameter(final):
                     owner = self._module.get_submodule(name.rpartition(".")[0])
-                    self._put(name, quantize_on_gpu(wanted, owner, self._plain, self._device))
+                    self._put(name, quantize_on_gpu(final, owner, self._plain, self._device))
                 else:
-                    self._put_empty(name, self._read_dtype(wanted))
+                    self._put_empty(name, self._read_dtype(final))
 
-    def unpack(self) -> None:
-        """`unpack_base` of the runtime: matrix by matrix, each one's codes gone before the next."""
-        for name in self._unpacked:
-            if self._wanted[name].dtype is FP8:
+    def dequantize(self) -> None:
+        """`dequantize_base` of the runtime: matrix by matrix, freeing each one's codes."""
+        for name in self._dequantized:
+            if self._final[name].dtype is FP8:
                 continue  # it waits
             with self._at(name):
-                values = self._codes.pop(name).unpack()
-                if is_augmented(self._wanted[name]):
+                values = self._codes.pop(name).dequantize()
+                if is_augmented(self._final[name]):
                     self._put_empty(name, values.dtype)
                 else:
                     self._put(name, nn.Parameter(values, requires_grad=False))
 
     def add_adapters(self) -> None:
-        """`_move_adapter_to_device_of_base_layer` of peft: in the base's dtype, if it has one."""
+        """`_move_adapter_to_device_of_base_layer` of peft: in the base's dtype if it is a float."""
         for name in self.added:
             with self._at(name):
                 self._put_empty(name, self._added_dtype(name))
 
-    def settle(self, names: list[str]) -> None:
-        """Cast what the plan has in another dtype than it came in, one after the other."""
+    def cast(self, names: list[str]) -> None:
+        """Cast tensors whose planned dtype is another than the loaded one, one by one."""
         for name in names:
-            wanted = self._wanted[name]
-            if wanted.dtype is FP8:
-                continue  # its turn comes last
+            final = self._final[name]
+            if final.dtype is FP8:
+                continue  # `use_fp8` casts it
             now: Tensor = self._module.get_parameter(name)
-            if now.dtype != wanted.dtype:
+            if now.dtype != final.dtype:
                 with self._at(name):
-                    values = now.detach().to(wanted.dtype)
-                    self._put(name, nn.Parameter(values, wanted.requires_grad))
+                    values = now.detach().to(final.dtype)
+                    self._put(name, nn.Parameter(values, final.requires_grad))
 
     def use_fp8(self) -> None:
         """`use_fp8` of the runtime, from the last matrix to the first."""
         for name in reversed(self.base):
-            if self._wanted[name].dtype is FP8:
+            if self._final[name].dtype is FP8:
                 with self._at(name):
                     values, _ = scale_matrix(self._take_matrix(name))
                     self._put(name, nn.Parameter(values, requires_grad=False))
 
     def _take_matrix(self, name: str) -> Tensor:
         codes = self._codes.pop(name, None)
-        return self._module.get_parameter(name).detach() if codes is None else codes.unpack()
+        return self._module.get_parameter(name).detach() if codes is None else codes.dequantize()
 
     def _put_empty(self, name: str, dtype: torch.dtype) -> None:
-        """With the spare columns it ends with, though it gets them once it is there."""
-        wanted = self._wanted[name]
-        if is_augmented(wanted):
-            wide = torch.empty(len(wanted), wanted.stride(0), dtype=dtype, device=self._device)
-            values = wide[:, : wanted.shape[1]]
+        """With its augmented columns, though training adds them later."""
+        final = self._final[name]
+        if is_augmented(final):
+            wide = torch.empty(len(final), final.stride(0), dtype=dtype, device=self._device)
+            values = wide[:, : final.shape[1]]
         else:
-            values = torch.empty_like(wanted, dtype=dtype, device=self._device)
-        self._put(name, nn.Parameter(values, wanted.requires_grad))
+            values = torch.empty_like(final, dtype=dtype, device=self._device)
+        self._put(name, nn.Parameter(values, final.requires_grad))
 
     def _put(self, name: str, parameter: nn.Parameter) -> None:
-        for owner, own in self._homes[id(self._wanted[name])]:
+        for owner, own in self._homes[id(self._final[name])]:
             owner._parameters[own] = parameter
 
     def _pack(self, name: str) -> Nf4Values:
-        values = torch.empty_like(self._wanted[name], dtype=self._plain, device=self._device)
+        values = torch.empty_like(self._final[name], dtype=self._plain, device=self._device)
         return Nf4Values.of(values, double_quant=self._nested)
 
-    def _comes_packed(self, name: str) -> bool:
-        return name in self._unpacked or is_quantized_parameter(self._wanted.get(name))
+    def _is_quantized(self, name: str) -> bool:
+        return name in self._dequantized or is_quantized_parameter(self._final.get(name))
 
-    def _read_dtype(self, wanted: Tensor) -> torch.dtype:
-        is_cast_later = self._is_raised or wanted.dtype is FP8
-        return self._plain if is_cast_later else wanted.dtype
+    def _read_dtype(self, final: Tensor) -> torch.dtype:
+        is_cast_later = self._is_raised or final.dtype is FP8
+        return self._plain if is_cast_later else final.dtype
 
     def _count_bytes(self, name: str) -> int:
-        """As transformers counts: codes without what stands beside them."""
-        wanted = self._wanted[name]
-        if name in self._unpacked:
-            return -(-int(wanted.numel()) // 2)
-        dtype = wanted.dtype if is_quantized_parameter(wanted) else self._read_dtype(wanted)
-        size: int = wanted.numel() * dtype.itemsize
+        """As transformers counts: codes without their scales."""
+        final = self._final[name]
+        if name in self._dequantized:
+            return -(-int(final.numel()) // 2)
+        dtype = final.dtype if is_quantized_parameter(final) else self._read_dtype(final)
+        size: int = final.numel() * dtype.itemsize
         return size
 
     def _added_dtype(self, name: str) -> torch.dtype:
-        """Of an adapter before it is cast: its base's, where that is no integer."""
-        wanted: torch.dtype = self._wanted[name].dtype
+        """An adapter's dtype before the cast: its base's, unless that is an integer type."""
+        final: torch.dtype = self._final[name].dtype
         path = name.split(".")
         if _COPY in path:
             return self._plain
         index = next(at for at, part in enumerate(path) if part.startswith(_ADAPTER))
         base: Any = getattr(self._module.get_submodule(".".join(path[:index])), "base_layer", None)
         if base is None:
-            return wanted
+            return final
         dtype: torch.dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
         return dtype if dtype.is_floating_point else torch.float32
 
     @contextmanager
     def _at(self, name: str) -> Iterator[None]:
         recorder = self._recorder
-        recorder.layer = self._layers.get(id(self._wanted[name]))
+        recorder.layer = self._layers.get(id(self._final[name]))
         recorder.module_names.append(name.rpartition(".")[0])
         try:
             yield
@@ -259,7 +258,7 @@ def _is_added(name: str) -> bool:
 
 
 def _find_homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each parameter is; tied ones are in several places."""
+    """The modules that hold each parameter; tied ones have several."""
     homes: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -269,7 +268,7 @@ def _find_homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def _sort_key(name: str) -> list[tuple[bool, int, str]]:
-    """Numbers by their size, words by the alphabet (`dot_natural_key` of transformers)."""
+    """Natural order of dotted names (`dot_natural_key` of transformers)."""
     parts = [part for part in name.split(".") if part not in _WRAPPINGS]
     return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
@@ -277,7 +276,7 @@ def _sort_key(name: str) -> list[tuple[bool, int, str]]:
 # The engine that `train` would build, without values: every tensor is fake.
 
 FAKE_DEVICE = torch.device("cpu")
-"""Fake tensors of a card need a torch built for it; the sizes are the same."""
+"""Fake CUDA tensors need a CUDA build of torch; sizes are the same on the CPU."""
 
 
 def make_training(strategy: Strategy, folder: Path, *, random_weights: bool = False) -> Training:
@@ -292,7 +291,7 @@ def make_training(strategy: Strategy, folder: Path, *, random_weights: bool = Fa
 def build_meta_module(
     folder: Path, strategy: Strategy, training: Training, *, has_varlen: bool
 ) -> Objective:
-    """The plan's Objective with every tensor on the meta device."""
+    """The plan's Objective on the meta device."""
     request = LoadRequest.from_strategy(strategy, is_packed=strategy.packing)
     name = choose_attention_name(strategy, is_packed=strategy.packing, has_varlen=has_varlen)
     model = load_meta(folder, replace(request, attention=name))
@@ -303,9 +302,11 @@ def build_meta_module(
 def build_fake_engine(
     module: Objective, strategy: Strategy, training: Training, recorder: Recorder
 ) -> TorchEngine:
-    """The engine of one card. Call inside the fake mode, with the recorder watching."""
-    is_drawn = training.random_weights
-    load_fake_weights(module, strategy, FAKE_DEVICE, recorder=recorder, is_drawn=is_drawn)
+    """The engine of a single GPU. Call inside the fake mode and the recorder."""
+    has_random_weights = training.random_weights
+    load_fake_weights(
+        module, strategy, FAKE_DEVICE, recorder=recorder, has_random_weights=has_random_weights
+    )
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
     return TorchEngine(
         module,
@@ -317,21 +318,21 @@ def build_fake_engine(
 
 
 class NeverOverflowScaler(SyncedGradScaler):
-    """Fake gradients have no values, and an update that is skipped makes no optimizer state."""
+    """Reports no overflow: fake gradients have no values, and a skipped update no state."""
 
     def has_overflowed(self, _optimizer: Optimizer) -> bool:
         return False
 
 
 class MicroBatchesDifferError(Exception):
-    """A micro-batch that was to stand for others leaves something else than it found."""
+    """The micro-batch that represents others does not leave memory as it found it."""
 
 
 class RecordedEngine:
-    """An engine that tells the recorder which part of the step is running.
+    """An engine that sets the recorder's stage as the step proceeds.
 
-    `num_repeated` micro-batches of a step are not run: they are noted as the second was. The
-    first finds no gradients yet.
+    `num_repeated` micro-batches of a step are not run but recorded as copies of the second; the
+    first is different, as it starts without gradients.
     """
 
     def __init__(self, engine: Any, recorder: Recorder, num_repeated: int = 0) -> None:

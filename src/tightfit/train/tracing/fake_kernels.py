@@ -1,6 +1,4 @@
-"""Libraries on fake tensors: bitsandbytes, Liger and fp8 casts run their own Python and allocate,
-and launch no kernels.
-"""
+"""bitsandbytes, Liger and fp8 casts on fake tensors: they allocate, and launch no kernels."""
 
 from __future__ import annotations
 
@@ -36,14 +34,14 @@ from tightfit.trace.kernel_workspace import count_outliers
 
 _META = torch.device("meta")
 _PAGED_NUMEL = 1e5
-"""bitsandbytes' `Optimizer8bit.get_state_buffer` pages the state of what is this large."""
+"""bitsandbytes' `Optimizer8bit.get_state_buffer` pages the state of larger parameters."""
 
 _FAKE_CLASSES = {name: type(name, (FakeTensor,), {}) for name in ("Params4bit", "Int8Params")}
-"""peft knows packed weights by the name of their class, and fake tensors have their own."""
+"""peft recognizes quantized weights by class name, which fake tensors must carry."""
 
 
 def quantize_meta_fake(model: Any, request: LoadRequest) -> None:
-    """Pack a model on the meta device as loading would have packed it, sizes and all."""
+    """Quantize a model on the meta device as loading would have."""
     if not request.weights.is_quantized:
         return
     for name, linear in list_quantizable(model):
@@ -53,10 +51,10 @@ def quantize_meta_fake(model: Any, request: LoadRequest) -> None:
 
 
 def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
-    """Put a packed weight on `device` as loading does: its values come whole, and are packed there.
+    """Load a weight to `device` and quantize it there, as loading does.
 
-    As `_quantize` of bitsandbytes' parameters, which cannot be made of fake tensors. int8 goes
-    back to the host before it is packed, and its values stay meanwhile.
+    As `_quantize` of bitsandbytes' parameters, which cannot be made of fake tensors. For int8 the
+    values go back to the host first, and stay allocated meanwhile.
     Source: `Bnb4bitQuantize` and `Bnb8bitQuantize` of transformers. Inside the fake mode.
     """
     from bitsandbytes import functional
@@ -86,14 +84,14 @@ def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nf4Values:
-    """nf4 codes on their own, of a matrix that will not stay packed. Inside the fake mode."""
+    """nf4 codes of a matrix that will be dequantized. Inside the fake mode."""
 
     codes: Tensor
     state: Any
 
     @classmethod
     def of(cls, values: Tensor, *, double_quant: bool) -> Nf4Values:
-        """As `Params4bit` packs them."""
+        """As `Params4bit` quantizes them."""
         from bitsandbytes import functional
 
         bnb: Any = functional  # not annotated
@@ -102,7 +100,7 @@ class Nf4Values:
         )
         return cls(codes=codes, state=state)
 
-    def unpack(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         from bitsandbytes import functional
 
         bnb: Any = functional  # not annotated
@@ -111,9 +109,9 @@ class Nf4Values:
 
 
 def make_quantization_map(device: torch.device) -> None:
-    """bitsandbytes' 8-bit numbers, which scales of nf4 are packed in: once in a process, to stay.
+    """Allocate bitsandbytes' table for double quantization, once per process.
 
-    The one that a model without values was packed with lies on another device.
+    The one used on the meta device is on another device.
     """
     from bitsandbytes import functional
 
@@ -122,7 +120,7 @@ def make_quantization_map(device: torch.device) -> None:
 
 
 def list_quantization_state(model: nn.Module) -> list[Tensor]:
-    """What stands beside packed codes and is neither parameter nor buffer: scales and tables."""
+    """Scales and tables of quantized weights, which are neither parameters nor buffers."""
     found: list[Tensor] = []
     for module in model.modules():
         weight: Any = module._parameters.get("weight")
@@ -130,7 +128,7 @@ def list_quantization_state(model: nn.Module) -> list[Tensor]:
             found.append(weight.SCB)
         state = getattr(weight, "quant_state", None)
         if state is None and weight is not None:
-            state = getattr(module, "quant_state", None)  # whose weight lies in shards
+            state = getattr(module, "quant_state", None)  # its weight is sharded
         while state is not None:
             found.extend(t for t in (state.absmax, state.code, state.offset) if t is not None)
             state = state.state2
@@ -143,10 +141,10 @@ def is_quantized_parameter(parameter: Tensor | None) -> bool:
 
 @contextmanager
 def bitsandbytes_without_kernels() -> Iterator[None]:
-    """bitsandbytes takes the way of a card's tensors, and asks none for its values.
+    """Make bitsandbytes take its CUDA path, without reading values.
 
-    Its kernels are custom operations with fakes of their own; what is left are choices that
-    it makes by device type, and tables that it computes.
+    Its kernels are custom operations with fake versions; patched are its choices by device type
+    and the tables that it computes.
     """
     try:
         import bitsandbytes
@@ -187,13 +185,13 @@ def bitsandbytes_without_kernels() -> Iterator[None]:
 
 
 def _restore_quant_state(module: Any) -> None:
-    """Gathered shards have lost their statistics. bitsandbytes' own cannot wrap a fake tensor."""
+    """Gathered shards have lost their scales; bitsandbytes' own fix cannot wrap fake tensors."""
     if getattr(module.weight, "quant_state", None) is None:
         module.weight.quant_state = module.quant_state
 
 
 def _copy_in_place(copy: Any) -> Any:
-    """bitsandbytes begins a copy with an empty tensor, which must lie where the original does."""
+    """bitsandbytes starts a copy from an empty tensor, which must be on the original's device."""
 
     def deepcopy(self: Tensor, memo: Any) -> Any:
         with torch.device(self.device):
@@ -203,13 +201,13 @@ def _copy_in_place(copy: Any) -> Any:
 
 
 class _Outliers:
-    """Answers the fakes of one int8 product how many columns of its activation are left as is."""
+    """Gives the fake int8 product the number of outlier columns of its activation."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
 
     def expect(self, activation: Tensor) -> None:
-        """First the columns' numbers are asked for, then the columns, as if of whole numbers."""
+        """The fakes ask for the columns' indices, then for the columns counted as int64."""
         columns = count_outliers(activation)
         num_rows = activation.numel() // activation.shape[-1]
         kept_bytes = num_rows * columns * activation.element_size()
@@ -220,7 +218,7 @@ class _Outliers:
 
 
 def _make_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """As bitsandbytes does for tensors of a card; paged state is memory of the host."""
+    """As bitsandbytes does for CUDA tensors; paged state is host memory."""
     if not self.is_paged or p.numel() < _PAGED_NUMEL:
         return torch.zeros_like(p, dtype=dtype)
     fake: Any = p
@@ -239,7 +237,7 @@ def _quantize_linear(linear: Any, request: LoadRequest) -> nn.Module:
 
 
 def _wrap_fake(values: Tensor, weight: Any) -> Any:
-    """Fake codes in place of `weight`, with all that it says about itself."""
+    """Fake codes in place of `weight`, with all its attributes."""
     placed: Any = nn.Parameter(values, requires_grad=False)
     placed.__class__ = _FAKE_CLASSES[type(weight).__name__]
     for name, value in vars(weight).items():
@@ -264,13 +262,13 @@ def _empty_on(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def fp8_without_kernels() -> Iterator[None]:
-    """What a cast allocates is allocated, and whoever listens is told of each launch."""
+    """Casts allocate as they would, and each launch is recorded."""
     with triton_without_kernels(), patch.object(fp8, "_runs_kernels", _would_run_kernels):
         yield
 
 
 def _would_run_kernels(_x: Tensor) -> bool:
-    """Fake tensors say that they are on a CPU."""
+    """As on a GPU: fake tensors claim to be on the CPU."""
     return not torch.compiler.is_compiling()
 
 
@@ -283,8 +281,8 @@ _LIGER_LOSSES = (Loss.FUSED, Loss.KERNEL)
 def without_kernels(
     strategy: Strategy, device: torch.device, capability: tuple[int, int] | None
 ) -> Iterator[None]:
-    """Around everything that a trace of `strategy` on fake tensors of `device` does."""
-    silence_libraries()  # before the imports that make libraries talk
+    """Wraps a trace of `strategy` on fake tensors of `device`."""
+    silence_libraries()  # before the imports that print
     with ExitStack() as stack:
         stack.enter_context(redirect_autocast(device.type))
         if BITSANDBYTES.is_wanted(strategy):
@@ -297,7 +295,7 @@ def without_kernels(
 
 
 def import_libraries() -> None:
-    """What every trace imports, before processes part that would each import it."""
+    """Import what every trace needs, before processes are forked."""
     import peft  # noqa: F401
     import torch._dynamo  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401

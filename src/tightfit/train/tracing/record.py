@@ -1,6 +1,4 @@
-"""Record one job on fake tensors: the batch, three training steps, then evaluation, save,
-generation and resume.
-"""
+"""Record one job on fake tensors: training steps, then evaluation, save, generation, resume."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def make_real_batch(job: TraceJob, config: PretrainedConfig) -> Batch:
-    """One micro-batch in host memory, as a model of this `config` gets it."""
+    """One micro-batch in host memory, collated as in training, for a model of this `config`."""
     rows = job.rows or list_longest_rows(job, is_pair=config.is_encoder_decoder)
     encoded = [[_encode_document(document) for document in row] for row in rows]
     if config.is_encoder_decoder:
@@ -63,10 +61,10 @@ def make_real_batch(job: TraceJob, config: PretrainedConfig) -> Batch:
 
 
 def list_longest_rows(job: TraceJob, *, is_pair: bool = False) -> tuple[tuple[Document, ...], ...]:
-    """The largest batch that the plan allows, every token of it trained.
+    """The largest batch that the plan allows, with every token trained.
 
-    Rows that are not packed differ in length by a token, so that a mask, where there is one, is
-    no empty one. A pair is as much again to read, for the encoder.
+    Unpacked rows differ in length by one token, so that a mask, if there is one, masks something.
+    A pair has a prompt of the same length for the encoder.
     """
     strategy = job.strategy
     length = strategy.seq_len
@@ -90,7 +88,7 @@ def _encode_document(document: Document) -> EncodedRow:
 
 
 def make_fake_batch(real: Batch, device: torch.device) -> Batch:
-    """The same on fake tensors that know their values. Call inside the fake mode."""
+    """The batch as fake tensors with known values. Call inside the fake mode."""
     return {
         name: set_concrete_value(
             torch.empty(values.shape, dtype=values.dtype, device=device), values
@@ -99,13 +97,11 @@ def make_fake_batch(real: Batch, device: torch.device) -> Batch:
     }
 
 
-# What a job does beside its steps, on fake tensors: evaluate, save, generate, resume.
-
-_PLAIN_ATTENTION = "sdpa"
+# Stages after training
 
 
 def run_stages(job: TraceJob, engine: Any, batch: Batch, recorder: Recorder) -> None:
-    """The stages after training, in the order in which a job goes through them."""
+    """Run the job's stages after training, in their order."""
     recorder.step = 0
     names = job.stages
     if "eval" in names:
@@ -113,9 +109,9 @@ def run_stages(job: TraceJob, engine: Any, batch: Batch, recorder: Recorder) -> 
             engine.module(**_make_eval_batch(job, engine.model.config, batch, recorder))
     if "save" in names:
         with recorder.in_stage("save"):
-            recorder.mark_stage()  # adapters go to the host as they lie there
+            recorder.mark_stage()  # adapters are copied to the host as they are
             engine.trained_state()
-    # The process that generates, and the one that resumes, start without optimizer state.
+    # Generation and resume happen in new processes, without optimizer state.
     engine.optimizer.state.clear()
     if "generate" in names:
         with recorder.in_stage("generate"), evaluating(engine):
@@ -126,7 +122,7 @@ def run_stages(job: TraceJob, engine: Any, batch: Batch, recorder: Recorder) -> 
 
 
 def _resume(optimizer: Any, recorder: Recorder) -> None:
-    """The state is made to be read into, by a step; its gradients are gone after it."""
+    """A resume allocates the optimizer state by a step, whose gradients are freed after it."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
 
     def mark_gradients(*_step: Any) -> None:
@@ -142,20 +138,20 @@ def _resume(optimizer: Any, recorder: Recorder) -> None:
 
 
 def _make_eval_batch(job: TraceJob, config: Any, batch: Batch, recorder: Recorder) -> Batch:
-    """Rows are not packed for an evaluation, whatever training does with its own."""
+    """Evaluation does not pack rows, even if training does."""
     if not job.strategy.packing:
         return batch
-    apart = job.strategy.model_copy(update={"packing": False})
-    alone = job.model_copy(update={"strategy": apart, "rows": None})
+    unpacked = job.strategy.model_copy(update={"packing": False})
+    eval_job = job.model_copy(update={"strategy": unpacked, "rows": None})
     with _disable_current_modes():
-        real = make_real_batch(alone, config)
-    made = make_fake_batch(real, FAKE_DEVICE)
-    recorder.hold(made.values(), INPUTS)
-    return made
+        real = make_real_batch(eval_job, config)
+    fake = make_fake_batch(real, FAKE_DEVICE)
+    recorder.hold(fake.values(), INPUTS)
+    return fake
 
 
 def _generate(model: Any, batch: Batch, recorder: Recorder) -> None:
-    """A whole batch of prompts into the cache, then one token more."""
+    """Prefill the cache with a batch of prompts, then decode one token."""
     prompts = batch["input_ids"]
     if model.config.is_encoder_decoder:
         _generate_encoder_decoder(model, prompts, batch["attention_mask"], recorder)
@@ -173,12 +169,12 @@ def _generate(model: Any, batch: Batch, recorder: Recorder) -> None:
 
 
 def _generate_encoder_decoder(model: Any, prompts: Any, mask: Any, recorder: Recorder) -> None:
-    """The encoder reads the prompts; the decoder writes a token, and one more."""
-    said = {"decoder_input_ids": prompts[:, :1], "attention_mask": mask, "use_cache": True}
-    first = model(input_ids=prompts, **said)
+    """Encode the prompts, decode one token, then another from the cache."""
+    options = {"decoder_input_ids": prompts[:, :1], "attention_mask": mask, "use_cache": True}
+    first = model(input_ids=prompts, **options)
     recorder.mark(_list_cached(first.past_key_values), KV_CACHE)
-    read = (first.encoder_last_hidden_state,)
-    more = model(encoder_outputs=read, past_key_values=first.past_key_values, **said)
+    encoded = (first.encoder_last_hidden_state,)
+    more = model(encoder_outputs=encoded, past_key_values=first.past_key_values, **options)
     recorder.mark(_list_cached(more.past_key_values), KV_CACHE)
 
 
@@ -194,50 +190,50 @@ def _list_cached(cache: Any) -> list[Tensor]:
 
 @contextmanager
 def _cached_attention(model: Any) -> Iterator[None]:
-    """Attention over packed documents knows no cache; generation uses torch's own."""
+    """Varlen attention has no key-value cache; generation uses SDPA."""
     config = model.config.get_text_config()
     trained = config._attn_implementation
     if trained.startswith("tightfit_varlen"):
-        config._attn_implementation = _PLAIN_ATTENTION
+        config._attn_implementation = "sdpa"
     try:
         yield
     finally:
         config._attn_implementation = trained
 
 
-# Run a job's stages on fake tensors under the recorder.
+# The whole job
 
 NUM_STEPS = 3
-"""Optimizer state appears in the first, and the second is like all that follow; but what is cached
-of the second shapes the third where memory is scarce."""
+"""The first allocates the optimizer state; the second is like all later ones, but with little
+memory the allocator's cache after the second changes the third."""
 FIRST_STEADY_STEP = 2
-"""The first step that finds the optimizer's state there."""
+"""The first step that starts with optimizer state."""
 
 
-def record_job(job: TraceJob, config: dict[str, Any]) -> Recording:
-    """Every allocation of the job with a model of this `config`, whatever its depth."""
+def record_job(job: TraceJob) -> Recording:
+    """Record every allocation of the job."""
     num_run = count_traced_micro_batches(job.strategy)
     with without_kernels(job.strategy, FAKE_DEVICE, job.compute_capability):
         try:
-            return _record(job, config, num_run)
+            return _record(job, num_run)
         except MicroBatchesDifferError:
-            return _record(job, config, job.strategy.grad_accum)
+            return _record(job, job.strategy.grad_accum)
 
 
 def count_traced_micro_batches(strategy: Strategy) -> int:
-    """Micro-batches of a step that are run: the first, one that stands for those that follow it,
-    and the last, with which several ranks exchange their gradients."""
+    """Micro-batches of a step that are run: the first, one that represents those after it, and the
+    last, with which several ranks reduce their gradients."""
     return min(strategy.grad_accum, 2 if strategy.sharding is Sharding.SINGLE else 3)
 
 
-def _record(job: TraceJob, config: dict[str, Any], num_run: int) -> Recording:
-    """`num_run` micro-batches of a step are run, the others noted like the second."""
+def _record(job: TraceJob, num_run: int) -> Recording:
+    """Run `num_run` micro-batches of each step; the others are recorded as copies of the second."""
     strategy = to_engine_strategy(job.strategy)
     capability = job.compute_capability
     has_varlen = capability is not None and capability >= (8, 0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(config), "utf-8")
+        (folder / "config.json").write_text(json.dumps(job.config), "utf-8")
         training = make_training(strategy, folder, random_weights=job.random_weights)
         module = build_meta_module(folder, strategy, training, has_varlen=has_varlen)
     text = module.model.config.get_text_config()
@@ -260,22 +256,19 @@ def _record(job: TraceJob, config: dict[str, Any], num_run: int) -> Recording:
         recorder.hold(list_quantization_state(module), WEIGHTS)
         batch = make_fake_batch(real, FAKE_DEVICE)
         recorder.hold(batch.values(), INPUTS)
-        staged = RecordedEngine(engine, recorder, strategy.grad_accum - num_run)
+        recorded = RecordedEngine(engine, recorder, strategy.grad_accum - num_run)
         plan = StepPlan(
             num_trained_tokens=1,
             learning_rate=training.learning_rate,
             seeds=(0,) * num_run,
         )
-        _run_steps(lambda: train_step(staged, [batch] * num_run, plan), recorder)
+        _run_steps(lambda: train_step(recorded, [batch] * num_run, plan), recorder)
         run_stages(job, engine, batch, recorder)
     return recorder.finish()
 
 
 def _run_steps(take_step: Callable[[], object], recorder: Recorder) -> None:
-    """`NUM_STEPS` steps; from the second on, one that leaves memory as it was is not run again.
-
-    The second starts with all that stays: then the third does what it did.
-    """
+    """Record `NUM_STEPS` steps; a steady step that leaves memory as it was is copied, not rerun."""
     since = recorder.position()
     while recorder.step < NUM_STEPS:
         if recorder.step >= FIRST_STEADY_STEP and recorder.repeat_step(since):

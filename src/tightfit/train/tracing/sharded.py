@@ -1,6 +1,4 @@
-"""A distributed job as rank 0 sees it, in one process: DDP's gradient buckets, FSDP2 over a fake
-process group whose collectives move nothing.
-"""
+"""Rank 0 of a distributed job in one process: DDP's gradient buckets, FSDP2 over a fake group."""
 
 from __future__ import annotations
 
@@ -36,12 +34,11 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class GradientBuckets:
-    """Gradients' home under DDP with `gradient_as_bucket_view`.
+    """DDP's buckets with `gradient_as_bucket_view`, as torch's Reducer lays them out.
 
-    The buckets stand from the start to the end. A gradient is made outside, copied into its
-    place and dropped; where micro-batches are accumulated without exchange it stays outside
-    until the last one. The first step has one bucket per dtype; before the second they are
-    laid out anew in the order in which gradients came.
+    Buckets live for the whole job. A gradient is allocated outside, copied into its view and
+    freed; under `no_sync` it stays outside until the last micro-batch. The first step has one
+    bucket per dtype; before the second they are rebuilt in the order in which gradients came.
     Source: torch reducer.cpp, `initialize_buckets`, `mark_variable_ready_dense`.
     """
 
@@ -93,7 +90,7 @@ class GradientBuckets:
 
 
 class FakeDdpEngine(TorchEngine):
-    """TorchEngine over a module whose gradients live in buckets."""
+    """TorchEngine over a module whose gradients are views of buckets."""
 
     def __init__(self, *args: Any, recorder: Recorder, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -112,22 +109,21 @@ class FakeDdpEngine(TorchEngine):
 
 
 _SHAPE_PROPAGATION = "_propagate_tensor_meta_non_cached"
-"""DTensor runs each operation once on whole shapes to learn the result's: nothing a rank holds."""
+"""DTensor runs each operation once on full shapes to infer the result's; not a real allocation."""
 _COLLECTIVE_METHODS = ("unshard", "wait_for_unshard", "post_backward")
-"""What of FSDP2's parameter groups allocates for collectives."""
+"""Methods of FSDP2's parameter groups that allocate for collectives."""
 
 
 def to_engine_strategy(strategy: Strategy) -> Strategy:
-    """What the model is built by: DeepSpeed wants one dtype throughout."""
+    """The strategy that the model is built with: DeepSpeed requires one dtype throughout."""
     return to_deepspeed_strategy(strategy) if strategy.sharding.is_zero else strategy
 
 
 @contextmanager
 def fake_process_group(strategy: Strategy) -> Iterator[DistContext]:
-    """Rank 0 of the strategy's world. FSDP2 gets a process group whose collectives do nothing.
+    """Rank 0 of the strategy's world; for FSDP2 a process group whose collectives do nothing.
 
-    A process has one group at a time: it is left at the end, and DTensor forgets what it had
-    worked out for its meshes.
+    It is destroyed at the end, and DTensor's caches, which refer to its meshes, are cleared.
     """
     context = DistContext(
         rank=0,
@@ -163,7 +159,7 @@ def build_distributed_engine(
     context: DistContext,
     recorder: Recorder,
 ) -> Any:
-    """The engine of rank 0 among several. Call inside the fake mode, with the recorder watching."""
+    """The engine of rank 0 among several. Call inside the fake mode and the recorder."""
     if strategy.sharding.is_zero:
         from tightfit.train.tracing.zero import build_fake_zero
 
@@ -186,9 +182,9 @@ def build_distributed_engine(
 
 
 def shard_fake(module: nn.Module, strategy: Strategy, context: DistContext) -> None:
-    """As `load_sharded` does: each layer filled, then sharded, then what is left."""
+    """As `load_sharded`: allocate and shard each layer, then the rest."""
     with _disable_current_modes():
-        sharder = Sharder(strategy, context)  # a mesh reads its own numbers
+        sharder = Sharder(strategy, context)  # a mesh reads its own values
     for layer in decoder_layers(module):
         materialize_empty(layer, context.device)
         sharder.shard_layer(layer)
@@ -198,24 +194,23 @@ def shard_fake(module: nn.Module, strategy: Strategy, context: DistContext) -> N
 
 @contextmanager
 def record_fsdp(recorder: Recorder) -> Iterator[None]:
-    """Tell `recorder` what FSDP2 does beside operations, and keep DTensor's own sums from it.
+    """Record what FSDP2 does outside of operations, and hide DTensor's shape propagation.
 
-    FSDP2 on a mesh of CPUs takes the same steps as on cards, and keeps the same buffers for
-    as long: its streams and events are there, and do nothing. The recorder reads from them
-    which stream allocates.
+    On a CPU mesh FSDP2 takes the same steps as on GPUs and keeps buffers for the same time; its
+    streams and events do nothing, but tell the recorder which stream allocates.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     resize: Any = torch.UntypedStorage.resize_
 
-    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
         recorder.resized(storage)
         return result
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_tell))
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_record))
         stack.enter_context(
             _wrapped(
                 ShardingPropagator,
@@ -251,10 +246,10 @@ def _setting(recorder: Recorder, name: str, value: Any) -> Iterator[None]:
 
 
 def _clear_mesh_caches() -> None:
-    """Cached rules hold meshes whose groups are gone."""
+    """Clear cached sharding rules: they hold meshes of destroyed groups."""
     from torch.distributed.tensor import DTensor, debug
 
     clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is None:  # before torch 2.10 there is the cache in Python alone
+    if clear is None:  # before torch 2.10 there is only the Python cache
         clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear
     clear()

@@ -69,12 +69,12 @@ def _start_child(parent_pid: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shallow:
-    """What was learnt from a few layers."""
+class _ShallowTraces:
+    """Traces of a few layers, from which deeper ones are extrapolated."""
 
     growth: DepthExtrapolation
     logs: list[OperationLog]
-    """Operations of the shallowest model and of the deeper ones; none where one has no log."""
+    """Operation logs of the shallowest model and the deeper ones; empty if any has none."""
 
     def extend(self, plan: DepthPlan) -> Recording:
         recording = self.growth.extend(plan.num_more)
@@ -84,7 +84,7 @@ class _Shallow:
 
 
 def _extend_log(plan: DepthPlan, logs: Sequence[OperationLog]) -> OperationLog | None:
-    """Memory stands without it: then the closed form speaks of the time."""
+    """None if it cannot be extended: then time comes from the closed form."""
     base, *grown = logs
     try:
         return extend_operation_log(base, grown, list_layer_kinds(plan))
@@ -92,15 +92,17 @@ def _extend_log(plan: DepthPlan, logs: Sequence[OperationLog]) -> OperationLog |
         return None
 
 
-def _learn(plan: DepthPlan, recordings: Sequence[Recording]) -> _Shallow:
+def _compare(plan: DepthPlan, recordings: Sequence[Recording]) -> _ShallowTraces:
     base, *grown = recordings
     logs = [one.operations for one in recordings if one.operations is not None]
-    is_whole = len(logs) == len(recordings)
-    return _Shallow(growth=DepthExtrapolation(plan, base, grown), logs=logs if is_whole else [])
+    is_complete = len(logs) == len(recordings)
+    return _ShallowTraces(
+        growth=DepthExtrapolation(plan, base, grown), logs=logs if is_complete else []
+    )
 
 
 class DepthTracer:
-    """One job with any number of its layers recomputed; what was traced is kept."""
+    """Records one job with any number of recomputed layers; caches its traces."""
 
     def __init__(self, job: TraceJob) -> None:
         self._job = job
@@ -112,10 +114,10 @@ class DepthTracer:
             if job.is_full_depth
             else find_extrapolation_obstacle(fill_defaults(job.config))
         )
-        self._known: dict[tuple[object, ...], _Shallow] = {}
+        self._known: dict[tuple[object, ...], _ShallowTraces] = {}
 
     def record(self, num_recomputed: int) -> Recording:
-        """The whole job, this many layers of it recomputed, counted from the first."""
+        """The full-depth job with its first `num_recomputed` layers recomputed."""
         kinds = self._split(num_recomputed)
         if not self.refusal:
             try:
@@ -137,24 +139,23 @@ class DepthTracer:
         key = (is_recomputed, plan.base, plan.grown)
         if key not in self._known:
             depths = (plan.base, *plan.grown)
-            self._known[key] = _learn(plan, self._run_all(depths, is_recomputed=is_recomputed))
+            self._known[key] = _compare(plan, self._run_all(depths, is_recomputed=is_recomputed))
         return self._known[key].extend(plan)
 
     def _run_all(
         self, depths: Sequence[tuple[int, ...]], *, is_recomputed: bool
     ) -> list[Recording]:
-        """Each depth once: the first here, the others beside it in processes of their own."""
+        """Record each depth: the first here, the others in forked processes."""
         self.num_traced = max(self.num_traced, *map(sum, depths))
         jobs = [self._job_of(kinds, is_recomputed=is_recomputed) for kinds in depths]
         import_libraries()
         with fork_pool(len(jobs) - 1) as others:
-            waiting = [others.submit(record_job, job, job.config) for job in jobs[1:]]
-            return [record_job(jobs[0], jobs[0].config), *(one.result() for one in waiting)]
+            waiting = [others.submit(record_job, job) for job in jobs[1:]]
+            return [record_job(jobs[0]), *(one.result() for one in waiting)]
 
     def _run(self, kinds: tuple[int, ...], *, is_recomputed: bool) -> Recording:
         self.num_traced = max(self.num_traced, sum(kinds))
-        job = self._job_of(kinds, is_recomputed=is_recomputed)
-        return record_job(job, job.config)
+        return record_job(self._job_of(kinds, is_recomputed=is_recomputed))
 
     def _job_of(self, kinds: tuple[int, ...], *, is_recomputed: bool) -> TraceJob:
         depth = sum(kinds)
@@ -171,14 +172,13 @@ class DepthTracer:
 
 
 class CannotTraceError(Exception):
-    """This job is beyond the tracer; the closed form still speaks of it."""
+    """The tracer cannot run this job; the closed-form estimate still applies."""
 
 
 def trace(job: TraceJob) -> TraceResponse:
-    """Memory of the job on one card, and how many layers it recomputes where it may choose.
+    """The job's memory on one GPU, its operations, and the fewest layers it must recompute.
 
-    Recorded from a fake run, replayed through a model of torch's allocator; the operations of
-    its step come along.
+    Recorded on fake tensors, then replayed through a model of torch's caching allocator.
     """
     start = time.perf_counter()
     check_traceable(job.strategy)
@@ -191,8 +191,8 @@ def trace(job: TraceJob) -> TraceResponse:
         num_recomputed = num_recomputed if fewest is None else fewest
     recording = tracer.record(num_recomputed)
     training = _until_training_ends(recording)
-    with fork_pool(1) as beside:  # it takes the longest
-        smallest = beside.submit(
+    with fork_pool(1) as pool:  # the search for the smallest capacity takes longest
+        smallest = pool.submit(
             find_smallest_capacity,
             training.sizes,
             training.events,
@@ -222,8 +222,8 @@ def trace(job: TraceJob) -> TraceResponse:
 
 
 TIES_FRACTION = 0.005
-"""Of the capacity, without expandable segments: the addresses of blocks of one size decide which is
-taken, and no trace knows where the driver puts segments (h200_trace.json: 0.3% too low once)."""
+"""Added to the capacity without expandable segments. Between free blocks of one size the allocator
+takes the lowest address, which a trace does not know (h200_trace.json: 0.3% too low once)."""
 
 
 def _allow_for_ties(capacity_bytes: int, settings: AllocatorSettings) -> int:
@@ -233,7 +233,7 @@ def _allow_for_ties(capacity_bytes: int, settings: AllocatorSettings) -> int:
 
 
 def _find_fewest(tracer: DepthTracer, room_bytes: int, settings: AllocatorSettings) -> int | None:
-    """The fewest recomputed layers with which the job never has to give memory back."""
+    """The fewest recomputed layers with which the allocator never has to free cached blocks."""
 
     def reserve(num_recomputed: int) -> int:
         training = _until_training_ends(tracer.record(num_recomputed))
@@ -256,7 +256,7 @@ def _until_training_ends(recording: Recording) -> Recording:
 
 
 def check_traceable(strategy: Strategy) -> None:
-    """What a trace would get wrong is refused."""
+    """Raise if a trace of this strategy would be wrong."""
     obstacle = find_trace_obstacle(strategy)
     if obstacle:
         raise CannotTraceError(obstacle)

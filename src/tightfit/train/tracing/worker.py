@@ -1,4 +1,4 @@
-"""The tracer's process: jobs come in as lines of JSON, answers go out as lines of JSON."""
+"""`python -m tightfit.train.tracing.worker`: traces jobs; one JSON line each in and out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CORES_PER_JOB = 3
 
 
 def main() -> None:
-    """Answer every line of standard input on what standard output was at the start.
+    """Write one response to standard output for each job on standard input.
 
-    The argument is the process to end with; without one it ends by itself.
+    The argument is the pid of the process to end with.
     """
     if len(sys.argv) > 1:
         end_with_parent(int(sys.argv[1]))
@@ -37,23 +37,23 @@ def main() -> None:
     for answer in answer_all(jobs, num_cores=read_machine().num_usable_cores):
         answers.write(answer.model_dump_json() + "\n")
         answers.flush()
-    os._exit(0)  # taking torch down in order takes longer than it is worth
+    os._exit(0)  # skips torch's slow teardown
 
 
 def answer_all(jobs: Sequence[TraceJob], *, num_cores: int) -> Iterator[TraceResponse]:
-    """In the order of the jobs, each as soon as it is there; several at once where cores allow."""
-    num_beside = min(len(jobs), num_cores // CORES_PER_JOB)
-    if num_beside < 2:
+    """The responses in the order of the jobs; several jobs in parallel if there are cores."""
+    num_parallel = min(len(jobs), num_cores // CORES_PER_JOB)
+    if num_parallel < 2:
         yield from map(_answer, jobs)
         return
     from tightfit.train.tracing.trace import fork_pool
 
-    with fork_pool(num_beside) as beside:
-        yield from beside.map(_answer, jobs)
+    with fork_pool(num_parallel) as pool:
+        yield from pool.map(_answer, jobs)
 
 
 def _answer(job: TraceJob) -> TraceResponse:
-    # Imported here: torch takes seconds, and what fails must become an answer.
+    # Imported here: torch takes seconds, and a failing import must become a response.
     from tightfit.train.tracing.trace import CannotTraceError, trace
 
     try:
@@ -62,23 +62,23 @@ def _answer(job: TraceJob) -> TraceResponse:
         return TraceResponse(problem=str(error))
     except UserError as error:
         return TraceResponse(problem=error.problem.rstrip("."), remedy=error.remedy)
-    except Exception as error:  # the closed form still stands: no fault of a library may end a plan
+    except Exception as error:  # a library's error must not end a plan: the closed form remains
         first = (str(error).strip().splitlines() or [""])[0]
         return TraceResponse(problem=_describe(type(error).__name__, first[:200]))
 
 
 _VALUES_MISSING = ("DynamicOutputShapeException", "DataDependentOutputException")
-"""torch's, where an operation on fake tensors asks what only real values tell."""
+"""torch's errors for an operation on fake tensors that depends on values."""
 
 
 def _describe(kind: str, said: str) -> str:
     if kind in _VALUES_MISSING:
-        return f"what {said or 'an operation'} allocates follows from values that a trace lacks"
+        return f"what {said or 'an operation'} allocates depends on values that a trace lacks"
     return f"it failed with {kind} ({said})" if said else f"it failed with {kind}"
 
 
 def _take_stdout() -> TextIO:
-    """Keep standard output for answers; libraries that print do it elsewhere."""
+    """Keep standard output for responses; what libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers
