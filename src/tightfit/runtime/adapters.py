@@ -1,4 +1,4 @@
-"""Adapters: attach LoRA to a base model as the plan says, or read trained ones back."""
+"""LoRA adapters: add new ones to a base model as the plan says, load and save trained ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training) -> PeftModel:
-    """The model with fresh adapters as its only trained values, in `strategy.adapter_dtype`.
+    """Add adapters, the only trained parameters, in `strategy.adapter_dtype`.
 
-    B starts at zero, so the model's answers are the base model's until the first step.
+    B is zero, so the model computes what the base model does until the first step.
     """
-    silence_libraries()  # before the import that makes libraries talk
+    silence_libraries()  # before the import that prints
     from peft import LoraConfig, TaskType, get_peft_model
 
     targets = strategy.lora_targets
@@ -33,7 +33,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         _check_targets(model, targets)
     is_seq2seq = bool(model.config.is_encoder_decoder)
     tying = _tie_copies(model) if strategy.train_embeddings else {}
-    make_config: Any = LoraConfig  # its annotations lag behind: alpha may be a fraction
+    make_config: Any = LoraConfig  # annotated too narrowly: alpha may be a fraction
     config = make_config(
         task_type=TaskType.SEQ_2_SEQ_LM if is_seq2seq else TaskType.CAUSAL_LM,
         r=strategy.lora_rank,
@@ -47,15 +47,15 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         fan_in_fan_out=_has_transposed(model),
         **tying,
     )
-    # peft would raise 16-bit adapters to fp32 by itself; the plan has counted their bytes.
+    # By default peft casts 16-bit adapters to fp32, which the plan does not count.
     adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=False)
     _cast_trained(adapted, strategy)
     return adapted
 
 
 def load_adapter(model: PreTrainedModel, folder: Path, *, is_trainable: bool = False) -> PeftModel:
-    """The model with the adapter that lies in `folder`, in the dtype it was saved in."""
-    silence_libraries()  # before the import that makes libraries talk
+    """The model with the adapter of `folder`, in the dtype it was saved in."""
+    silence_libraries()  # before the import that prints
     from peft import PeftModel
 
     _check_adapter_files(folder)
@@ -76,10 +76,10 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, is_trainable: bool = F
 
 
 def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = None) -> None:
-    """Write peft's files. `state` stands in for values that live in shards.
+    """Write peft's files. `state` replaces the values of sharded parameters.
 
-    The embedding layers are written when they were trained and not otherwise; left to
-    itself, peft asks the hub whether the vocabulary has grown.
+    Embeddings are written only if they were trained; by default peft asks the hub whether the
+    vocabulary has grown.
     """
     config: Any = model.peft_config["default"]
     model.save_pretrained(
@@ -91,7 +91,7 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
 
 
 def _with_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Each tied value under all its names: peft looks for every trained module by its own."""
+    """Each tied value under all its names, as peft looks them up."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     named = {name: first[id(parameter)] for name, parameter in every}
@@ -99,7 +99,7 @@ def _with_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def embedding_names(model: PreTrainedModel) -> list[str]:
-    """Last names of the modules that hold the vocabulary: embeddings, and the head unless tied."""
+    """Last name parts of the embeddings and, unless tied, the head."""
     kept = [model.get_input_embeddings()]
     head = _head(model)
     if head is not None and not _is_tied(model):
@@ -124,14 +124,14 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _has_transposed(model: nn.Module) -> bool:
-    """GPT-2's layers store their matrix the other way round, unless it has been packed."""
+    """GPT-2's Conv1D stores its matrix transposed, unless it was quantized."""
     from transformers.pytorch_utils import Conv1D
 
     return any(isinstance(module, Conv1D) for module in model.modules())
 
 
 def _tie_copies(model: PreTrainedModel) -> dict[str, Any]:
-    """One trained copy for embeddings and head where the model has one matrix for both."""
+    """peft's option to train one copy for tied embeddings and head."""
     from peft import LoraConfig
     from peft.utils.constants import EMBEDDING_LAYER_NAMES
 
@@ -153,8 +153,8 @@ def _tie_copies(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _cast_trained(model: nn.Module, strategy: Strategy) -> None:
-    """Adapters in the plan's dtype. Trained embeddings stay as the base has them, save in fp16,
-    whose gradients the scaler does not take."""
+    """Cast adapters to the plan's dtype. Trained embeddings keep the base's dtype, except fp16,
+    whose gradients GradScaler refuses."""
     adapter = torch_dtype(strategy.adapter_dtype)
     embedding = torch_dtype(Dtype.FP32) if strategy.compute is Dtype.FP16 else None
     for name, parameter in model.named_parameters():
@@ -164,7 +164,7 @@ def _cast_trained(model: nn.Module, strategy: Strategy) -> None:
 
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Every target must name a module; peft is content when one of them does."""
+    """Every target must name a module; peft accepts it if one of them does."""
     names = [name for name, _ in model.named_modules() if name]
     known = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()})
     for target in targets:

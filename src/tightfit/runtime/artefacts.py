@@ -1,4 +1,4 @@
-"""What a user's name for a model means: a run, an adapter, a folder, a GGUF file; and its parts."""
+"""From a user's name to an artefact: a run, an adapter, a model folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tightfit.runtime.model_files import import_gguf_tokenizer, locate_model
 
 
 class ArtefactKind(str, Enum):
-    """How the weights lie on the disk."""
+    """The format of the weights on disk."""
 
     MODEL = "model"
     """A Hugging Face folder with plain weights."""
     ADAPTER = "adapter"
-    """peft's format, beside the base model it names."""
+    """peft's format; names its base model."""
     GPTQ = "gptq"
     BITSANDBYTES = "bitsandbytes"
     """A Hugging Face folder with nf4 or int8 weights."""
@@ -29,10 +29,10 @@ class ArtefactKind(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artefact:
-    """One thing that can be loaded and asked."""
+    """One model that can be loaded."""
 
     name: str
-    """As the user said it."""
+    """As the user wrote it."""
     kind: ArtefactKind
     path: Path
     """The folder or file of the artefact itself; of an adapter its own folder."""
@@ -43,12 +43,12 @@ class Artefact:
     template: str | None = None
     """A template named in the run's recipe. None: the tokenizer's own."""
     strategy: Strategy | None = None
-    """How the run that made it had its base model in memory."""
+    """The strategy of the run that made it."""
     run: RunFolder | None = None
 
 
 def find_artefact(name: str) -> Artefact:
-    """The artefact that `name` means, its files looked at, nothing loaded. No network."""
+    """The artefact that `name` refers to; checks its files, loads nothing. No network."""
     path = Path(name).expanduser()
     run = RunFolder(path=path)
     if run.is_run():
@@ -104,7 +104,7 @@ def _from_run(name: str, run: RunFolder) -> Artefact:
             remedy="finish the run with the command that started it, then try again",
         )
     base = locate_model(plan.training.model_path) if is_adapter else None
-    # The result carries the template it was trained with; where that was lost, the plan knows it.
+    # The result has the template it was trained with; if it was lost, the plan names it.
     is_alone = base is None or (tuned / "tokenizer.json").is_file()
     return Artefact(
         name=name,

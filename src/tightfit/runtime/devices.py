@@ -1,4 +1,4 @@
-"""Devices and dtypes as torch names them, and what running out of memory looks like."""
+"""torch's devices and dtypes, and recognizing out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _OUT_OF_MEMORY_WORDS = (
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """torch's name of an unpacked format. Packed ones have none: see `load.py`."""
+    """torch's dtype of an unquantized format. Quantized ones have none: see `load.py`."""
     import torch
 
     known = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
     if dtype not in known:
-        raise ValueError(f"{dtype.value} values are packed and have no dtype of their own")
+        raise ValueError(f"{dtype.value} values are quantized and have no torch dtype")
     return known[dtype]
 
 
@@ -51,24 +51,24 @@ def local_device(rank: int, *, is_cpu: bool = False) -> torch.device:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of the GPU or of the host, anywhere in the chain of causes."""
+    """Whether GPU or host memory ran out, anywhere in the chain of causes."""
     import torch
 
     return any(
         isinstance(link, (MemoryError, torch.cuda.OutOfMemoryError))
         or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
-        or (isinstance(link, RuntimeError) and _speaks_of_memory(link))
+        or (isinstance(link, RuntimeError) and _mentions_memory(link))
         for link in _chain(error)
     )
 
 
-def _speaks_of_memory(error: RuntimeError) -> bool:
+def _mentions_memory(error: RuntimeError) -> bool:
     text = str(error).lower()
     return any(words in text for words in _OUT_OF_MEMORY_WORDS)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The fault, and what it came from."""
+    """The error and its causes."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -1,8 +1,8 @@
-"""GPTQ-format folders read with plain torch: codes of 2 to 8 bits, groups, zero points, act order.
+"""Read GPTQ-format folders with plain torch: 2 to 8 bits, groups, zero points, act order.
 
-Codes lie in a little-endian stream of bits over int32 words, 32 codes in `bits` words. Three
-layouts differ in nothing but the zero points: `gptq` stores them minus one, `gptq_v2` as they
-are, and auto-round says which by its packing format. Sources: GPTQ, arXiv:2210.17323; the
+Codes are a little-endian bit stream over int32 words, 32 codes in `bits` words. The layouts differ
+only in the zero points: `gptq` stores them minus one, `gptq_v2` as they are; auto-round names the
+layout in its packing format. Sources: GPTQ, arXiv:2210.17323; the
 torch layers of AutoGPTQ and auto-round.
 """
 
@@ -20,6 +20,7 @@ from torch import nn
 from tightfit.core.errors import InvalidInputError
 from tightfit.runtime.attention import choose_inference_attention
 from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.load import auto_class, check_missing, fill_buffers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,18 +31,18 @@ _UNSUPPORTED = "quantize the model again: tightfit quantize MODEL --to gptq-4"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptqConfig:
-    """What config.json says of the codes."""
+    """The quantization settings in config.json."""
 
     bits: int
     group_size: int
     """-1: one group over the whole width."""
     zeros_shift: int
-    """What to add to a stored zero point: 1, or 0 in `gptq_v2`."""
+    """Added to a stored zero point: 1, or 0 in `gptq_v2`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMatrix:
-    """One linear layer's codes, as the files hold them."""
+    """One linear layer's codes as stored."""
 
     qweight: torch.Tensor
     """(in x bits / 32, out), int32."""
@@ -50,7 +51,7 @@ class PackedMatrix:
     scales: torch.Tensor
     """(groups, out)."""
     g_idx: torch.Tensor | None
-    """Group of every input. None: groups follow one another."""
+    """Group of every input. None: consecutive groups."""
     zeros_shift: int
 
     @property
@@ -78,7 +79,7 @@ class PackedMatrix:
         codes = unpack_bits(self.qweight, self.bits)
         zeros = unpack_bits(self.qzeros.t(), self.bits).t() + self.zeros_shift
         groups = self.groups()
-        # fp32 in between: fp16 scales times a difference of codes do not round twice.
+        # In fp32: fp16 scales times a difference of codes would round twice.
         return (self.scales.float()[groups] * (codes - zeros[groups])).to(dtype)
 
 
@@ -92,8 +93,8 @@ def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
     low = words[first] >> shift.view(shape)
     if 32 % bits == 0:
         return low & mask
-    # A code that crosses a word's end has its upper part in the next one. int32 shifts keep
-    # the sign, so only as many bits as belong to the lower part are taken from it.
+    # A code that crosses a word's end has its upper bits in the next one. int32 shifts keep the
+    # sign, so the lower part is masked to its own bits.
     num_low = (32 - shift).clamp(max=bits)
     low = low & ((1 << num_low) - 1).to(torch.int32).view(shape)
     following = words[(first + 1).clamp(max=words.shape[0] - 1)]
@@ -103,9 +104,9 @@ def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class GptqLinear(nn.Module):
-    """A linear layer that keeps its codes and unpacks them at every use.
+    """A linear layer that keeps its codes and dequantizes them at every use.
 
-    Slower than an unpacked one, and a fourth or less of its memory.
+    Slower than a dequantized one, with a quarter or less of its memory.
     """
 
     def __init__(self, packed: PackedMatrix, bias: torch.Tensor | None) -> None:
@@ -135,7 +136,7 @@ class GptqLinear(nn.Module):
 
 
 def read_gptq_config(folder: Path) -> GptqConfig:
-    """Bits and layout. Raises where the folder is quantized in a way that is not read here."""
+    """The folder's bits and layout. Raises for layouts that are not supported."""
     stated = _read_stated(folder)
     bits, size = stated.get("bits"), stated.get("group_size", -1)
     if bits not in (2, 3, 4, 5, 6, 7, 8) or not isinstance(size, int):
@@ -163,8 +164,8 @@ def load_gptq(
 ) -> PreTrainedModel:
     """The folder's model on `device`, in eval mode.
 
-    `is_packed` keeps the codes and unpacks per use; None: on GPUs only. Elsewhere matrices are
-    unpacked once, into `dtype`.
+    `is_packed` keeps the codes and dequantizes them per use; None: on GPUs only. Otherwise
+    matrices are dequantized once, to `dtype`.
     """
     silence_libraries()
     settings = read_gptq_config(folder)
@@ -175,17 +176,10 @@ def load_gptq(
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
-def read_matrices(folder: Path, settings: GptqConfig) -> Iterator[tuple[str, PackedMatrix]]:
-    """Every packed matrix by its layer's name."""
-    for name, part in _read_parts(folder, settings):
-        if isinstance(part, PackedMatrix):
-            yield name, part
-
-
 def _read_parts(
     folder: Path, settings: GptqConfig
 ) -> Iterator[tuple[str, PackedMatrix | torch.Tensor]]:
-    """Packed matrices by their layers' names, and all other tensors by their own."""
+    """Quantized matrices by their layers' names, and all other tensors by their own."""
     from safetensors import safe_open
 
     homes: dict[str, Any] = {}
@@ -221,7 +215,7 @@ def _read_parts(
 
 
 def _useful_index(index: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
-    """None where groups simply follow one another, as without act order."""
+    """None for consecutive groups, as without act order."""
     if index is None or index.numel() == 0:
         return None
     size = -(-index.numel() // scales.shape[0])
@@ -230,11 +224,11 @@ def _useful_index(index: torch.Tensor | None, scales: torch.Tensor) -> torch.Ten
 
 
 def _load_dense(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
-    """By transformers' own loading, from tensors unpacked one at a time."""
+    """Load with transformers, from a state dict that is dequantized one tensor at a time."""
     from transformers.pytorch_utils import Conv1D
 
     with torch.device("meta"):
-        shell = _auto_class(config).from_config(
+        shell = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=config._attn_implementation
         )
     transposed = {name for name, part in shell.named_modules() if isinstance(part, Conv1D)}
@@ -253,16 +247,14 @@ def _load_dense(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dt
         attn_implementation=config._attn_implementation,
         output_loading_info=True,
     )
-    _check_missing(folder, sorted(info["missing_keys"]))
+    check_missing(folder, sorted(info["missing_keys"]))
     return model
 
 
 def _load_packed(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
-    """The family's module tree with packed layers in the places of its linear ones."""
-    from tightfit.runtime.load import fill_buffers
-
+    """Build the family's model with GptqLinear in place of its linear layers."""
     with torch.device("meta"):
-        model = _auto_class(config).from_config(
+        model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=config._attn_implementation
         )
     state: dict[str, torch.Tensor] = {}
@@ -276,7 +268,7 @@ def _load_packed(folder: Path, config: Any, settings: GptqConfig, dtype: torch.d
     strange = [name for name in packed if name not in known]
     if strange:
         raise InvalidInputError(
-            f"{folder} holds {strange[0]}, which a {config.model_type} model has not by that name.",
+            f"{folder} holds {strange[0]}, which a {config.model_type} model does not have.",
             remedy="load it on the CPU (--device cpu), where its matrices are unpacked",
         )
     for name, part in packed.items():
@@ -284,21 +276,13 @@ def _load_packed(folder: Path, config: Any, settings: GptqConfig, dtype: torch.d
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     fill_buffers(model, torch.device("cpu"))
-    _check_missing(folder, [name for name, value in model.named_parameters() if value.is_meta])
+    check_missing(folder, [name for name, value in model.named_parameters() if value.is_meta])
     return model
 
 
-def _check_missing(folder: Path, missing: list[str]) -> None:
-    if missing:
-        raise InvalidInputError(
-            f"{folder} lacks {len(missing)} tensors of the model, {missing[0]} first.",
-            remedy="fetch the model again; these weights are not those of its config.json",
-        )
-
-
 def _read_plain_config(folder: Path) -> Any:
-    """The model's config without the note that it is quantized, so that transformers asks for
-    none of the packages it would use."""
+    """The model's config without its quantization settings, for which transformers would require
+    packages."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -318,9 +302,3 @@ def _read_stated(folder: Path) -> dict[str, Any]:
         if isinstance(stated, dict):
             return stated
     raise InvalidInputError(f"{folder} does not say how it is quantized.", remedy=_UNSUPPORTED)
-
-
-def _auto_class(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -1,6 +1,4 @@
-"""Import third-party libraries quickly and keep them quiet: no progress bars, no advice on stderr,
-no network.
-"""
+"""Import third-party libraries quickly, and keep them quiet and offline."""
 
 from __future__ import annotations
 
@@ -18,21 +16,21 @@ from tightfit.planning.requirements import BITSANDBYTES
 
 
 def silence_libraries() -> None:
-    """Errors still raise; what a library only mentions is ours to check and to say."""
-    # A forked data worker would otherwise print advice about tokenizers' threads.
+    """Turn off progress bars, logs and network access; errors still raise."""
+    # Forked processes would print a warning about tokenizers' threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    # Every file is local by the time a library loads it; some look for kernels on the hub.
+    # All files are local by now; some libraries look for kernels on the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it deplores the kernels it lacks
-    # torch's word, with its stack, on an ARM processor that has no bf16 and is asked for it.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about missing kernels
+    # torch's warning, with its stack, on ARM processors without bf16.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
     import torch
     from huggingface_hub import utils as hub
     from transformers.utils import logging as logging_of_transformers
 
     if not torch.cuda.is_available():
-        # transformers imports DeepSpeed where it is installed, which then deplores the CPU.
+        # transformers imports DeepSpeed if it is installed, which then warns about the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     quiet: Any = logging_of_transformers  # not annotated
     quiet.set_verbosity_error()
@@ -48,9 +46,9 @@ def silence_libraries() -> None:
 def fast_imports(strategies: Sequence[Strategy]) -> Iterator[None]:
     """Around the imports of a process that will run nothing but these strategies.
 
-    peft imports bitsandbytes wherever it is installed, which takes two seconds: where no strategy
-    wants it, it seems not to be. The garbage collector would go through the libraries again and
-    again, and copy what it goes through in processes that are forked off: it never looks at them.
+    peft imports bitsandbytes if it is installed, which takes two seconds: it is hidden unless a
+    strategy needs it. Imported objects are exempt from garbage collection, which would traverse
+    them repeatedly, and copy their pages in forked processes.
     """
     if not any(BITSANDBYTES.is_wanted(strategy) for strategy in strategies):
         sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""llama.cpp's shared library from the `xllamacpp` wheel: loading it, its RPC backend, and a GGUF
-model's logits and tokenizer.
-"""
+"""llama.cpp's shared library from the `xllamacpp` wheel: its RPC backend, logits, tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ _LogHandler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_voi
 
 
 _drop = _LogHandler(lambda _level, _text, _data: None)
-"""llama.cpp's own log; its faults reach us by return values."""
+"""Drops llama.cpp's log; its errors come as return values."""
 
 
 def has_llama() -> bool:

@@ -175,15 +175,18 @@ def read_model(
         if is_out_of_memory(error):
             raise
         raise _unreadable(folder, error) from error
-    # transformers only logs a missing tensor, and initializes it at random.
-    missing = sorted(info["missing_keys"])
+    check_missing(folder, sorted(info["missing_keys"]))
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def check_missing(folder: Path, missing: list[str]) -> None:
+    """Raise for missing tensors, which transformers only logs and initializes at random."""
     if missing:
         raise InvalidInputError(
             f"{folder} lacks {len(missing)} tensors of the model, {missing[0]} first.",
             remedy="fetch the model again; these weights are not those of its config.json",
         )
-    loaded: PreTrainedModel = model
-    return loaded
 
 
 def _unreadable(folder: Path, error: Exception) -> UserError:

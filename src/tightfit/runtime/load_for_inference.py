@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _ROOM_FRACTION = 0.9
-"""Of a GPU's free memory that weights may take; the rest is for keys, values and scores."""
+"""Of a GPU's free memory for weights; the rest is for the cache and activations."""
 _BYTES_PER_PARAM = {
     Dtype.FP32: 4.0,
     Dtype.BF16: 2.0,
@@ -37,12 +37,12 @@ _BYTES_PER_PARAM = {
     Dtype.INT8: 1.1,
     Dtype.NF4: 0.65,
 }
-"""Rough, with embeddings and scales: only to tell whether one GPU is enough."""
+"""Rough, with embeddings and scales: only to decide whether one GPU is enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to answer."""
+    """A model ready for inference."""
 
     model: Any
     """transformers' own class, adapters inside it."""
@@ -51,7 +51,7 @@ class LoadedModel:
     device: str
     """`cpu`, `cuda:0`, `cuda:0-3`."""
     note: str = ""
-    """A sentence on how the weights are used, where that is a choice."""
+    """A sentence on how the weights are used, if there was a choice."""
 
 
 def load_for_inference(
@@ -59,7 +59,7 @@ def load_for_inference(
 ) -> LoadedModel:
     """The artefact's model. `weights` None: as the run had it, or what suits the device.
 
-    On a CPU unpacked weights are fp32, which is fast and exact there.
+    On a CPU unquantized weights are fp32, which is fast and exact there.
     """
     import torch
 
@@ -86,7 +86,7 @@ def load_for_inference(
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a user's word means; of several GPUs the one with the most free memory."""
+    """The device of that name; for `auto` and `cuda` the GPU with the most free memory."""
     import torch
 
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
@@ -110,7 +110,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(device: torch.device) -> Dtype:
-    """For unpacked weights where nothing else decides."""
+    """The default dtype of unquantized weights on this device."""
     import torch
 
     if device.type == "cpu":
@@ -120,7 +120,7 @@ def choose_dtype(device: torch.device) -> Dtype:
 
 
 def choose_load(artefact: Artefact, weights: Dtype | None, device: torch.device) -> LoadRequest:
-    """How the weights are to lie in memory."""
+    """How to hold the weights in memory."""
     strategy = artefact.strategy
     best = choose_dtype(device)
     if weights is not None:
@@ -176,12 +176,12 @@ def _load(
 
 
 def _with_adapter(model: Any, folder: Path) -> Any:
-    """The model with its adapters as layers of their own; nothing is merged."""
+    """The model with unmerged adapters."""
     import torch
 
     adapted: Any = load_adapter(model, folder)
     if model.dtype == torch.float32:
-        # A 16-bit adapter would pull the exact activations down to its own precision.
+        # A 16-bit adapter would reduce fp32 activations to its own precision.
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()

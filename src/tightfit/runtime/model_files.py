@@ -1,5 +1,6 @@
-"""From a model's name to the folder with its weights, config and tokenizer: checks of weight files,
-tokenizer files, and GGUF files or old tokenizers converted once into the cache. No network.
+"""From a model's name to the folder with its weights, config and tokenizer. No network.
+
+Weight files are checked; GGUF files and slow tokenizers are converted once, into the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# Weight files checked before anything loads: all there, none cut short, every tensor in place.
+# Weight files
 
 _LFS_START = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000
@@ -43,7 +44,7 @@ _MAX_LISTED = 5
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether any file that transformers would load is named in the folder, whole or not."""
+    """Whether the folder has a file that transformers would load, complete or not."""
     return bool(_list_candidates(folder))
 
 
@@ -61,7 +62,7 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise where weights are missing, cut short, or lack a tensor; all faults at once."""
+    """Raise if weights are missing, truncated, or lack a tensor; lists all problems."""
     candidates = _list_candidates(folder)
     if not candidates:
         raise NotFoundError(
@@ -69,14 +70,14 @@ def check_weights(folder: Path) -> None:
             remedy="put model.safetensors there, or name a folder that has it",
         )
     main = candidates[0]
-    faults = _check_index(main) if main.suffix == ".json" else _check_files([main])
-    if faults:
-        shown = "; ".join(faults[:_MAX_LISTED])
-        more = len(faults) - _MAX_LISTED
+    problems = _check_index(main) if main.suffix == ".json" else _check_files([main])
+    if problems:
+        shown = "; ".join(problems[:_MAX_LISTED])
+        more = len(problems) - _MAX_LISTED
         raise InvalidInputError(
             f"The weights in {folder} are not whole: {shown}"
-            f"{f'; and {more} more faults' if more > 0 else ''}.",
-            remedy="fetch the model again; `hf download` goes on where it stopped",
+            f"{f'; and {more} more problems' if more > 0 else ''}.",
+            remedy="fetch the model again; `hf download` resumes",
         )
 
 
@@ -102,16 +103,16 @@ def _check_index(index: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{index.name} cannot be read as an index of shards ({error!r})"]
     files = [index.parent / name for name in sorted(set(homes.values()))]
-    faults = _check_files(files)
-    if faults or files[0].suffix != ".safetensors":
-        return faults
-    stored = {path.name: set(_read_header(path)) for path in files}
+    problems = _check_files(files)
+    if problems or files[0].suffix != ".safetensors":
+        return problems
+    stored = {path.name: set(read_safetensors_header(path)[1]) for path in files}
     lost = [name for name, file in sorted(homes.items()) if name not in stored[file]]
     return [f"{homes[name]} lacks the tensor {name}" for name in lost]
 
 
 def _check_files(files: list[Path]) -> list[str]:
-    faults = []
+    problems = []
     for path in files:
         problem = (
             find_safetensors_error(path)
@@ -119,22 +120,21 @@ def _check_files(files: list[Path]) -> list[str]:
             else _find_pickle_error(path)
         )
         if problem is not None:
-            faults.append(f"{path.name} {problem}")
-    return faults
+            problems.append(f"{path.name} {problem}")
+    return problems
 
 
 def find_safetensors_error(path: Path) -> str | None:
-    """What is wrong with a safetensors file, as the end of a sentence; None where it is whole."""
+    """What is wrong with a safetensors file, as the end of a sentence; None if nothing."""
     problem = _find_common_error(path)
     if problem is not None:
         return problem
     try:
-        ends = [entry["data_offsets"][1] for entry in _read_header(path).values()]
-        with path.open("rb") as stream:
-            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+        start, tensors = read_safetensors_header(path)
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
     except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error):
         return "is no safetensors file, or is cut short in its header"
-    expected = 8 + header_bytes + max(ends, default=0)
+    expected = start + max(ends, default=0)
     found = path.stat().st_size
     if found < expected:
         return f"is cut short: {render_bytes(found)} of {render_bytes(expected)}"
@@ -147,7 +147,7 @@ def _find_pickle_error(path: Path) -> str | None:
         return problem
     with path.open("rb") as stream:
         is_zip = stream.read(2) == b"PK"
-    # A zip's table stands at its end, so what is cut short has none. Older pickles have no table.
+    # A zip's directory is at its end: a truncated file has none. Older pickles are no zips.
     return "is cut short" if is_zip and not zipfile.is_zipfile(path) else None
 
 
@@ -164,17 +164,17 @@ def _find_common_error(path: Path) -> str | None:
     return None if start else "is empty"
 
 
-def _read_header(path: Path) -> dict[str, dict[str, list[int]]]:
-    """Tensors by name, from the JSON header; reads no values."""
+def read_safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """The byte at which values start, and each tensor's dtype, shape and data_offsets."""
     with path.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         if size > _MAX_HEADER_BYTES:
             raise ValueError("header too long")
         header = json.loads(stream.read(size))
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return 8 + size, {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
-# The files a model speaks with: tokenizer, chat template, where it stops.
+# Tokenizer files
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -190,14 +190,14 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Files of a model that what is made from it needs."""
+"""Files that a model made from this one needs: tokenizer, chat template, stop tokens."""
 CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
 """A folder of named templates. Source: transformers `tokenization_utils_base.py`."""
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[Path]:
-    """Copy what is there of them; returns the copies."""
+    """Copy those that exist; returns the copies."""
     copies = []
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
@@ -209,7 +209,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[Path]:
 
 
 def copy_tuned_tokenizer_files(tuned: Path, base: Path, target: Path) -> list[Path]:
-    """The tuned model's own files, and of the base's only what cannot contradict them."""
+    """Copy the tuned model's files, and of the base's only those that cannot contradict them."""
     copies = copy_tokenizer_files(tuned, target)
     if tuned == base:
         return copies
@@ -234,20 +234,20 @@ def _same_content(one: Path, other: Path) -> bool:
         return False
 
 
-# Models in other formats, turned once into a Hugging Face folder in the cache.
+# Other formats, converted into the cache
 
 LARGE_MODEL_PARAMS = 2_000_000_000
-"""Beyond this, dequantized values are written in bf16 instead of fp32 to spare the disk."""
+"""Larger models are dequantized to bf16 instead of fp32, to save disk space."""
 _SAMPLE_BYTES = 4 << 20
 _SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def import_gguf(path: Path) -> Path:
-    """The folder of a GGUF file's model with its matrices unpacked; made on the first call."""
+    """The Hugging Face folder of a GGUF file, dequantized; made on the first call."""
     home = _gguf_cache_folder(path)
     if (home / "config.json").is_file():
         return home
-    num_params = read_gguf_model(path).num_params  # also refuses a file that is cut short
+    num_params = read_gguf_model(path).num_params  # raises for a truncated file
     is_large = num_params > LARGE_MODEL_PARAMS
     _check_room(home, num_params * (2 if is_large else 4))
     _make_once(home, lambda folder: _write_gguf(path, folder, is_large=is_large))
@@ -255,24 +255,24 @@ def import_gguf(path: Path) -> Path:
 
 
 def import_gguf_tokenizer(path: Path) -> Path:
-    """A folder with the tokenizer and template of a GGUF file; its weights stay unread."""
+    """A folder with the tokenizer and template of a GGUF file; does not read its weights."""
     unpacked = _gguf_cache_folder(path)
     if (unpacked / "tokenizer.json").is_file():
         return unpacked
     home = unpacked.with_name(f"{unpacked.name}-tokenizer")
     if not (home / "tokenizer.json").is_file():
-        read_gguf_model(path)  # refuses a file that is cut short
+        read_gguf_model(path)  # raises for a truncated file
         _make_once(home, lambda folder: _write_gguf_tokenizer(path, folder))
     return home
 
 
 def _gguf_cache_folder(path: Path) -> Path:
-    """Where the file's model lies once unpacked. Another number: it is unpacked otherwise."""
+    """The cache folder of the converted model. Raise the number when the conversion changes."""
     return cache_folder() / "models" / f"gguf-2-{_digest(path)}"
 
 
 def import_tokenizer(folder: Path) -> Path:
-    """A folder with links to this one's files and a tokenizer.json made from its old tokenizer."""
+    """A folder with links to this one's files and a tokenizer.json made from its slow tokenizer."""
     stamp = [str(folder.resolve())]
     for name in _SLOW_TOKENIZERS:
         if (folder / name).is_file():
@@ -292,7 +292,7 @@ def has_slow_tokenizer(folder: Path) -> bool:
 
 
 def _digest(path: Path) -> str:
-    """Of the size, the start (all metadata and shapes) and the end: no need to read it whole."""
+    """Of the size, the start (metadata and shapes) and the end, to avoid reading all of it."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as stream:
@@ -303,7 +303,7 @@ def _digest(path: Path) -> str:
 
 
 def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder under another name, then rename it; whoever comes second finds it done."""
+    """Fill a folder under a temporary name, then rename it; another process may be faster."""
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=home.parent, prefix=f"{home.name}.", suffix=".partial"))
@@ -312,7 +312,7 @@ def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
     try:
         fill(work)
         for path in work.iterdir():
-            path.chmod(0o644)  # safetensors and mkdtemp keep others out; a cache may be shared
+            path.chmod(0o644)  # a cache may be shared; mkdtemp's mode is private
             sync(path)
         work.chmod(0o755)
         work.rename(home)
@@ -358,24 +358,24 @@ def _write_gguf(path: Path, folder: Path, *, is_large: bool) -> None:
 
 
 def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Families that our own reader does not know."""
+    """For families that our own reader does not support."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     silence_libraries()
     options = {"gguf_file": path.name, "local_files_only": True}
-    # Where transformers has GgufConfig it keeps matrices packed unless told; before, it unpacked.
+    # With GgufConfig transformers keeps matrices quantized by default; before, it dequantized.
     packing = getattr(transformers, "GgufConfig", None)
     extra = {} if packing is None else {"quantization_config": packing(dequantize=True)}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting stops
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting disables
             model: Any = AutoModelForCausalLM.from_pretrained(
                 str(path.parent), dtype=dtype, **options, **extra
             )
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
     except (ImportError, ValueError, KeyError, RuntimeError, OSError) as error:
         raise _unconvertible(path, error) from error
-    model.hf_quantizer = None  # or saving would write what is no longer there
+    model.hf_quantizer = None  # or saving would write quantization settings
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
 
@@ -433,7 +433,7 @@ def _write_tokenizer(folder: Path, new: Path) -> None:
             str(folder), local_files_only=True, trust_remote_code=False
         )
         tokenizer.save_pretrained(str(new))
-    except Exception as error:  # a converter per family, each with faults of its own
+    except Exception as error:  # a converter per family, each with problems of its own
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
             f"The tokenizer of {folder} cannot be converted: {lines[0].rstrip('.')}.",
@@ -447,11 +447,11 @@ def _write_tokenizer(folder: Path, new: Path) -> None:
 
 
 def _link_files(folder: Path, home: Path) -> None:
-    """Everything but the tokenizer stays where it is."""
+    """Link everything but the tokenizer."""
     for path in folder.iterdir():
         link = home / path.name
         if path.is_file() and not link.exists():
-            link.unlink(missing_ok=True)  # a link whose target has moved
+            link.unlink(missing_ok=True)  # a dangling link
             link.symlink_to(path.resolve())
 
 

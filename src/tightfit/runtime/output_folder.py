@@ -1,6 +1,4 @@
-"""New output files and folders: written under a temporary name, then renamed, or kept as
-rejected.
-"""
+"""New output files and folders: written under a temporary name, then renamed or rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ SAFETY_FRACTION = 0.02
 
 
 def check_target(target: Path, *, force: bool, sources: tuple[Path, ...] = ()) -> None:
-    """Refuse to write over something that is there, unless told; never over what is read."""
+    """Refuse to overwrite a folder without `force`, and never one that is read from."""
     resolved = target.resolve()
     for source in sources:
         if resolved in (source.resolve(), *source.resolve().parents):
@@ -46,7 +44,7 @@ def check_target(target: Path, *, force: bool, sources: tuple[Path, ...] = ()) -
 
 
 def check_room(target: Path, num_bytes: int) -> None:
-    """Refuse what would fill the disk."""
+    """Raise if the disk has too little free space."""
     home = target.absolute()
     while not home.is_dir():
         home = home.parent
@@ -59,7 +57,7 @@ def check_room(target: Path, num_bytes: int) -> None:
 
 
 def begin_folder(target: Path) -> Path:
-    """The empty folder to fill; what an interrupted start has left there goes."""
+    """Make the empty folder to fill; removes what an interrupted attempt left."""
     work = target.with_name(target.name + PARTIAL)
     try:
         shutil.rmtree(work, ignore_errors=True)
@@ -73,8 +71,8 @@ def begin_folder(target: Path) -> Path:
 
 
 def finish_folder(work: Path, target: Path) -> None:
-    """Everything on the disk for good, then the name. An old folder there goes last."""
-    _settle(work)
+    """Sync to disk, then rename to `target`; an old folder there is removed last."""
+    _sync_all(work)
     old = target.with_name(target.name + _OLD)
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -85,14 +83,14 @@ def finish_folder(work: Path, target: Path) -> None:
 
 
 def reject_folder(work: Path, target: Path) -> Path:
-    """Keep a broken result for whoever wants to see it, under a name nobody takes for a model."""
+    """Keep a broken result for inspection, under a name that is not taken for a model."""
     rejected = target.with_name(target.name + REJECTED)
     shutil.rmtree(rejected, ignore_errors=True)
     work.rename(rejected)
     return rejected
 
 
-def _settle(folder: Path) -> None:
+def _sync_all(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             path.chmod(0o644)
@@ -100,11 +98,11 @@ def _settle(folder: Path) -> None:
     sync(folder)
 
 
-# A converted model is whole or not there, and takes no place that it was not given.
+# Atomic files and folders
 
 
 def check_file_target(target: Path, *, force: bool) -> None:
-    """Refuse to write over something that is there, unless told; never over what is no GGUF."""
+    """Refuse to overwrite a file without `force`, and anything that is not GGUF."""
     if not target.exists():
         return
     if not force:
@@ -120,7 +118,7 @@ def check_file_target(target: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """A path to write to; it becomes `target` when the block ends well, and goes otherwise."""
+    """A path to write to: renamed to `target` on success, removed on an error."""
     partial = target.with_name(target.name + PARTIAL)
     with _report_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +136,7 @@ def whole_file(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill; it becomes `target` when the block ends well, and goes otherwise."""
+    """A folder to fill: renamed to `target` on success, removed on an error."""
     with _report_errors(target):
         work = begin_folder(target)
         with _remove_on_error(work):
@@ -150,7 +148,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 def _remove_on_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except BaseException:  # an interrupt must leave no litter either
+    except BaseException:  # also on KeyboardInterrupt
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -170,7 +168,7 @@ def _report_errors(target: Path) -> Iterator[None]:
 
 
 def _claim(handle: int, target: Path) -> None:
-    """One writer at a time; the lock goes with the process, however it ends."""
+    """Allow one writer at a time; the lock ends with the process."""
     if not take_lock(handle):
         raise UsageError(
             f"Another command is writing {target} right now.",

@@ -1,4 +1,4 @@
-"""Copies of models in RAM disks: what a staged copy is, and the one that may be used for a folder.
+"""Staged copies of models in RAM disks: their format, and finding the one of a folder.
 
 `clusters/staging` writes what is defined here. A copy lies in `PLACE/tightfit-UID/KEY`, its
 manifest beside it as `KEY.json`: the copy itself holds the model's files and nothing else.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tightfit.runtime.artefacts import Artefact
 
 VARIABLE = "TIGHTFIT_STAGE"
-"""Places to look in, joined by `:`; `none` uses no copy at all."""
+"""Folders to look in, joined by `:`; `none` uses no staged copy."""
 RAM_DISK = Path("/dev/shm")
 MANIFEST_ENDING = ".json"
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -43,17 +43,17 @@ def _check_name(name: str) -> str:
 
 
 class StagedFile(Frozen):
-    """One file, as it was at its source when the copy was made."""
+    """One file, as it was at its source when it was copied."""
 
     name: Annotated[str, AfterValidator(_check_name)]
     size_bytes: NonNegativeInt
     mtime_ns: int
     digests: tuple[str, ...] = ()
-    """Of each block, as hex; empty while the copy is not whole."""
+    """Hex digest of each block; empty until the copy is complete."""
 
 
 class Manifest(Frozen):
-    """What a copy holds and what it is a copy of."""
+    """The files of a copy, and their source."""
 
     version: Literal[1] = 1
     source: str
@@ -71,7 +71,7 @@ class Manifest(Frozen):
 
 
 def make_key(source: Path) -> str:
-    """The copy's name: readable, and one for each source path."""
+    """The copy's name: readable, and unique for each source path."""
     digest = hashlib.sha256(os.fsencode(source)).hexdigest()[:12]
     is_snapshot = source.parent.name == "snapshots"  # of the hub cache: named by a commit
     name = source.parent.parent.name if is_snapshot else source.name
@@ -83,10 +83,10 @@ def real_source(path: Path) -> Path:
 
 
 def list_model_files(source: Path) -> list[str]:
-    """Names below `source` of what loading it reads: weights, config, tokenizer, templates.
+    """Names of the files that loading `source` reads: weights, config, tokenizer, templates.
 
-    Of weights in several formats only the one that is loaded. For a GGUF file: itself, and the
-    other parts of a split one; the names are then below its folder.
+    Only the format that is loaded, if there are several. For a GGUF file: itself, and the other
+    parts if it is split; the names are then relative to its folder.
     """
     if source.is_file():
         return _list_parts(source)
@@ -113,12 +113,12 @@ def _list_parts(file: Path) -> list[str]:
 
 
 def source_folder(source: Path) -> Path:
-    """The folder that a manifest's names are below."""
+    """The folder that a manifest's names are relative to."""
     return source.parent if source.is_file() else source
 
 
 def read_source(source: Path, *, block_bytes: int) -> Manifest:
-    """What a copy of `source` would hold, without digests. Links are followed, as loading does."""
+    """The manifest of a copy of `source`, without digests. Follows links, as loading does."""
     real = real_source(source)
     folder = source_folder(real)
     files = []
@@ -129,12 +129,12 @@ def read_source(source: Path, *, block_bytes: int) -> Manifest:
 
 
 def home_in(place: Path) -> Path:
-    """This user's folder in a place that may belong to everybody."""
+    """This user's folder in a directory that may be shared."""
     return place / f"tightfit-{os.getuid()}"
 
 
 def staging_places() -> tuple[Path, ...]:
-    """Where copies may lie: what the environment says, where this user staged before, /dev/shm."""
+    """Where copies may be: from the environment, where this user staged before, /dev/shm."""
     said = os.environ.get(VARIABLE, "")
     if said.strip().lower() == "none":
         return ()
@@ -143,7 +143,7 @@ def staging_places() -> tuple[Path, ...]:
 
 
 def remember_place(place: Path) -> None:
-    """Have later commands look in a place beside /dev/shm; not a fault where it cannot be kept."""
+    """Make later commands look in a place beside /dev/shm too; ignores write errors."""
     known = _read_places()
     if place == RAM_DISK or place in known:
         return
@@ -168,7 +168,7 @@ def _read_places() -> list[Path]:
 
 
 def find_staged(source: Path) -> Path | None:
-    """The whole, fresh copy of a folder or GGUF file; None where there is none. Never raises."""
+    """The complete, current copy of a folder or GGUF file; None if there is none. Never raises."""
     try:
         real = real_source(source)
         for place in staging_places():
@@ -184,7 +184,7 @@ def find_staged(source: Path) -> Path | None:
 
 
 def read_manifest(home: Path, key: str) -> Manifest | None:
-    """The manifest of a finished copy, if this user wrote it where nobody else can."""
+    """The manifest of a finished copy, if only this user can have written it."""
     path = home / f"{key}{MANIFEST_ENDING}"
     try:
         if not is_own_folder(home) or not is_own_file(path):
@@ -196,7 +196,7 @@ def read_manifest(home: Path, key: str) -> Manifest | None:
 
 
 def is_own_folder(path: Path) -> bool:
-    """A real folder of this user that no other user can change."""
+    """Whether this is a real folder of this user that no other user can write to."""
     facts = path.lstat()
     return (
         stat.S_ISDIR(facts.st_mode)
@@ -211,14 +211,14 @@ def is_own_file(path: Path) -> bool:
 
 
 def is_fresh(manifest: Manifest) -> bool:
-    """Whether the source still is what was copied: the same files, sizes and times."""
+    """Whether the source is unchanged: the same files, sizes and times."""
     now = read_source(Path(manifest.source), block_bytes=manifest.block_bytes)
     then = [(file.name, file.size_bytes, file.mtime_ns) for file in manifest.files]
     return then == [(file.name, file.size_bytes, file.mtime_ns) for file in now.files]
 
 
 def is_whole(copy: Path, manifest: Manifest) -> bool:
-    """Whether every file is there as it was written, by owner, size and time; reads no contents."""
+    """Whether every file is intact by owner, size and time; reads no contents."""
     try:
         if not is_own_folder(copy):
             return False
@@ -235,14 +235,14 @@ def is_whole(copy: Path, manifest: Manifest) -> bool:
 
 
 def prefer_staged(folder: Path) -> Path:
-    """The folder's staged copy where there is one, else the folder itself."""
+    """The folder's staged copy if there is one, else the folder itself."""
     return find_staged(folder) or folder
 
 
 def use_staged(artefact: Artefact) -> tuple[Artefact, str]:
-    """The artefact with its large files read from a staged copy, and a sentence that says so.
+    """The artefact with its weights read from a staged copy, and a sentence that says so.
 
-    The tokenizer and an adapter stay where they are: they are small.
+    Tokenizer and adapter are small, and stay where they are.
     """
     path = artefact.base or artefact.path
     copy = find_staged(path)
@@ -257,7 +257,7 @@ def describe_use(copy: Path) -> str:
 
 
 def iterate_manifests(home: Path) -> Iterator[Manifest]:
-    """Those of finished copies in one home."""
+    """The manifests of finished copies in one user folder."""
     try:
         paths = sorted(home.glob(f"*{MANIFEST_ENDING}"))
     except OSError:

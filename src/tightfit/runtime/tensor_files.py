@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.runtime.model_files import list_weight_files, read_safetensors_header
 
 if TYPE_CHECKING:
     import torch
@@ -36,14 +37,14 @@ SAFETENSORS_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where one tensor lies."""
+    """One tensor of a file."""
 
     name: str
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int = 0
-    """Byte of the file; 0 in a pickle, whose own index knows."""
+    """Its first byte in a safetensors file; 0 in a pickle."""
     num_bytes: int
 
     @property
@@ -55,13 +56,18 @@ class StoredTensor:
 
 
 class StoredWeights:
-    """Every tensor of a folder, in file order. One pickle is open at a time, mapped."""
+    """Every tensor of a folder, in file order. At most one pickle is open (mapped) at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._pickle: tuple[Path, dict[str, Any]] | None = None
         self.tensors: dict[str, StoredTensor] = {}
-        for path in _list_files(folder):
+        files = [path for path in list_weight_files(folder) if path.suffix != ".json"]
+        if not files:
+            raise InvalidInputError(
+                f"{folder} holds no weights.", remedy="name a folder that has them"
+            )
+        for path in files:
             listed = (
                 list_safetensors(path) if path.suffix == ".safetensors" else self._list_pickle(path)
             )
@@ -69,7 +75,7 @@ class StoredWeights:
                 self.tensors.setdefault(tensor.name, tensor)
 
     def read(self, name: str) -> torch.Tensor:
-        """The values, in memory of their own."""
+        """A copy of the tensor's values."""
         tensor = self.tensors[name]
         if tensor.path.suffix == ".safetensors":
             return read_safetensor(tensor)
@@ -92,22 +98,18 @@ class StoredWeights:
 
     def _open_pickle(self, path: Path) -> dict[str, Any]:
         if self._pickle is None or self._pickle[0] != path:
-            self._pickle = None  # let the last one go first
+            self._pickle = None  # free the last one first
             self._pickle = (path, load_pickle(path))
         return self._pickle[1]
 
 
 def list_safetensors(path: Path) -> list[StoredTensor]:
-    """From the header alone, in the order of the data."""
+    """The tensors of a safetensors file in the order of their data; reads the header only."""
     import torch
 
-    with path.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(size))
+    data_start, tensors = read_safetensors_header(path)
     found = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+    for name, entry in tensors.items():
         if entry["dtype"] not in SAFETENSORS_NAMES:
             raise InvalidInputError(
                 f"{path} holds {name} as {entry['dtype']}, which cannot be read here.",
@@ -120,7 +122,7 @@ def list_safetensors(path: Path) -> list[StoredTensor]:
                 path=path,
                 dtype=getattr(torch, SAFETENSORS_NAMES[entry["dtype"]]),
                 shape=tuple(entry["shape"]),
-                start=8 + size + start,
+                start=data_start + start,
                 num_bytes=end - start,
             )
         )
@@ -128,7 +130,7 @@ def list_safetensors(path: Path) -> list[StoredTensor]:
 
 
 def read_safetensor(tensor: StoredTensor) -> torch.Tensor:
-    """Plain reads, not a map: mapped pages would count as this process's memory."""
+    """Read one tensor; not memory-mapped, as mapped pages count as this process's memory."""
     import torch
 
     buffer = bytearray(tensor.num_bytes)
@@ -143,26 +145,14 @@ def read_safetensor(tensor: StoredTensor) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=tensor.dtype).reshape(tensor.shape)
 
 
-def _list_files(folder: Path) -> list[Path]:
-    """In the order of transformers: one safetensors file, its index, then pickles."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            return [folder / name]
-        if index.is_file():
-            homes = json.loads(index.read_bytes())["weight_map"].values()
-            return [folder / home for home in sorted(set(homes))]
-    raise InvalidInputError(f"{folder} holds no weights.", remedy="name a folder that has them")
-
-
 def load_pickle(path: Path) -> dict[str, Any]:
-    """A file of `torch.save`, tensors only, mapped where its age allows."""
+    """A file of `torch.save`, tensors only, memory-mapped unless it is too old."""
     import torch
 
     try:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # written before torch 1.6: no map, so it is read whole
+        except RuntimeError:  # written before torch 1.6: cannot be mapped
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InvalidInputError(
@@ -177,7 +167,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Source: transformers `save_pretrained` before version 5, and the hub's advice."""
 _ALIGNMENT = 8
-"""Of the header, so that values start where any dtype may. Source: safetensors' format."""
+"""The header is padded to a multiple of it. Source: safetensors' format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +197,7 @@ def write_shards(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     report: Callable[[int], None] | None = None,
 ) -> list[Path]:
-    """All outputs into `model*.safetensors`, with an index where there are several."""
+    """Write all outputs to `model*.safetensors`, with an index if there are several."""
     shards = list(_fill_shards(outputs, max_shard_bytes))
     paths: list[Path] = []
     homes: dict[str, str] = {}
