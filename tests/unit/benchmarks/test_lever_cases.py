@@ -96,7 +96,7 @@ def test_levers_are_judged_by_curve_and_by_what_was_learnt(
     assert row["is_precise"] is None
 
 
-def test_folded_adapters_are_held_against_unfolded_ones(
+def test_fused_lora_are_held_against_unfolded_ones(
     scripts: dict[str, ModuleType], lucky: dict[str, Any]
 ) -> None:
     runs = lucky | {"bf16 adapters": make_run(0.1), "fused LoRA": make_run(0.1)}

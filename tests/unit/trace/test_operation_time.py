@@ -331,7 +331,7 @@ def test_the_engines_time_for_adapters_is_spread_over_its_calls() -> None:
     assert replace(slower, backward=pace.backward) == pace
 
 
-def test_folded_adapters_and_none_leave_the_engine_as_it_is() -> None:
+def test_fused_lora_and_none_leave_the_engine_as_it_is() -> None:
     pace = HostCosts(forward=1e-5, backward=2e-5, gap=0.0, adapter_backward=3e-5)
 
     assert pace.with_adapters(_lora_log(backward_around=ADAPTER)) == pace

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from folded_worker import NUM_STEPS, SHARDED
+from fused_lora_worker import NUM_STEPS, SHARDED
 
 from shard_cases import make_model, make_store
 
-WORKER = Path(__file__).with_name("folded_worker.py")
+WORKER = Path(__file__).with_name("fused_lora_worker.py")
 NUM_ADAPTERS = 8  # of q_proj and down_proj in four layers
 
 

@@ -1,7 +1,7 @@
 """One process of the fused LoRA' test, alone or under torchrun: writes the losses it saw.
 
-python folded_worker.py FOLDER
-python -m torch.distributed.run --nproc-per-node 2 folded_worker.py FOLDER
+python fused_lora_worker.py FOLDER
+python -m torch.distributed.run --nproc-per-node 2 fused_lora_worker.py FOLDER
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_folded_adapters import IDS, adapted, assert_same, backward, distance, fold, strategy_in
+from test_fused_lora import IDS, adapted, assert_same, backward, distance, fold, strategy_in
 from torch import Tensor, nn
 
 from tightfit.core.dtypes import Dtype

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_folded_adapters import IDS, assert_same, backward, distance, strategy_in
+from test_fused_lora import IDS, assert_same, backward, distance, strategy_in
 from tiny_models import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
