@@ -118,10 +118,10 @@ def _run(command: list[str], *, remedy: str) -> None:
     )
     if done.returncode != 0:
         lines = done.stdout.strip().splitlines() or [""]
-        said = next((line for line in lines if "error" in line.lower()), lines[-1])
+        reason = next((line for line in lines if "error" in line.lower()), lines[-1])
         name = "pip" if "pip" in command else command[0]
         raise SetupError(
-            f"`{name}` failed with code {done.returncode}: {said.strip()[:300]}", remedy=remedy
+            f"`{name}` failed with code {done.returncode}: {reason.strip()[:300]}", remedy=remedy
         )
 
 

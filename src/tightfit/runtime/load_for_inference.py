@@ -93,7 +93,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise SetupError(
-            f"`{name}` was asked for, and torch sees no GPU.",
+            f"`{name}` was requested, and torch sees no GPU.",
             remedy="--device cpu, or see what is wrong: tightfit doctor",
         )
     num_gpus = torch.cuda.device_count()

@@ -135,10 +135,10 @@ def home_in(place: Path) -> Path:
 
 def staging_places() -> tuple[Path, ...]:
     """Where copies may be: from the environment, where this user staged before, /dev/shm."""
-    said = os.environ.get(VARIABLE, "")
-    if said.strip().lower() == "none":
+    stated = os.environ.get(VARIABLE, "")
+    if stated.strip().lower() == "none":
         return ()
-    named = [Path(part).expanduser() for part in said.split(os.pathsep) if part.strip()]
+    named = [Path(part).expanduser() for part in stated.split(os.pathsep) if part.strip()]
     return tuple(dict.fromkeys([*named, *_read_places(), RAM_DISK]))
 
 

@@ -284,11 +284,11 @@ class BatchLoader:
         thread.start()
         try:
             for _ in range(start, end):
-                asked = time.perf_counter()
+                start_time = time.perf_counter()
                 made = ready.get()
                 if isinstance(made, BaseException):
                     raise made
-                waited = time.perf_counter() - asked
+                waited = time.perf_counter() - start_time
                 yield StepBatches(items=made.items, batches=made.batches, wait_seconds=waited)
         finally:
             has_stopped.set()

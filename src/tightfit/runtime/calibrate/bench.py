@@ -1,4 +1,4 @@
-"""Bench: one device, a clock that sees the device alone, and a time by which to be done."""
+"""Bench: times work on one device, within a deadline."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ import torch
 from tightfit.runtime.devices import is_out_of_memory
 
 ROUND_SECONDS = {"cuda": 0.1, "cpu": 0.05}
-"""How long one round of repeats should take: long enough for the clock, short enough for all."""
+"""The target duration of one round of repeats."""
 MOST_REPEATS = 60
-"""More would fill the driver's queue, and the host would wait inside the measured stretch."""
+"""More would fill the driver's queue, and the host would wait inside the measurement."""
 NUM_ROUNDS = 3
 MANY_ROUNDS = 8
-"""From which on single outliers are left out of the spread."""
+"""With at least so many rounds, the spread ignores outliers."""
 SPIN_HZ = 2.0e9
-"""Cycles of the device's clock in a second of waiting; slower clocks wait longer, which is safe."""
+"""Clock cycles per second of waiting on the device; slower clocks wait longer, which is safe."""
 MOST_SPIN_SECONDS = 0.2
 ROOM_FRACTION = {"cuda": 0.5, "cpu": 0.25}
-"""Of the free memory, what one measurement may take."""
+"""The part of free memory that one measurement may use."""
 
 Work = Callable[[], object]
 
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """Where measurements happen, and until when."""
+    """The device that is measured, and the deadline."""
 
     device: torch.device
     dtype: torch.dtype
-    """What the device trains in: bf16, or fp16 without it, or fp32."""
+    """The training dtype: bf16, fp16 on GPUs without it, fp32 on CPUs."""
     supports_bf16: bool
     deadline: float
-    """Of the part under way, on `time.monotonic`."""
+    """Of the current part, on `time.monotonic`."""
     skipped: list[str] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)
-    """How far the rounds of each measurement lay apart, as a fraction of its result."""
+    """The spread of each measurement's rounds, as a fraction of its result."""
 
     @property
     def is_cpu(self) -> bool:
@@ -54,7 +54,7 @@ class Bench:
 
     @contextmanager
     def part(self, fraction: float) -> Iterator[None]:
-        """A stretch that may take this share of the time left."""
+        """A part that may use this fraction of the time left."""
         end = self.deadline
         self.deadline = end - (1.0 - fraction) * max(self.seconds_left, 0.0)
         try:
@@ -70,7 +70,7 @@ class Bench:
         return num_bytes <= ROOM_FRACTION[self.device.type] * free
 
     def try_seconds(self, make: Callable[[], Work]) -> float | None:
-        """Seconds of what `make` prepares; None where memory does not suffice."""
+        """Seconds of the work that `make` prepares; None if it runs out of memory."""
         try:
             return self.seconds(make())
         except RuntimeError as error:
@@ -82,7 +82,7 @@ class Bench:
                 torch.cuda.empty_cache()
 
     def seconds(self, work: Work) -> float:
-        """Median time of `work` on the device, after unmeasured runs."""
+        """Median time of `work` on the device, after warm-up runs."""
         times = _time_on_cpu(work) if self.is_cpu else _time_on_gpu(work)
         middle = statistics.median(times)
         self.spreads.append(_measure_spread(times) / middle)
@@ -93,7 +93,7 @@ class Bench:
 
 
 def _measure_spread(times: list[float]) -> float:
-    """Between the ends of the middle half; of a few rounds, between all."""
+    """The interquartile range; of a few rounds, the full range."""
     if len(times) < MANY_ROUNDS:
         return max(times) - min(times)
     lower, _, upper = statistics.quantiles(times, n=4)
@@ -114,10 +114,9 @@ def _call(work: Work) -> float:
 
 
 def _time_on_gpu(work: Work) -> list[float]:
-    """By events around repeats that were all queued while the device still waited.
+    """By CUDA events around repeats that are all queued while the device still waits.
 
-    A single call between two events would show the host's time for whatever is quicker than a
-    launch from Python.
+    Otherwise short kernels would show the launch overhead of Python instead of their own time.
     """
     for _ in range(2):
         work()
@@ -130,15 +129,15 @@ def _time_on_gpu(work: Work) -> list[float]:
     repeats = min(max(int(ROUND_SECONDS["cuda"] / took), 1), MOST_REPEATS)
     times = []
     for _ in range(NUM_ROUNDS):
-        # A device that does nothing but products is slowed down to keep its power limit. In a
-        # step other kernels come between them, and they run as after a rest (h200_kernels.json).
+        # Matrix products without a pause are slowed down by the power limit. In a training step
+        # other kernels run between them, and they reach the short-term rate (h200_kernels.json).
         time.sleep(min(repeats * took, ROUND_SECONDS["cuda"]))
         times.append(_time_round(work, repeats, wait=1e-4 + 2 * repeats * queued))
     return times
 
 
 def time_after_work(work: Work, *, seconds: float) -> float:
-    """One call on a GPU that has done nothing else for so long."""
+    """The time of one call after `seconds` of nothing else, at the sustained clock."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         for _ in range(MOST_REPEATS):
@@ -160,7 +159,7 @@ def _time_round(work: Work, repeats: int, *, wait: float) -> float:
 
 
 def warm_up(bench: Bench, *, seconds: float) -> None:
-    """Bring clocks and temperature to where work has them."""
+    """Bring clocks and temperature to their working values."""
     side = 512 if bench.is_cpu else 4096
     left, right = bench.randn(side, side), bench.randn(side, side)
     end = time.monotonic() + seconds

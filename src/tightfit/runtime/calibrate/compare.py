@@ -1,4 +1,4 @@
-"""What was measured beside what estimates assume of the device without it. Needs no torch."""
+"""Measured rates compared with what estimates assume without a calibration. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ComparedRate(Frozen):
     unit: Unit
     measured: float
     assumed: float | None = None
-    """None where estimates assume nothing of it."""
+    """None if estimates make no assumption."""
 
     @property
     def ratio(self) -> float | None:
@@ -35,7 +35,7 @@ class ComparedRate(Frozen):
 
 
 def compare_rates(found: Calibration, node: Node) -> tuple[ComparedRate, ...]:
-    """`node` as the probe describes it; measured rates it already has are left out."""
+    """`node` as the probe describes it, without measured rates."""
     gpu = node.gpu.model_copy(update={"measured": None})
     plain = node.model_copy(update={"gpu": gpu})
     return (
@@ -50,7 +50,7 @@ def compare_rates(found: Calibration, node: Node) -> tuple[ComparedRate, ...]:
 
 
 def _usual(found: Calibration) -> Dtype:
-    """What the device trains in: the dtype that most products were measured in."""
+    """The training dtype: that of most measured products."""
     rows = found.rates().matmuls
     return Dtype(max(rows, key=lambda dtype: len(rows[dtype]))) if rows else Dtype.FP32
 
@@ -116,7 +116,7 @@ def _compare_attention(found: Calibration, node: Node) -> Iterator[ComparedRate]
 
 
 def _compare_scores(found: Calibration, node: Node) -> Iterator[ComparedRate]:
-    """Attention that writes its scores out, per billion of them, forward."""
+    """Forward time of attention that materializes its scores, per billion of them."""
     rates = _rates(found, node)
     for name, (forward, _) in found.rates().score_seconds.items():
         each = traffic.EAGER_PAIR_BYTES / rates.elementwise_bytes_per_second
@@ -168,28 +168,32 @@ def _compare_traffic(found: Calibration, node: Node) -> Iterator[ComparedRate]:
 def _compare_host(found: Calibration, node: Node) -> Iterator[ComparedRate]:
     if found.host_times is None:
         return
-    rates, told = _rates(found, node), found.rates()
+    rates, measured_rates = _rates(found, node), found.rates()
     times = found.host_times
     yield ComparedRate(name="host: one small operation", unit="s", measured=times.op_seconds)
     yield ComparedRate(name="host: its backward", unit="s", measured=times.backward_op_seconds)
     for name, measured, assumed in (
-        ("host: a layer's kernel, forward", told.host_forward_seconds, rates.host_forward_seconds),
+        (
+            "host: a layer's kernel, forward",
+            measured_rates.host_forward_seconds,
+            rates.host_forward_seconds,
+        ),
         (
             "host: a layer's kernel, backward",
-            told.host_backward_seconds,
+            measured_rates.host_backward_seconds,
             rates.host_backward_seconds,
         ),
         (
             "host: a recomputed layer's extra",
-            told.host_checkpoint_seconds,
+            measured_rates.host_checkpoint_seconds,
             rates.host_checkpoint_seconds,
         ),
         (
             "host: a LoRA module, forward",
-            told.host_adapter_forward_seconds,
+            measured_rates.host_adapter_forward_seconds,
             rates.host_forward_seconds * (ADAPTER_KERNELS + eff.HOST_ADAPTER_KERNELS),
         ),
-        ("from kernel to kernel", told.kernel_gap_seconds, rates.kernel_gap_seconds),
+        ("from kernel to kernel", measured_rates.kernel_gap_seconds, rates.kernel_gap_seconds),
     ):
         if measured is not None:
             yield ComparedRate(name=name, unit="s", measured=measured, assumed=assumed)

@@ -18,12 +18,12 @@ from tightfit.hardware.nvml import read_driver
 MODULE = "tightfit.runtime.calibrate.context"
 TIMEOUT_SECONDS = 60.0
 LEAST_BYTES, MOST_BYTES = 32 * MIB, 4 * GIB
-"""Outside of this, another process took or gave back memory meanwhile."""
+"""Outside of this range, another process allocated or freed memory meanwhile."""
 
 
 def measure_context() -> tuple[int | None, str]:
-    """Bytes, or None and why."""
-    # NVML counts cards by their place on the bus; CUDA must do so too.
+    """The bytes, or None and the reason."""
+    # NVML orders GPUs by PCI bus; CUDA must do so too.
     environ = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     try:
         done = subprocess.run(
@@ -38,16 +38,16 @@ def measure_context() -> tuple[int | None, str]:
         return None, f"the CUDA context: {error}"
     last = done.stdout.strip().splitlines()[-1:] or [""]
     if done.returncode != 0 or not last[0].isdecimal():
-        told = done.stderr.strip().splitlines()[-1:] or ["nothing was said"]
-        return None, f"the CUDA context: {told[0][:200]}"
+        lines = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        return None, f"the CUDA context: {lines[0][:200]}"
     size = int(last[0])
     if not LEAST_BYTES <= size <= MOST_BYTES:
-        return None, "the CUDA context: the card is in use by others"
+        return None, "the CUDA context: the GPU is in use by others"
     return size, ""
 
 
 def probe_context_bytes() -> int:
-    """What this process takes of its card once a training step has loaded its kernels."""
+    """GPU memory of this process outside torch's allocator after a training step."""
     before = _free_bytes()
     device = torch.device("cuda", 0)
     _train_once(device)
@@ -63,7 +63,7 @@ def _free_bytes() -> int:
 
 
 def _train_once(device: torch.device) -> None:
-    """The kinds of kernels that a step loads: products, attention, norms, loss, update."""
+    """Load the kinds of kernels of a step: products, attention, norms, loss, update."""
     is_new = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
     dtype = torch.bfloat16 if is_new else torch.float16
     layer = torch.nn.Linear(256, 256, device=device, dtype=dtype)

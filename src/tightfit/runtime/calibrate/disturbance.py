@@ -1,4 +1,4 @@
-"""Whether the machine was the measurement's own: rates beside other work are not its rates."""
+"""Detects other load on the machine during a measurement, which makes its rates invalid."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from tightfit.hardware.nvml import (
 )
 
 BUSY_LOAD_FRACTION = 0.5
-"""Of the cores, runnable processes before from which on the host's times are not its own."""
+"""Load per core before the measurement above which host times are not reliable."""
 OTHERS_FRACTION = {"cuda": 0.5, "cpu": 0.15}
-"""Of the cores, what others may take meanwhile. A GPU's host needs one core; a CPU that is measured
-needs all, and on two cores two busy processes leave it half (others: 0.55 of the cores)."""
+"""The fraction of cores that others may use meanwhile. A GPU's host needs one core; a CPU under
+measurement needs all (two busy processes on two cores: 0.55)."""
 MOST_SPREAD = {"cuda": 0.10, "cpu": 0.25}
-"""Of a time, how far the rounds of one measurement may lie apart in the median of all. A device of
-its own repeats itself within a few percent."""
+"""The allowed median spread between rounds of one measurement. An idle device repeats itself
+within a few percent."""
 LEAST_MEASUREMENTS = 5
 AGAIN = "measure again when idle"
 SLOWED = "the GPU's clock was held down by heat or its power supply: measure again when cool"
 
 
 class Disturbance:
-    """Looks before and after a measurement."""
+    """Checks the machine before and after a measurement."""
 
     def __init__(self, *, is_cpu: bool) -> None:
         self._device = "cpu" if is_cpu else "cuda"
         self._before = read_driver()
         self.seen_before = tuple(self._find_before())
-        """What keeps a measurement from being kept, known before it begins."""
+        """Problems known before the measurement begins."""
         self._began = time.monotonic()
         self._busy_seconds = _read_busy_seconds()
         self._own_seconds = _read_own_seconds()
 
     def find(self, spreads: Sequence[float]) -> tuple[str, ...]:
-        """What was seen; `spreads` are those of the measured times, as fractions of them."""
+        """All problems found; `spreads` are the relative spreads of the measured times."""
         return (
             *self.seen_before,
             *self._find_on_host(),
-            *(() if self._device == "cpu" else self._find_on_cards()),
+            *(() if self._device == "cpu" else self._find_on_gpus()),
             *_find_spread(spreads, MOST_SPREAD[self._device]),
         )
 
@@ -75,8 +75,8 @@ class Disturbance:
         if others > OTHERS_FRACTION[self._device] * cores:
             yield f"others kept {others:.1f} of {cores} cores busy meanwhile: {AGAIN}"
 
-    def _find_on_cards(self) -> Iterator[str]:
-        """Ours is on a card by now, under a number that a container does not know it by."""
+    def _find_on_gpus(self) -> Iterator[str]:
+        """Our own process is on a GPU by now; in a container its pid is another."""
         before, after = self._before, read_driver()
         was_used = any(gpu.processes for gpu in before.gpus)
         if not was_used and any(len(gpu.processes) > 1 for gpu in after.gpus):
@@ -103,7 +103,7 @@ def _find_spread(spreads: Sequence[float], most: float) -> Iterator[str]:
 
 
 def _read_busy_seconds() -> float:
-    """Core seconds that all processes of the machine have taken; what a host took away counts."""
+    """CPU seconds of all processes of the machine, including time stolen by a hypervisor."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
     # Guests' time is in the users' already.

@@ -19,13 +19,13 @@ from tightfit.models.config import read_config
 from tightfit.runtime.calibrate.bench import Bench
 
 NUM_OPS = 200
-"""In one go: fewer than the driver's queue holds."""
+"""Per measurement: fewer than the driver's queue holds."""
 NUM_ROUNDS = 7
 NUM_STEPS = 15
-"""Of a whole model: hosts waver, and the median is to be of more than a moment."""
+"""Steps of a whole model: host times vary, so the median needs several."""
 LAYERS = (4, 32)
-"""Two depths, so that what is not the layers' falls out of the difference; as many as models have,
-whose Python no processor keeps in its cache."""
+"""Two depths: the difference has only the layers' time. As deep as real models, whose code does not
+stay in a processor's cache."""
 LAYER_CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -36,13 +36,13 @@ LAYER_CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-"""So small that any device waits for its host."""
+"""So small that the host is always the bottleneck."""
 
 
 NUM_LINEARS = 7
-"""Of such a layer, all of which LoRA takes."""
+"""Linear layers of such a layer, all with LoRA."""
 Variant = Callable[[Any], Any]
-"""What is done to a model before it is timed."""
+"""Changes a model before it is timed."""
 
 
 def measure_host(bench: Bench) -> HostTimes:
@@ -86,7 +86,7 @@ def _measure_backward_op(bench: Bench) -> float:
 
 
 def _host_seconds(bench: Bench, work: Callable[[], object], count: int) -> float:
-    """Until the host is free again, whatever the device still does."""
+    """Time until the host is free again, while the device may still work."""
 
     def run() -> float:
         _wait(bench)
@@ -104,7 +104,7 @@ def _wait(bench: Bench) -> None:
 
 
 def _measure_layer(bench: Bench) -> dict[str, float]:
-    """Seconds of one layer forward and backward, what recomputing it adds, and what LoRA adds."""
+    """Host seconds of one layer, forward and backward; overhead of recomputation and LoRA."""
     variants: list[Variant] = [lambda model: model, _recompute]
     if importlib.util.find_spec("peft") is not None:
         variants.append(_adapt)
@@ -143,13 +143,13 @@ def _adapt(model: Any) -> Any:
 
 
 def _time_variant(bench: Bench, variant: Variant) -> tuple[float, float]:
-    """One layer forward and backward; once more where the deeper model seemed the quicker one."""
+    """One layer forward and backward; repeated if the deeper model seemed faster."""
     found = _time_layer(bench, variant)
     return found if min(found) > 0.0 else _time_layer(bench, variant)
 
 
 def _time_layer(bench: Bench, variant: Variant) -> tuple[float, float]:
-    """From two depths."""
+    """The difference of two depths."""
     import transformers
 
     library: Any = transformers  # its own annotations do not know all of a config's fields
@@ -165,7 +165,7 @@ def _time_layer(bench: Bench, variant: Variant) -> tuple[float, float]:
 
 
 def _time_steps(bench: Bench, model: Any) -> tuple[float, float]:
-    """Median forward and backward time of the host, which no device keeps waiting."""
+    """Median forward and backward time of the host, without waiting for the device."""
     ids = torch.zeros((1, 8), dtype=torch.long, device=bench.device)
     pairs: list[tuple[float, float]] = []
     while len(pairs) < NUM_STEPS + 2 and (len(pairs) < 4 or bench.seconds_left > 0):

@@ -74,7 +74,7 @@ CPU_SHAPES: tuple[MatmulShape, ...] = (
 )
 ANCHORS: dict[str, MatmulShape] = {"cuda": (2048, 4096, 4096), "cpu": (512, 2048, 2048)}
 MATMUL_CALLS = {"cuda": 8, "cpu": 4}
-"""Runs that one measurement of a long product takes."""
+"""Calls per measurement of a long product."""
 
 
 def measure_matmuls(bench: Bench) -> list[MatmulTime]:
@@ -89,11 +89,11 @@ def measure_matmuls(bench: Bench) -> list[MatmulTime]:
 
 SUSTAINED_SHAPE: MatmulShape = (8192, 4096, 4096)
 SUSTAINED_SECONDS = 1.5
-"""Of nothing but products, until a card is down to the clock that its power limit allows."""
+"""Of products only, until the GPU is at the clock that its power limit allows."""
 
 
 def measure_sustained(bench: Bench) -> MatmulTime | None:
-    """A product of the table once more, without any rest; None on a CPU."""
+    """One product again at the sustained clock; None on a CPU."""
     m, n, k = SUSTAINED_SHAPE
     if bench.is_cpu or bench.seconds_left < 2 * SUSTAINED_SECONDS:
         return None
@@ -139,7 +139,7 @@ def _measure_dtype(bench: Bench, dtype: str, shapes: tuple[MatmulShape, ...]) ->
 
 
 def _measure_shapes(bench: Bench, dtype: str, shapes: tuple[MatmulShape, ...]) -> list[MatmulTime]:
-    """One of middling size whatever the time, as all others are told by it; then small to large."""
+    """One medium size first, whatever the time, to predict the others; then small to large."""
     anchor = ANCHORS[bench.device.type]
     rows: list[MatmulTime] = []
     for m, n, k in sorted(shapes, key=lambda shape: (shape != anchor, prod(shape))):
@@ -166,7 +166,7 @@ def _prepare_matmul(bench: Bench, dtype: str, shape: MatmulShape) -> Work:
 
 
 def _prepare_fp8(bench: Bench, shape: MatmulShape, *, is_fast: bool) -> Work:
-    """As training multiplies, `is_fast` forward; casts are not in it."""
+    """As training multiplies, `is_fast` forward; without the casts."""
     m, n, k = shape
     left, right = (scale_rows(bench.randn(rows, k, dtype=torch.bfloat16)) for rows in (m, n))
     return partial(multiply_rows, left, right, is_fast=is_fast)
@@ -177,20 +177,20 @@ def _prepare_fp8(bench: Bench, shape: MatmulShape, *, is_fast: bool) -> Work:
 HEAD_DIMS = (128, 64)
 LENGTHS = {"cuda": (512, 1024, 2048, 4096, 8192), "cpu": (256, 512, 1024, 2048)}
 TOKENS = {"cuda": 8192, "cpu": 1024}
-"""Of one call at least, in as many rows as that makes: short sequences come in batches."""
+"""Tokens per call at least: short sequences come in batches."""
 WIDTH = {"cuda": 4096, "cpu": 512}
 """Of all heads."""
 MASKED_LENGTHS = {"cuda": (1024, 2048), "cpu": (512,)}
-"""For masks that are given as a matrix, as padded rows and windows have them."""
+"""For masks given as a matrix, as for padded rows and windows."""
 ATTENTION_CALLS = {"cuda": 6, "cpu": 3}
-"""Runs that one measurement of a long call takes."""
+"""Calls per measurement of a long call."""
 
 
 WRITTEN_LENGTHS = {"cuda": (1024, 2048), "cpu": (512,)}
-"""For attention that writes its scores out, whose time grows with their number alone."""
+"""For attention that materializes its scores, whose time depends on their number only."""
 DOCUMENT_LENGTHS = {128: (128, 1024, 256, 512, 64, 4096), 64: (128, 1024, 256, 512)}
 """By head width, for documents laid end to end, which are short as a rule. Far ones come first:
-what lies between them can be told if time runs out."""
+the rest can be interpolated if time runs out."""
 AttentionShape = tuple[int, ...]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -209,7 +209,7 @@ def measure_attention(bench: Bench) -> list[AttentionTime]:
 
 
 def _list_wanted(kind: str) -> Iterator[tuple[str, int, int, bool]]:
-    """Kind, length, head width and mask; what most jobs need comes first."""
+    """Kind, length, head width and mask; the most common first."""
     yield from (("sdpa", length, 128, True) for length in LENGTHS[kind])
     yield from (
         (name, length, 128, False) for length in WRITTEN_LENGTHS[kind] for name in ("eager", "math")
@@ -273,7 +273,7 @@ def _choose(name: str, length: int, bench: Bench, *, is_causal: bool) -> Attend:
 
 
 def _attend_documents(length: int, bench: Bench) -> Attend:
-    """As packed batches are, all documents of one length."""
+    """Packed documents, all of one length."""
     num_tokens = max(length, TOKENS[bench.device.type])
     ends = torch.arange(0, num_tokens + 1, length, dtype=torch.int32, device=bench.device)
     bounds = Bounds(offsets=ends, longest=length)
@@ -318,10 +318,10 @@ TENSOR_BYTES = {
     "cuda": (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB),
     "cpu": (MIB // 4, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
 }
-"""Bytes of one tensor; a CPU's batches are smaller."""
+"""Bytes of one tensor."""
 CHAIN_BYTES = 256 * MIB
-"""Tensors in turn until that much: each reads what the one before wrote, as layers do, and none
-finds its own old result in the cache."""
+"""Total bytes of the tensors used in turn: each call reads what the one before wrote, as layers do,
+and none finds its own old result in the cache."""
 ROOM_TIMES = {
     "copy": 3.0,
     "elementwise": 3.0,
@@ -330,12 +330,12 @@ ROOM_TIMES = {
     "loss": 12.0,
     "indexed": 4.0,
 }
-"""Tensors' worth of memory that a kernel needs beside the chain."""
+"""Memory of a kernel beside the chain, in tensors."""
 LOGITS = {"cuda": (2048, 32000), "cpu": (128, 32000)}
 HEAD_DIM = 128
 NUM_SEQUENCES = 4
 ROTATED_VALUES = 4.5
-"""Per value of a head: two products, half of them negated, all joined, all added."""
+"""Values moved per value of a head: two products, a half negated, a concatenation, a sum."""
 NF4_SHAPE = {"cuda": (11008, 4096), "cpu": (2048, 2048)}
 
 
@@ -355,7 +355,7 @@ def measure_traffic(bench: Bench) -> list[TrafficTime]:
 
 
 TrafficRow = tuple[str, int, float, Callable[[], Work]]
-"""Kind, bytes of the tensor, bytes moved, and how to prepare it."""
+"""Kind, bytes of the tensor, bytes moved, and its preparation."""
 
 
 def _list_rows(bench: Bench) -> list[TrafficRow]:
@@ -414,7 +414,7 @@ def _prepare_sum(bench: Bench, num_rows: int, vocab: int) -> Work:
 
 
 def _prepare_indexed(bench: Bench, num_rows: int, vocab: int) -> Work:
-    """Heads rotated as transformers does it, between linear layers that keep tokens together."""
+    """Rotary embedding as in transformers, on strided heads."""
     shape = (NUM_SEQUENCES, num_rows // NUM_SEQUENCES, vocab // HEAD_DIM, HEAD_DIM)
     heads = bench.randn(*shape).transpose(1, 2)
     turn = bench.randn(1, 1, shape[1], HEAD_DIM)
@@ -439,11 +439,11 @@ def _prepare_loss(bench: Bench, num_rows: int, vocab: int) -> Work:
 
 
 def measure_nf4(bench: Bench) -> float | None:
-    """Weights per second that bitsandbytes unpacks; None where it is not installed or fails."""
+    """Weights per second that bitsandbytes dequantizes; None if it is missing or fails."""
     try:
         from bitsandbytes import functional as bits
     except (ImportError, RuntimeError, OSError):
-        bench.skipped.append("unpacking nf4: bitsandbytes is not installed")
+        bench.skipped.append("dequantizing nf4: bitsandbytes is not installed")
         return None
     rows, columns = NF4_SHAPE[bench.device.type]
     try:
@@ -451,7 +451,7 @@ def measure_nf4(bench: Bench) -> float | None:
         packed, state = bits.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
         seconds = bench.seconds(lambda: bits.dequantize_4bit(packed, state))
     except (RuntimeError, AttributeError, NotImplementedError) as error:
-        bench.skipped.append(f"unpacking nf4: {str(error).splitlines()[0][:200]}")
+        bench.skipped.append(f"dequantizing nf4: {str(error).splitlines()[0][:200]}")
         return None
     return rows * columns / seconds
 
@@ -461,13 +461,13 @@ def measure_nf4(bench: Bench) -> float | None:
 NUM_TENSORS = {"cuda": (16, 2**22), "cpu": (8, 2**20)}
 """How many, and how large each."""
 TRIED_SIZES = (4096, 1031, 65_537, 1)
-"""Whole tiles of the kernel and parts of one."""
+"""Full and partial tiles of the kernel."""
 NUM_TRIED_STEPS = 3
 LEARNING_RATE = 1e-3
 CLIP_FACTOR = 0.5
-"""What gradients are clipped to in the trial."""
+"""The clipping factor in the trial."""
 MAX_ROUNDINGS = 4
-"""In which two correct updates may differ."""
+"""Rounding steps by which two correct updates may differ."""
 
 
 def measure_optimizers(bench: Bench) -> list[OptimizerTime]:
@@ -517,7 +517,7 @@ def _prepare_optimizer(bench: Bench, dtype: torch.dtype, by: str) -> Work:
 
 
 def _is_fit_for_use(bench: Bench, name: str, dtype: torch.dtype) -> bool:
-    """Whether the kernel can be compiled here, and updates as torch does."""
+    """Whether the kernel compiles here and updates as torch does."""
     if find_spec("triton") is None:
         bench.skipped.append(f"the AdamW kernel in {name}: triton is not installed")
         return False
@@ -533,8 +533,8 @@ def _is_fit_for_use(bench: Bench, name: str, dtype: torch.dtype) -> bool:
 
 
 def updates_alike(device: torch.device, dtype: torch.dtype) -> bool:
-    """A few clipped steps by either and in fp64, from the same weights: the kernel's weights and
-    moments are nowhere further from fp64's than torch's are, but for rounding."""
+    """Whether the kernel's weights and moments after a few clipped steps are as close to fp64's as
+    torch's are, up to rounding."""
     drawn = [(1e-2 * torch.randn(size, device=device)).to(dtype) for size in TRIED_SIZES]
     ours, theirs = ([nn.Parameter(x.clone()) for x in drawn] for _ in range(2))
     exact = [nn.Parameter(x.double()) for x in drawn]
@@ -561,14 +561,13 @@ def updates_alike(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _is_as_near(mine: Tensor, other: Tensor, exact: Tensor, rounded: Tensor) -> bool:
-    """`rounded`: the size of what is rounded. Of weights, they and updates, which are as large as
-    the rate."""
+    """`rounded`: the magnitude of what is rounded; for weights, they and the updates."""
     room = MAX_ROUNDINGS * torch.finfo(other.dtype).eps * rounded
     return bool(((mine - exact).abs() <= (other - exact).abs() + room).all())
 
 
 def _are_moments_as_near(*states: dict[str, Tensor]) -> bool:
-    """Of moments, terms are rounded: what they add up to may be all but zero."""
+    """For moments the terms are rounded, while their sum may be near zero."""
     for name in ("exp_avg", "exp_avg_sq"):
         mine, other, exact = (state[name] for state in states)
         if not _is_as_near(mine, other, exact, exact.abs().amax()):

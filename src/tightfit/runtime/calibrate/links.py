@@ -22,7 +22,7 @@ from tightfit.hardware.calibration import CollectiveTime, HostLink
 from tightfit.runtime.calibrate.bench import Bench
 
 HOST_LINK_BYTES = (256 * MIB, 32 * MIB)
-"""The smaller one where so much memory cannot be pinned."""
+"""The smaller one if so much memory cannot be pinned."""
 
 
 def measure_host_link(bench: Bench) -> HostLink | None:
@@ -43,7 +43,7 @@ def measure_host_link(bench: Bench) -> HostLink | None:
     return None
 
 
-# Collectives over all GPUs of this machine, one process each.
+# Collectives, with one process per GPU (`python -m` of this module)
 
 MODULE = "tightfit.runtime.calibrate.links"
 COLLECTIVE_BYTES = {"nccl": (MIB, 16 * MIB, 256 * MIB), "gloo": (MIB // 4, 4 * MIB)}
@@ -55,12 +55,12 @@ START_SECONDS = 60
 def measure_collectives(
     num_ranks: int, *, backend: str = "nccl", timeout_seconds: float = START_SECONDS
 ) -> tuple[list[CollectiveTime], str]:
-    """Rows, and why there are none."""
+    """Measured rows, and the reason if there are none."""
     with tempfile.TemporaryDirectory(prefix="tightfit-calibrate-") as folder:
-        words = [sys.executable, "-m", MODULE, folder, backend, str(num_ranks)]
+        command = [sys.executable, "-m", MODULE, folder, backend, str(num_ranks)]
         workers = [
             subprocess.Popen(
-                [*words, str(rank)],
+                [*command, str(rank)],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -75,17 +75,17 @@ def measure_collectives(
 
 
 def _wait(workers: Sequence[subprocess.Popen[str]], timeout_seconds: float) -> str:
-    """What went wrong; none of the workers outlives this."""
+    """Wait for all workers, killing those left; returns the first error."""
     end = time.monotonic() + timeout_seconds
     error = ""
     try:
         for worker in workers:
             try:
-                _, told = worker.communicate(timeout=max(end - time.monotonic(), 0.1))
+                _, stderr = worker.communicate(timeout=max(end - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 return f"no answer within {timeout_seconds:.0f} s"
             if worker.returncode != 0 and not error:
-                error = (told.strip().splitlines()[-1:] or ["a worker failed"])[0][:200]
+                error = (stderr.strip().splitlines()[-1:] or ["a worker failed"])[0][:200]
     finally:
         for worker in workers:
             if worker.poll() is None:
@@ -95,7 +95,7 @@ def _wait(workers: Sequence[subprocess.Popen[str]], timeout_seconds: float) -> s
 
 
 def run_worker(folder: Path, backend: str, num_ranks: int, rank: int) -> None:
-    """One rank; the first writes the rows."""
+    """One rank; rank 0 writes the rows."""
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
@@ -133,7 +133,7 @@ def _list_works(whole: torch.Tensor, share: torch.Tensor) -> dict[str, Callable[
 
 
 def _time(work: Callable[[], object], device: torch.device) -> float:
-    """Median over groups of calls, by wall time: it is long beside a launch, or latency itself."""
+    """Median wall time over groups of calls: long compared with a launch, or latency itself."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -153,13 +153,13 @@ def _time(work: Callable[[], object], device: torch.device) -> float:
 
 
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__)
-    reader.add_argument("folder", type=Path)
-    reader.add_argument("backend", choices=tuple(COLLECTIVE_BYTES))
-    reader.add_argument("num_ranks", type=int)
-    reader.add_argument("rank", type=int)
-    said = reader.parse_args()
-    run_worker(said.folder, said.backend, said.num_ranks, said.rank)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("backend", choices=tuple(COLLECTIVE_BYTES))
+    parser.add_argument("num_ranks", type=int)
+    parser.add_argument("rank", type=int)
+    arguments = parser.parse_args()
+    run_worker(arguments.folder, arguments.backend, arguments.num_ranks, arguments.rank)
 
 
 if __name__ == "__main__":

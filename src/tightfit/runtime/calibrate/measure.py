@@ -37,7 +37,7 @@ from tightfit.runtime.calibrate.links import measure_collectives, measure_host_l
 from tightfit.runtime.libraries import silence_libraries
 
 DEFAULT_SECONDS = 100.0
-"""Of measuring; starting torch and the processes around it comes on top."""
+"""Time of the measurements; starting torch and processes comes on top."""
 WARM_UP_FRACTION = 0.02
 PACKAGES = ("torch", "transformers", "bitsandbytes", "triton")
 
@@ -81,7 +81,7 @@ def measure_machine(
 
 
 def _load_libraries() -> None:
-    """What is not installed is told where it is missed."""
+    """Import what is installed; what is missing is reported where it is needed."""
     with contextlib.suppress(ImportError, RuntimeError, OSError):
         silence_libraries()
         importlib.import_module("transformers").LlamaForCausalLM  # noqa: B018 (loads it)
@@ -108,7 +108,7 @@ def _open_bench(node: Node, budget_seconds: float) -> Bench:
 
 
 Part = tuple[str, float, Callable[[], dict[str, Any]]]
-"""A name to show, a share of the time, and what to do."""
+"""A name to show, a share of the time, and the measurement."""
 
 
 def _list_parts(bench: Bench, node: Node) -> list[Part]:

@@ -1,4 +1,4 @@
-"""GGUF metadata to and from a transformers config, rotary positions included."""
+"""GGUF metadata to and from a transformers config, including rotary embeddings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def read_rope(config: Any, layers: str = "full_attention") -> dict[str, Any]:
-    """The rotary settings of one kind of layer, in the form transformers 5 gives them."""
+    """The rotary settings of one kind of layer, as transformers 5 has them."""
     stated = getattr(config, "rope_parameters", None) or {}
     found = stated.get(layers, stated)
     return dict(found) if isinstance(found, dict) else {}
 
 
 def add_rope(writer: Any, config: Any) -> list[str]:
-    """Write base and scaling; returns what a user should know."""
+    """Write base and scaling; returns warnings for the user."""
     import gguf
 
     rope = read_rope(config)
@@ -56,7 +56,7 @@ def add_rope(writer: Any, config: Any) -> list[str]:
 
 
 def make_rope_tensors(config: Any, head_dim: int) -> dict[str, Tensor]:
-    """Tensors that stand for scaling that differs by frequency."""
+    """The tensors for scaling that differs by frequency."""
     import torch
 
     rope = read_rope(config)
@@ -75,12 +75,12 @@ def make_rope_tensors(config: Any, head_dim: int) -> dict[str, Tensor]:
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> list[float]:
-    """By how much each pair's frequency is lowered."""
+    """The factor by which each pair's frequency is divided."""
     return [_llama3_factor(rope, head_dim, pair) for pair in range(head_dim // 2)]
 
 
 def _llama3_factor(rope: dict[str, Any], head_dim: int, pair: int) -> float:
-    """Not at all, by `factor`, or in between.
+    """1, `factor`, or a value in between.
 
     Source: `apply_scaling` in Meta's llama-models (llama3/reference_impl/model.py).
     """
@@ -157,7 +157,7 @@ def is_known(file: GgufFile) -> bool:
     return file.architecture in _MODEL_TYPES and not file.get("expert_count")
 
 
-def read_config(file: GgufFile, marks: dict[str, int]) -> tuple[str, Any]:
+def read_config(file: GgufFile, special_ids: dict[str, int]) -> tuple[str, Any]:
     """The family and a transformers config."""
     from transformers import AutoConfig
 
@@ -178,13 +178,13 @@ def read_config(file: GgufFile, marks: dict[str, int]) -> tuple[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "architectures": [_CLASSES[model_type]],
-        **{f"{name}_token_id": marks.get(name) for name in ("bos", "eos", "pad")},
+        **{f"{name}_token_id": special_ids.get(name) for name in ("bos", "eos", "pad")},
     }
     return model_type, AutoConfig.for_model(model_type, **settings)
 
 
 def _round(value: float) -> float:
-    """1e-05 again, where 32 bit made 9.999999747e-06 of it."""
+    """1e-05 again from 9.999999747e-06, which 32 bits made of it."""
     return float(f"{float(value):.6g}")
 
 
@@ -341,7 +341,7 @@ def _read_longrope(file: GgufFile) -> dict[str, Any]:
 
 
 def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """The settings whose factors these are: Meta's own bounds, its context or another."""
+    """The rope settings with these factors: Meta's bounds, with its context or another."""
     import torch
 
     stored = file.read("rope_freqs.weight").float()
@@ -359,7 +359,7 @@ def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
         if computed.shape == stored.shape and torch.allclose(computed, stored, rtol=1e-4):
             return settings
     raise InvalidInputError(
-        f"The rotary factors in {file.path} are not those of a Llama 3, so that no config can say "
+        f"The rotary factors in {file.path} are not those of a Llama 3, and no config can express "
         "them.",
         remedy="name the model's own folder instead",
     )

@@ -29,11 +29,11 @@ class Family:
     architecture: str
     """llama.cpp's name for it."""
     activations: tuple[str, ...]
-    """llama.cpp has the activation in its code, not in the file."""
+    """llama.cpp hard-codes the activation; the file does not name it."""
     can_untie: bool = True
     """Whether llama.cpp reads an output matrix of its own."""
     name_of: Callable[[str], str] = str
-    """From the names in old checkpoints to those that the tensor map knows."""
+    """From the names in old checkpoints to those in gguf's tensor map."""
 
 
 def _with_prefix(name: str) -> str:
@@ -62,7 +62,7 @@ FAMILIES = {
 
 
 def find_family(folder: Path) -> tuple[str, Family]:
-    """The family of a model folder, or why it cannot be converted."""
+    """The family of a model folder; raises if it cannot be converted."""
     config = _read_config(folder)
     model_type = str(config.get("model_type", ""))
     if model_type not in FAMILIES:
@@ -88,19 +88,19 @@ def find_family(folder: Path) -> tuple[str, Family]:
 
 
 def check_config(model_type: str, config: Any) -> None:
-    """Refuse settings that llama.cpp would silently replace by its own."""
+    """Raise for settings that llama.cpp would silently ignore."""
     family = FAMILIES[model_type]
     activation = _activation(config)
     if activation not in family.activations:
         raise _unsupported(model_type, f"the activation {activation}")
     wrong = {
-        "falcon": _falcon_oddities,
-        "gpt2": _gpt2_oddities,
-        "bloom": _bloom_oddities,
-        "gemma2": _gemma_oddities,
-        "gemma3_text": _gemma_oddities,
-        "phi3": _square_oddities,
-        "qwen2": _square_oddities,
+        "falcon": _falcon_obstacle,
+        "gpt2": _gpt2_obstacle,
+        "bloom": _bloom_obstacle,
+        "gemma2": _gemma_obstacle,
+        "gemma3_text": _gemma_obstacle,
+        "phi3": _square_obstacle,
+        "qwen2": _square_obstacle,
     }.get(model_type)
     found = wrong(config) if wrong is not None else None
     if found:
@@ -124,7 +124,7 @@ def _activation(config: Any) -> str:
     return str(next((name for name in found if name), "gelu"))
 
 
-def _falcon_oddities(config: Any) -> str | None:
+def _falcon_obstacle(config: Any) -> str | None:
     if config.alibi:
         return "alibi positions"
     if not config.parallel_attn and not config.new_decoder_architecture:
@@ -132,19 +132,19 @@ def _falcon_oddities(config: Any) -> str | None:
     return "bias in its linear layers" if config.bias else None
 
 
-def _gpt2_oddities(config: Any) -> str | None:
+def _gpt2_obstacle(config: Any) -> str | None:
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         return "attention scaled by the layer's number"
     return None if getattr(config, "scale_attn_weights", True) else "unscaled attention"
 
 
-def _bloom_oddities(config: Any) -> str | None:
+def _bloom_obstacle(config: Any) -> str | None:
     is_odd = config.apply_residual_connection_post_layernorm
     return "residuals taken after the norm" if is_odd else None
 
 
-def _gemma_oddities(config: Any) -> str | None:
-    """llama.cpp scales attention by the head's size, but for the layer count of the 27B models."""
+def _gemma_obstacle(config: Any) -> str | None:
+    """llama.cpp scales attention by the head's size, except for the 27B models' layer counts."""
     is_27b = config.num_hidden_layers == (46 if config.model_type == "gemma2" else 62)
     usual = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
     if config.query_pre_attn_scalar != usual:
@@ -154,7 +154,7 @@ def _gemma_oddities(config: Any) -> str | None:
     return None
 
 
-def _square_oddities(config: Any) -> str | None:
+def _square_obstacle(config: Any) -> str | None:
     head_dim = getattr(config, "head_dim", None)
     if head_dim and head_dim * config.num_attention_heads != config.hidden_size:
         return f"heads of {head_dim} that do not add up to the hidden size"
@@ -174,13 +174,13 @@ Change = Callable[["Tensor"], "Tensor"]
 
 
 def choose_change(model_type: str, name: str, config: Any) -> Change | None:
-    """What to do with the tensor that transformers calls `name`; None: take it as it is.
+    """The change of the tensor that transformers calls `name`; None: unchanged.
 
     Source: what llama.cpp's own converter does per family (ggml-org/llama.cpp, `conversion/`).
     """
     if model_type in ("llama", "mistral"):
-        num_turned = _num_turned_heads(name, config)
-        return None if num_turned is None else lambda x: interleave_rotary(x, num_turned)
+        num_rotary = _num_rotary_heads(name, config)
+        return None if num_rotary is None else lambda x: interleave_rotary(x, num_rotary)
     if model_type in ("gemma", "gemma2", "gemma3_text"):
         return _plus_one if name.endswith("norm.weight") else None
     if model_type == "gpt2":
@@ -196,10 +196,10 @@ def choose_change(model_type: str, name: str, config: Any) -> Change | None:
 
 
 def choose_undo(model_type: str, name: str, config: Any) -> Change | None:
-    """The way back from `choose_change`. Gemma's norms lose their last bit on the way there."""
+    """The inverse of `choose_change`. Gemma's norms lose their last bit in the round trip."""
     if model_type in ("llama", "mistral"):
-        num_turned = _num_turned_heads(name, config)
-        return None if num_turned is None else lambda x: split_rotary(x, num_turned)
+        num_rotary = _num_rotary_heads(name, config)
+        return None if num_rotary is None else lambda x: split_rotary(x, num_rotary)
     if model_type in ("gemma", "gemma2", "gemma3_text"):
         return _minus_one if name.endswith("norm.weight") else None
     if model_type == "falcon" and ".query_key_value." in name:
@@ -208,18 +208,18 @@ def choose_undo(model_type: str, name: str, config: Any) -> Change | None:
     if model_type == "bloom" and ".query_key_value." in name:
         heads = int(config.num_attention_heads)
         return lambda x: _regroup(x, heads, heads)
-    return choose_change(model_type, name, config)  # a transpose undoes itself
+    return choose_change(model_type, name, config)  # a transpose is its own inverse
 
 
 def falcon_kv_heads(config: Any) -> int:
-    """As transformers' FalconAttention decides it."""
+    """As transformers' FalconAttention computes it."""
     if config.new_decoder_architecture or not config.multi_query:
         return int(config.num_kv_heads)
     return 1
 
 
-def _num_turned_heads(name: str, config: Any) -> int | None:
-    """Of the tensors whose rows are rotary pairs: queries and keys."""
+def _num_rotary_heads(name: str, config: Any) -> int | None:
+    """The number of heads of a query or key tensor, whose rows are rotary pairs; else None."""
     if name.endswith((".q_proj.weight", ".q_proj.bias")):
         return int(config.num_attention_heads)
     if name.endswith((".k_proj.weight", ".k_proj.bias")):
@@ -251,14 +251,14 @@ def _minus_one(values: Tensor) -> Tensor:
 
 
 def _transpose(values: Tensor) -> Tensor:
-    """GPT-2's Conv1D keeps inputs first."""
+    """GPT-2's Conv1D stores its matrix transposed."""
     return values.t().contiguous()
 
 
 def _ungroup(values: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    """Per group of heads its queries, key and value; to all queries, all keys, all values.
+    """From queries, key and value per group of heads to all queries, all keys, all values.
 
-    Bloom is the case of one head per group.
+    Bloom has one head per group.
     """
     import torch
 
@@ -270,7 +270,7 @@ def _ungroup(values: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
 
 
 def _regroup(values: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    """What `_ungroup` undoes."""
+    """The inverse of `_ungroup`."""
     import torch
 
     head_dim = values.shape[0] // (num_heads + 2 * num_kv_heads)

@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Formats that are not packed, and torch's names of them."""
+"""Unquantized formats and torch's names of them."""
 
 
 class GgufFile:
-    """Everything but the tensors' values is read at once."""
+    """Reads metadata at once, tensors on demand."""
 
     def __init__(self, path: Path) -> None:
         import gguf
 
-        read_gguf_header(path)  # says what is wrong with a file that is no whole GGUF
+        read_gguf_header(path)  # raises for a damaged file
         self.path = path
         try:
             reader: Any = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as error:  # values behind the file's end
+        except (ValueError, IndexError, KeyError) as error:  # offsets beyond the end of the file
             raise InvalidInputError(
                 f"{path} is cut short or damaged ({error}).",
                 remedy="fetch or convert the file again",
@@ -46,11 +46,11 @@ class GgufFile:
         return str(self.metadata.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own, like `attention.head_count`."""
+        """A value of the architecture, like `attention.head_count`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def read(self, name: str) -> Tensor:
-        """The values in 32 bit, or in 16 where they are stored so; quantized ones unpacked."""
+        """The values: fp32, or 16-bit if stored so; quantized ones are dequantized."""
         import gguf
         import numpy as np
         import torch
@@ -78,7 +78,7 @@ class GgufFile:
 
 
 class _Place:
-    """Where a tensor lies, and how."""
+    """The position and format of a tensor."""
 
     def __init__(self, tensor: Any) -> None:
         self.kind = tensor.tensor_type

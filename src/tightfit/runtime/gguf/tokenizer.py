@@ -30,7 +30,7 @@ _WITH_MARKS = _CONTRACTIONS + _LETTERS_AND_MARKS + r"|\p{N}| ?[^\s\p{L}\p{M}\p{N
 
 
 def _cased(ending: str) -> str:
-    """Words up to where a capital follows a small letter."""
+    """Words that end where an upper-case letter follows a lower-case one."""
     lower = f"{_START}{_UPPER}*{_LOWER}+{ending}"
     return f"{lower}|{_START}{_UPPER}+{_LOWER}*{ending}"
 
@@ -47,7 +47,7 @@ _BYTES_AND_WORDS: Step = ("ByteLevel", True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreTokenizer:
-    """One way of cutting."""
+    """One way of splitting text before BPE."""
 
     steps: tuple[Step, ...]
     ignores_merges: bool = False
@@ -85,11 +85,11 @@ OTHERS = (
     "superbpe",
     "default",
 )
-"""Names that llama.cpp knows beside those; tried where no form above is found."""
+"""Other names of llama.cpp, tried if no form above matches."""
 
 
 def recognise(document: Mapping[str, Any]) -> str | None:
-    """llama.cpp's name for a tokenizer.json's way of cutting; None if it is not one above."""
+    """llama.cpp's name for a tokenizer.json's pre-tokenizer; None if it is not one above."""
     steps = read_steps(document.get("pre_tokenizer"))
     ignores = bool(document.get("model", {}).get("ignore_merges", False))
     same = [name for name, known in PRE_TOKENIZERS.items() if known.steps == steps]
@@ -98,7 +98,7 @@ def recognise(document: Mapping[str, Any]) -> str | None:
 
 
 def read_steps(stated: Any) -> tuple[Step, ...]:
-    """A `pre_tokenizer` entry as the steps it takes, without what decides nothing."""
+    """The steps of a `pre_tokenizer` entry, without settings that have no effect."""
     if not isinstance(stated, dict):
         return ()
     kind = stated.get("type")
@@ -115,7 +115,7 @@ def read_steps(stated: Any) -> tuple[Step, ...]:
 
 
 def write_steps(name: str) -> dict[str, Any]:
-    """The `pre_tokenizer` entry that cuts as llama.cpp does under this name."""
+    """The `pre_tokenizer` entry that splits as llama.cpp does under this name."""
     entries = [_entry(step) for step in PRE_TOKENIZERS[name].steps]
     return entries[0] if len(entries) == 1 else {"type": "Sequence", "pretokenizers": entries}
 
@@ -152,7 +152,7 @@ _SPECIAL_TOKENS = {
     "pad": "padding_token_id",
 }
 _ALIKE = {
-    # Files from before the key, and those that leave it out: transformers reads them so too.
+    # Files without the key, old ones too: transformers reads them like this.
     "default": "gpt-2",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
@@ -169,11 +169,11 @@ _ALIKE = {
     "command-r": "smollm",
     "llama4": "gpt-4o",
 }
-"""Names of llama.cpp that cut as another one does. Source: `llama-vocab.cpp`."""
+"""Names of llama.cpp that split like another one. Source: `llama-vocab.cpp`."""
 
 
 def read_special_tokens(file: GgufFile) -> dict[str, int]:
-    """`bos`, `eos`, `eot`, `eom`, `unk`, `pad`: those that the file names and has."""
+    """`bos`, `eos`, `eot`, `eom`, `unk`, `pad`: those that the file defines."""
     count = len(_tokens(file))
     found = {
         role: file.metadata.get(f"tokenizer.ggml.{key}") for role, key in _SPECIAL_TOKENS.items()
@@ -182,13 +182,13 @@ def read_special_tokens(file: GgufFile) -> dict[str, int]:
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat templates."""
-    marks = read_special_tokens(file)
+    """Write tokenizer.json, tokenizer_config.json and the chat templates."""
+    special_ids = read_special_tokens(file)
     tokens = _tokens(file)
-    document = _document(file, tokens, marks)
+    document = _document(file, tokens, special_ids)
     (folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False))
     roles = ("bos", "eos", "unk", "pad")
-    named = {f"{role}_token": tokens[marks[role]] for role in roles if role in marks}
+    named = {f"{role}_token": tokens[special_ids[role]] for role in roles if role in special_ids}
     settings = named | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -214,15 +214,15 @@ def _tokens(file: GgufFile) -> list[str]:
     return [str(token) for token in file.metadata.get("tokenizer.ggml.tokens", ())]
 
 
-def _document(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dict[str, Any]:
+def _document(file: GgufFile, tokens: Sequence[str], special_ids: dict[str, int]) -> dict[str, Any]:
     model = str(file.metadata.get("tokenizer.ggml.model", ""))
     pre = str(file.metadata.get("tokenizer.ggml.pre", "default"))
     if model == "gpt2":
         parts = _byte_level(file, tokens, _ALIKE.get(pre, pre))
     elif model == "llama":
-        parts = _pieces(file, tokens, marks)
+        parts = _pieces(file, tokens, special_ids)
     elif model == "t5":
-        parts = _unigram(file, tokens, marks)
+        parts = _unigram(file, tokens, special_ids)
     else:
         raise InvalidInputError(
             f"{file.path} has a tokenizer of the kind {model or 'unnamed'}, which cannot be "
@@ -233,9 +233,9 @@ def _document(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> d
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added(file, tokens, marks),
+        "added_tokens": _added(file, tokens, special_ids),
         **parts,
-        "post_processor": _framing(file, tokens, marks),
+        "post_processor": _framing(file, tokens, special_ids),
     }
 
 
@@ -261,7 +261,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], pre: str) -> dict[str, An
     }
 
 
-def _pieces(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dict[str, Any]:
+def _pieces(file: GgufFile, tokens: Sequence[str], special_ids: dict[str, int]) -> dict[str, Any]:
     """Merges by score: every way to split a piece, best pieces first."""
     spelt = [token.replace(" ", _SPACE) for token in tokens]
     vocab = _vocab(file, spelt)
@@ -283,7 +283,7 @@ def _pieces(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dic
         "decoder": _piece_decoder(adds_space),
         "model": {
             "type": "BPE",
-            "unk_token": spelt[marks["unk"]] if "unk" in marks else None,
+            "unk_token": spelt[special_ids["unk"]] if "unk" in special_ids else None,
             "fuse_unk": True,
             "byte_fallback": True,
             "ignore_merges": False,
@@ -293,7 +293,7 @@ def _pieces(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dic
     }
 
 
-def _unigram(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dict[str, Any]:
+def _unigram(file: GgufFile, tokens: Sequence[str], special_ids: dict[str, int]) -> dict[str, Any]:
     scores = [float(score) for score in file.metadata["tokenizer.ggml.scores"]]
     adds_space = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
     table = file.metadata.get("tokenizer.ggml.precompiled_charsmap")
@@ -308,7 +308,7 @@ def _unigram(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> di
         "decoder": _piece_decoder(adds_space),
         "model": {
             "type": "Unigram",
-            "unk_id": marks.get("unk"),
+            "unk_id": special_ids.get("unk"),
             "vocab": [list(pair) for pair in zip(tokens, scores, strict=True)],
             "byte_fallback": False,
         },
@@ -333,7 +333,7 @@ def _piece_decoder(adds_space: bool) -> dict[str, Any]:
 
 
 def _vocab(file: GgufFile, tokens: Sequence[str]) -> dict[str, int]:
-    """Tokens by name; rows that were filled up are no tokens."""
+    """Tokens by name, without padding rows."""
     types = _types(file, tokens)
     return {token: n for n, token in enumerate(tokens) if types[n] != _UNUSED}
 
@@ -343,9 +343,11 @@ def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
     return [int(kind) for kind in stated] if stated is not None else [1] * len(tokens)
 
 
-def _added(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> list[dict[str, Any]]:
+def _added(
+    file: GgufFile, tokens: Sequence[str], special_ids: dict[str, int]
+) -> list[dict[str, Any]]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    special = set(marks.values())
+    special = set(special_ids.values())
     added = []
     for number, (token, kind) in enumerate(zip(tokens, _types(file, tokens), strict=True)):
         if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
@@ -354,18 +356,24 @@ def _added(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> list
     return added
 
 
-def _framing(file: GgufFile, tokens: Sequence[str], marks: dict[str, int]) -> dict[str, Any] | None:
-    """The tokens that are put around a text."""
+def _framing(
+    file: GgufFile, tokens: Sequence[str], special_ids: dict[str, int]
+) -> dict[str, Any] | None:
+    """The post-processor that adds special tokens around a text."""
     is_pieces = file.metadata.get("tokenizer.ggml.model") == "llama"
-    begins = bool(file.metadata.get("tokenizer.ggml.add_bos_token", is_pieces)) and "bos" in marks
-    ends = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)) and "eos" in marks
+    begins = (
+        bool(file.metadata.get("tokenizer.ggml.add_bos_token", is_pieces)) and "bos" in special_ids
+    )
+    ends = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)) and "eos" in special_ids
     if not begins and not ends:
         return None
-    used = ([tokens[marks["bos"]]] if begins else []) + ([tokens[marks["eos"]]] if ends else [])
+    used = ([tokens[special_ids["bos"]]] if begins else []) + (
+        [tokens[special_ids["eos"]]] if ends else []
+    )
 
     def around(name: str, type_id: int) -> list[dict[str, Any]]:
         def special(role: str) -> dict[str, Any]:
-            return {"SpecialToken": {"id": tokens[marks[role]], "type_id": type_id}}
+            return {"SpecialToken": {"id": tokens[special_ids[role]], "type_id": type_id}}
 
         text = {"Sequence": {"id": name, "type_id": type_id}}
         return [*([special("bos")] if begins else []), text, *([special("eos")] if ends else [])]

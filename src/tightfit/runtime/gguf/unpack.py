@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face folder, tensor by tensor."""
+"""Convert a GGUF file to a Hugging Face folder, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _OLD_OUTER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpackPlan:
-    """A GGUF file understood, nothing written yet."""
+    """A parsed GGUF file; nothing is written yet."""
 
     file: GgufFile
     model_type: str
@@ -81,7 +81,7 @@ class UnpackPlan:
     outputs: tuple[Output, ...]
     sources: dict[str, str]
     """transformers' names to the file's."""
-    marks: dict[str, int]
+    special_ids: dict[str, int]
     notes: tuple[str, ...]
 
     @property
@@ -90,7 +90,7 @@ class UnpackPlan:
 
     @property
     def extra_bytes(self) -> int:
-        """One tensor as stored, unpacked in 32 bit twice where it is packed, and as written."""
+        """Peak host memory: one tensor as stored, twice in fp32 if quantized, and as written."""
         return max(self._tensor_bytes(output) for output in self.outputs)
 
     def _tensor_bytes(self, output: Output) -> int:
@@ -101,11 +101,11 @@ class UnpackPlan:
 
 
 def plan_unpack(path: Path, dtype: torch.dtype | None = None) -> UnpackPlan:
-    """Understand the file; refuse what transformers would not compute the same."""
+    """Parse the file; raises for what transformers would compute differently."""
     silence_libraries()
     file = GgufFile(path)
-    marks = read_special_tokens(file)
-    model_type, config = read_config(file, marks)
+    special_ids = read_special_tokens(file)
+    model_type, config = read_config(file, special_ids)
     wanted = dtype or _stored_dtype(file)
     sources, outputs = {}, []
     for name, place in file.tensors.items():
@@ -128,7 +128,7 @@ def plan_unpack(path: Path, dtype: torch.dtype | None = None) -> UnpackPlan:
         config=config,
         outputs=tuple(outputs),
         sources=sources,
-        marks=marks,
+        special_ids=special_ids,
         notes=tuple(_notes(file, model_type)),
     )
 
@@ -140,7 +140,7 @@ def write_unpacked(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     watch: Callable[[str, int, int], None] | None = None,
 ) -> None:
-    """Fill the folder under another name, then give it its own."""
+    """Write the folder atomically."""
     check_room(target, plan.disk_bytes)
     with whole_folder(target) as work:
         fill_unpacked(plan, work, max_shard_bytes=max_shard_bytes, watch=watch)
@@ -153,7 +153,7 @@ def fill_unpacked(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     watch: Callable[[str, int, int], None] | None = None,
 ) -> None:
-    """Write config, tokenizer and weights into a folder that is there."""
+    """Write config, tokenizer and weights into an existing folder."""
     total, done = sum(output.num_bytes for output in plan.outputs), 0
 
     def produce(output: Output) -> torch.Tensor:
@@ -167,27 +167,29 @@ def fill_unpacked(
         if watch is not None:
             watch("writing", done, total)
 
-    write_tokenizer_folder(plan.file, plan.marks, work)
+    write_tokenizer_folder(plan.file, plan.special_ids, work)
     plan.config.dtype = plan.outputs[0].dtype
     plan.config.save_pretrained(str(work))
     write_shards(work, plan.outputs, produce, max_shard_bytes=max_shard_bytes, report=count)
 
 
-def write_tokenizer_folder(file: GgufFile, marks: dict[str, int], folder: Path) -> None:
+def write_tokenizer_folder(file: GgufFile, special_ids: dict[str, int], folder: Path) -> None:
     """Tokenizer, template and stop tokens."""
     write_tokenizer(file, folder)
-    generation = json.dumps(_generation(marks), indent=2) + "\n"
+    generation = json.dumps(_generation(special_ids), indent=2) + "\n"
     (folder / "generation_config.json").write_text(generation)
 
 
-def _generation(marks: dict[str, int]) -> dict[str, Any]:
-    stops = [marks[role] for role in ("eos", "eot", "eom") if role in marks]
+def _generation(special_ids: dict[str, int]) -> dict[str, Any]:
+    stops = [special_ids[role] for role in ("eos", "eot", "eom") if role in special_ids]
     found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(stops))} if stops else {}
-    return found | {f"{role}_token_id": marks[role] for role in ("bos", "pad") if role in marks}
+    return found | {
+        f"{role}_token_id": special_ids[role] for role in ("bos", "pad") if role in special_ids
+    }
 
 
 def check_against_transformers(config: Any, outputs: list[Output], source: Path) -> None:
-    """Every parameter that transformers has is there, in its shape, and no other."""
+    """Raise unless names and shapes are those of transformers' model."""
     import torch
     import transformers
 
@@ -199,17 +201,17 @@ def check_against_transformers(config: Any, outputs: list[Output], source: Path)
     lost = sorted(set(wanted) - set(found))
     strange = sorted(set(found) - set(wanted))
     bent = sorted(name for name in found if name in wanted and found[name] != wanted[name])
-    told = [f"lacks {name}" for name in lost[:1]]
-    told += [f"has {name}, which is not in the model" for name in strange[:1]]
-    told += [f"has {name} as {list(found[name])}" for name in bent[:1]]
-    if told:
+    problems = [f"lacks {name}" for name in lost[:1]]
+    problems += [f"has {name}, which is not in the model" for name in strange[:1]]
+    problems += [f"has {name} as {list(found[name])}" for name in bent[:1]]
+    if problems:
         raise InvalidInputError(
-            f"{source} {' and '.join(told)}.", remedy="fetch or convert the file again"
+            f"{source} {' and '.join(problems)}.", remedy="fetch or convert the file again"
         )
 
 
 def _stored_dtype(file: GgufFile) -> torch.dtype:
-    """Of most matrices; what is quantized unpacks to values that 16 bit hold."""
+    """The dtype of most matrices; fp16 for quantized ones."""
     import torch
 
     plain = {"F32": torch.float32, "BF16": torch.bfloat16}

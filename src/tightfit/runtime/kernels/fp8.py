@@ -278,8 +278,7 @@ class _TrainedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool, bool]
     ) -> Tensor:
-        """`told`: whether layers with this input come before and behind, and which passes are
-        fp8's."""
+        """`flags`: whether a layer before, and one after, has this input; fp8 in backward only."""
         ctx.is_preceded, is_followed, is_backward_alone = flags
         ctx.save_for_backward(x, weight)
         if is_backward_alone:

@@ -71,10 +71,10 @@ _VALUES_MISSING = ("DynamicOutputShapeException", "DataDependentOutputException"
 """torch's errors for an operation on fake tensors that depends on values."""
 
 
-def _describe(kind: str, said: str) -> str:
+def _describe(kind: str, message: str) -> str:
     if kind in _VALUES_MISSING:
-        return f"what {said or 'an operation'} allocates depends on values that a trace lacks"
-    return f"it failed with {kind} ({said})" if said else f"it failed with {kind}"
+        return f"what {message or 'an operation'} allocates depends on values that a trace lacks"
+    return f"it failed with {kind} ({message})" if message else f"it failed with {kind}"
 
 
 def _take_stdout() -> TextIO:

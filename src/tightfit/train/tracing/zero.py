@@ -1,9 +1,8 @@
-"""ZeRO-1 and 2 on fake tensors: DeepSpeed's buffers, allocated and freed when it would.
+"""ZeRO-1 and 2 on fake tensors: DeepSpeed's buffers, allocated and freed as it does.
 
-DeepSpeed itself cannot run on fake tensors, which have no addresses. What it holds is done
-here after its sources (0.19, runtime/zero/stage_1_and_2.py), as rank 0 of any number.
-Simplified: collectives write in place, so they take nothing; loss scaling and the search for
-overflows take single numbers and are left out.
+DeepSpeed itself cannot run on fake tensors, which have no addresses. This follows its sources
+(0.19, runtime/zero/stage_1_and_2.py), as rank 0 of any number. Simplified: collectives work in
+place and allocate nothing; loss scaling and overflow checks, which are scalars, are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tightfit.train.step import Update
 from tightfit.train.tracing.engine import load_fake_weights
 
 _ALIGNMENT = 2
-"""`nccl_start_alignment_factor`: a group's values are padded to so many per rank."""
+"""`nccl_start_alignment_factor`: a group is padded to a multiple of it per rank."""
 _NORM_DTYPE = torch.double
 """Norms are taken of copies in fp64."""
 
@@ -40,7 +39,7 @@ def build_fake_zero(
     context: DistContext,
     recorder: Recorder,
 ) -> Any:
-    """The engine of the strategy's stage. Inside the fake mode, with the recorder watching."""
+    """The engine of the strategy's stage. Call inside the fake mode and the recorder."""
     settings: dict[str, Any] = {"strategy": strategy, "context": context, "recorder": recorder}
     if strategy.sharding is Sharding.ZERO3:
         from tightfit.train.tracing.zero3 import FakeZero3Engine
@@ -53,7 +52,7 @@ def build_fake_zero(
 
 
 class FakeZeroBase:
-    """What a step asks of an engine, for all stages."""
+    """The engine protocol, for all stages."""
 
     def __init__(
         self, module: nn.Module, *, strategy: Strategy, context: DistContext, recorder: Recorder
@@ -78,7 +77,7 @@ class FakeZeroBase:
         yield
 
     def trained_state(self) -> dict[str, Tensor]:
-        """One trained parameter at a time, as it would be copied to the host."""
+        """Gather one trained parameter at a time, as for a copy to the host."""
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -92,7 +91,7 @@ class FakeZeroBase:
 
 
 class _Group:
-    """One optimizer group: its values in one flat buffer, of which this rank updates a part."""
+    """One optimizer group: a flat buffer, of which this rank updates a partition."""
 
     def __init__(self, engine: FakeZeroBase, settings: dict[str, Any]) -> None:
         self.settings = settings
@@ -120,11 +119,11 @@ class _Group:
 
     @property
     def updated(self) -> list[nn.Parameter]:
-        """What has values in this rank's part."""
+        """Parameters with values in this rank's partition."""
         return [p for p in self.members if self.starts[p] < self.size]
 
     def owners(self, parameter: nn.Parameter) -> list[tuple[int, int]]:
-        """(rank, values) of the parts that a parameter is cut into."""
+        """(rank, values) of the partitions of a parameter."""
         at, end = self.starts[parameter], self.starts[parameter] + parameter.numel()
         found = []
         while at < end:
@@ -135,7 +134,7 @@ class _Group:
         return found
 
     def cut(self, gradients: list[Tensor]) -> list[Tensor]:
-        """This rank's parts of whole gradients."""
+        """This rank's partition of full gradients."""
         parts = []
         for parameter, gradient in zip(self.updated, gradients, strict=True):
             inside = min(parameter.numel(), self.size - self.starts[parameter])
@@ -145,11 +144,11 @@ class _Group:
 
 
 class FakeZeroEngine(FakeZeroBase):
-    """Stage 1 and 2: whole 16-bit weights, fp32 state of this rank's part.
+    """Stage 1 and 2: full 16-bit weights, fp32 state of this rank's partition.
 
     A gradient is copied into the reduce bucket as it comes (stage 2) or after the last
-    micro-batch (stage 1). A full bucket is reduced; where its values belong to several ranks
-    that is done in a copy. This rank's part is kept, the rest dropped.
+    micro-batch (stage 1). A full bucket is reduced, in a copy if several ranks own its values.
+    This rank's partition is kept, the rest freed.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, **settings: Any) -> None:
@@ -229,7 +228,7 @@ class FakeZeroEngine(FakeZeroBase):
         self._num_waiting += parameter.numel()
 
     def _reduce(self) -> None:
-        """Average what waits; `allreduce_and_scatter` copies unless one rank owns all of it."""
+        """Reduce the bucket; `allreduce_and_scatter` copies unless one rank owns all of it."""
         if not self._waiting:
             return
         first = self._waiting[0].grad
@@ -259,7 +258,7 @@ class FakeZeroEngine(FakeZeroBase):
             _flatten(together)
 
     def _list_slices(self) -> list[int]:
-        """Values of the bucket that go to one rank after another."""
+        """Sizes of the bucket's consecutive slices by owner rank."""
         slices: list[list[int]] = []
         for parameter in self._waiting:
             for rank, size in self._group_of[parameter].owners(parameter):
@@ -270,7 +269,7 @@ class FakeZeroEngine(FakeZeroBase):
         return [size for _, size in slices]
 
     def _keep(self, parameter: nn.Parameter) -> None:
-        """Out of the bucket, which will be filled again."""
+        """Copy out of the bucket, which is reused."""
         if self._kept is None:
             size = sum(p.numel() for group in self._groups for p in group.updated)
             self._kept, self._num_kept = self.make(size, self._dtype, GRADIENTS), 0
@@ -304,7 +303,7 @@ class FakeZeroEngine(FakeZeroBase):
 
 
 def _flatten(tensors: list[Any]) -> Tensor:
-    """As torch's `_flatten_dense_tensors`: a lone tensor is not copied."""
+    """As torch's `_flatten_dense_tensors`: a single tensor is not copied."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 

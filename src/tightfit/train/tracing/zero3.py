@@ -30,7 +30,7 @@ _NEVER_USED = -(10**10)
 
 
 class PartitionedParameter:
-    """One parameter: this rank's part of it, and whether it stands whole."""
+    """One parameter: this rank's partition, and whether it is gathered."""
 
     def __init__(self, parameter: nn.Parameter, number: int, num_ranks: int) -> None:
         self.parameter = parameter
@@ -42,63 +42,63 @@ class PartitionedParameter:
         self.part: Tensor | None = torch.empty(
             self.part_size, dtype=parameter.dtype, device=parameter.device
         )
-        self.is_whole = True
-        self.flight: PendingGather | None = None
+        self.is_gathered = True
+        self.pending: PendingGather | None = None
         self.is_persistent = False
         self.users: set[int] = set()
         self.fetched_for = _NEVER_USED
-        """The last step of the recorded order that a fetch ahead has served."""
+        """The last step of the recorded order that a prefetch has served."""
 
     def list_parts(self) -> list[Tensor]:
         return [] if self.part is None else [self.part]
 
     def fill(self) -> None:
-        """In a new place each time: who kept the last one keeps it."""
+        """Gather into a new tensor each time: autograd may have saved the last one."""
         self.parameter.data = self._make(self.shape)
-        self.is_whole = True
+        self.is_gathered = True
 
-    def fill_in_flight(self) -> None:
+    def allocate_pending(self) -> None:
         flat = self._make((self.part_size * self.num_ranks,))
         self.parameter.data = flat.narrow(0, 0, self.num_values).view(self.shape)
 
     def empty(self) -> None:
         self.parameter.data = self._make((0,))
-        self.is_whole = False
+        self.is_gathered = False
 
     def _make(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.parameter.dtype, device=self.parameter.device)
 
 
 class PendingGather:
-    """Parameters gathered by one call; several arrive in one buffer and are copied out of it."""
+    """Parameters gathered by one call; several share a buffer and are copied out of it."""
 
     def __init__(self, pieces: list[PartitionedParameter], device: torch.device) -> None:
         self.pieces = pieces
         self._buffer: Tensor | None = None
-        self._is_landed = False
+        self._is_finished = False
         if len(pieces) == 1:
-            pieces[0].fill_in_flight()
+            pieces[0].allocate_pending()
         else:
             size = sum(p.part_size * p.num_ranks for p in pieces)
             dtype = pieces[0].parameter.dtype
             self._buffer = torch.empty(size, dtype=dtype, device=device)
         for piece in pieces:
-            piece.flight = self
+            piece.pending = self
 
-    def land(self) -> None:
-        if self._is_landed:
+    def finish(self) -> None:
+        if self._is_finished:
             return
-        self._is_landed = True
+        self._is_finished = True
         for piece in self.pieces:
             if self._buffer is None:
-                piece.is_whole = True
+                piece.is_gathered = True
             else:
                 piece.fill()
 
 
 @dataclass(slots=True)
 class _Order:
-    """Modules in the order in which a pass used them, forward and backward."""
+    """Modules in the order in which a step used them, forward and backward."""
 
     modules: list[nn.Module] = field(default_factory=list)
     is_recording: bool = False
@@ -108,10 +108,9 @@ class _Order:
 class ParameterCoordinator:
     """DeepSpeed's `PartitionedParameterCoordinator`.
 
-    The first pass records the order of modules. From the second on the next parameters are
-    fetched ahead, a bucket with every module that begins, as long as fewer than
-    `stage3_max_live_parameters` stand whole; and what is used again within
-    `stage3_max_reuse_distance` is kept.
+    The first pass records the order of modules. From the second on parameters are prefetched, one
+    bucket with every module that begins, while fewer than `stage3_max_live_parameters` are
+    gathered; those used again within `stage3_max_reuse_distance` are kept.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class ParameterCoordinator:
         self._active: dict[int, nn.Module] = {}
         self._recomputed: dict[int, set[PartitionedParameter]] = {}
         self._stream = torch.cpu.Stream()
-        """Gathers run beside the computation; the recorder reads which stream allocates."""
+        """Gathers run on a stream of their own, which the recorder reads."""
         self._numbers = {module: number for number, module in enumerate(root.modules())}
         self._persistent = [
             piece
@@ -146,7 +145,7 @@ class ParameterCoordinator:
             piece.is_persistent = True
 
     def add_external(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """A parameter that `module` uses though another holds it."""
+        """Register a parameter that `module` uses but another module owns."""
         self._external.setdefault(module, []).append(self._pieces[parameter])
 
     def register_hooks(self) -> None:
@@ -156,7 +155,7 @@ class ParameterCoordinator:
             module.register_forward_hook(self._after_forward)
 
     def release_leftovers(self) -> None:
-        """What no backward hook released."""
+        """Release what no backward hook has released."""
         while self._active:
             _, module = self._active.popitem()
             number = self._numbers[module]
@@ -167,14 +166,14 @@ class ParameterCoordinator:
 
     def release_all(self) -> None:
         for piece in self._pieces.values():
-            self._land(piece)
+            self._finish_gather(piece)
             piece.users.clear()
             self._release(piece)
 
     def gather_persistent(self) -> None:
         with self._traffic():
             for piece in self._persistent:
-                if not piece.is_whole:
+                if not piece.is_gathered:
                     piece.fill()
 
     # Hooks
@@ -205,8 +204,8 @@ class ParameterCoordinator:
     # Order
 
     def _reset(self) -> None:
-        """A pass begins: what was fetched ahead for the last one is dropped."""
-        self._land_all()
+        """Start a pass: drops what was prefetched for the last one."""
+        self._finish_all()
         if self._order.is_recording:
             self._order = _Order(modules=self._order.modules, is_complete=True)
         elif not self._order.is_complete:
@@ -221,21 +220,21 @@ class ParameterCoordinator:
         self._step = 0
         self._num_live = 0
 
-    def _land_all(self) -> None:
+    def _finish_all(self) -> None:
         for piece in self._pieces.values():
-            if piece.flight is not None:
-                self._land(piece)
+            if piece.pending is not None:
+                self._finish_gather(piece)
                 self._release(piece)
 
     def _follow(self, module: nn.Module) -> None:
-        """Note the module; another than the recorded one ends all foresight until the next pass."""
+        """Record the module; another order than the recorded one stops prefetching."""
         if self._order.is_recording:
             self._order.modules.append(module)
         if self._order.is_complete:
             is_known = self._step < len(self._order.modules)
             if not is_known or self._order.modules[self._step] is not module:
                 self._order = _Order()
-                self._land_all()
+                self._finish_all()
 
     # Fetch and release
 
@@ -247,7 +246,7 @@ class ParameterCoordinator:
             self._active[number] = module
         wanted = set(self._pieces_of(module))
         with self._traffic():
-            self._gather([p for p in wanted if not p.is_whole and p.flight is None])
+            self._gather([p for p in wanted if not p.is_gathered and p.pending is None])
             is_recomputing = is_forward and torch._C._current_graph_task_id() != -1
             for piece in wanted:
                 piece.users.add(number)
@@ -255,7 +254,7 @@ class ParameterCoordinator:
                     last = next(reversed(self._active))
                     self._recomputed.setdefault(last, set()).add(piece)
                     piece.users.add(last)
-                self._land(piece)
+                self._finish_gather(piece)
             if self._order.is_complete:
                 self._fetch_ahead(wanted)
         self._step += 1
@@ -273,7 +272,7 @@ class ParameterCoordinator:
         while self._queue and num_values < most:
             piece, step = self._queue.popleft()
             piece.fetched_for = max(piece.fetched_for, step)
-            if not piece.is_whole and piece.flight is None and piece not in ahead:
+            if not piece.is_gathered and piece.pending is None and piece not in ahead:
                 ahead.append(piece)
                 num_values += piece.num_values
         self._gather(ahead)
@@ -286,11 +285,11 @@ class ParameterCoordinator:
         with torch.cpu.stream(self._stream):
             PendingGather(ordered, ordered[0].parameter.device)
 
-    def _land(self, piece: PartitionedParameter) -> None:
-        if piece.flight is not None:
+    def _finish_gather(self, piece: PartitionedParameter) -> None:
+        if piece.pending is not None:
             with torch.cpu.stream(self._stream):
-                piece.flight.land()
-            piece.flight = None
+                piece.pending.finish()
+            piece.pending = None
 
     @torch.no_grad()
     def _release_module(self, module: nn.Module, *, is_forward: bool) -> None:
@@ -323,7 +322,7 @@ class ParameterCoordinator:
         return released
 
     def _release(self, piece: PartitionedParameter) -> None:
-        if piece.is_whole and not piece.users:
+        if piece.is_gathered and not piece.users:
             piece.empty()
             self._num_live -= piece.num_values
 
@@ -341,7 +340,7 @@ class ParameterCoordinator:
 
 
 class _Callback(torch.autograd.Function):
-    """Passes a tensor on, and its gradient after a call."""
+    """The identity, with a call in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, call: Callable[[], None]) -> Tensor:
@@ -377,7 +376,7 @@ _NORM_DTYPE = torch.double
 
 
 class FakeZero3Engine(FakeZeroBase):
-    """Stage 3: weights, gradients and state in parts; whole parameters while they are used."""
+    """Stage 3: weights, gradients and state partitioned; parameters gathered while in use."""
 
     def __init__(self, module: nn.Module, training: Training, **settings: Any) -> None:
         super().__init__(module, **settings)
@@ -399,7 +398,7 @@ class FakeZero3Engine(FakeZeroBase):
         self._stream = torch.cpu.Stream()
         """`reduce_and_partition_stream`."""
         self.coordinator = ParameterCoordinator(module, self._pieces, self._fields, self.recorder)
-        self._tell_external()
+        self._register_external()
         self.coordinator.register_hooks()
         hooked: list[Any] = trained
         for parameter in hooked:
@@ -433,7 +432,7 @@ class FakeZero3Engine(FakeZeroBase):
         return Update(grad_norm=torch.stack(norms).sum())
 
     def _partition(self) -> dict[nn.Parameter, PartitionedParameter]:
-        """Each parameter is made whole, cut, and let go before the next."""
+        """Each parameter is created, partitioned and freed before the next."""
         pieces: dict[nn.Parameter, PartitionedParameter] = {}
         placed: dict[nn.Parameter, nn.Parameter] = {}
         for owner in list(self.module.modules()):
@@ -443,7 +442,7 @@ class FakeZero3Engine(FakeZeroBase):
                 if parameter not in placed:
                     whole = torch.empty_like(parameter, device=self.device)
                     new = nn.Parameter(whole, parameter.requires_grad)
-                    new.ds_shape = new.shape  # type: ignore[attr-defined]  # told apart, as by DeepSpeed
+                    new.ds_shape = new.shape  # type: ignore[attr-defined]  # as DeepSpeed sets it
                     placed[parameter] = new
                     pieces[new] = PartitionedParameter(new, len(pieces), self.world_size)
                     self.recorder.hold(pieces[new].list_parts(), WEIGHTS)
@@ -454,7 +453,7 @@ class FakeZero3Engine(FakeZeroBase):
         return pieces
 
     def _build_state(self) -> list[_Subgroup]:
-        """Trained parts in one buffer, their fp32 copies, and no gradients yet."""
+        """Trained partitions in one buffer, and their fp32 master copies."""
         groups = [
             _Subgroup(dict(settings), members)
             for settings in self.optimizer.param_groups
@@ -477,8 +476,8 @@ class FakeZero3Engine(FakeZeroBase):
         torch.zeros(max(sizes), dtype=torch.float32, device=self.device)
         return groups
 
-    def _tell_external(self) -> None:
-        """What modules read of others: the fused loss a head, adapted layers an adapter's dtype."""
+    def _register_external(self) -> None:
+        """Parameters read from outside: the head by the loss, adapters by LoRA layers."""
         if self.strategy.loss is Loss.FUSED:
             self.coordinator.add_external(self.module, self.model.get_output_embeddings().weight)
         owners: list[Any] = list(self.module.modules())
