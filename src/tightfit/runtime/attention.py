@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError, first_line
 from tightfit.core.strategy import Attention, Strategy
 from tightfit.models.attention import (
     FLASH,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# Attention over documents of varying length, laid end to end: bounds, and the kernel called.
+# Varlen kernels: attention over documents laid end to end
 
 _BOUNDS_ATTRIBUTE = "_tightfit_bounds"
 
@@ -107,10 +107,10 @@ def varlen_inputs(position_ids: torch.Tensor) -> dict[str, Any]:
 
 
 def cached_bounds(position_ids: torch.Tensor, num_rows: int) -> Bounds:
-    """`find_bounds`, once per batch: every layer is handed the same tensor of positions."""
+    """`find_bounds`, once per batch: all layers get the same tensor of positions."""
     known: Bounds | None = getattr(position_ids, _BOUNDS_ATTRIBUTE, None)
     if known is None or known.offsets.device != position_ids.device:
-        # transformers passes one row of positions where all rows have the same.
+        # transformers passes one row of positions if all rows have the same.
         known = find_bounds(position_ids.expand(num_rows, -1))
         setattr(position_ids, _BOUNDS_ATTRIBUTE, known)
     return known
@@ -181,7 +181,7 @@ def run_varlen_kernel(
     value: torch.Tensor,
     call: VarlenCall,
 ) -> torch.Tensor:
-    """Causal attention inside each document; grouped keys are repeated where a kernel must."""
+    """Causal attention inside each document; repeats grouped keys if the kernel needs it."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not kernel.has_grouped_heads:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -195,7 +195,7 @@ def _run_torch(kernel: VarlenKernel, inputs: tuple[Any, ...], call: VarlenCall) 
     if kernel.has_scale:
         options["scale"] = call.scale
     elif call.scale is not None:
-        # The kernel divides by the root of the width; what is asked for beyond goes in before.
+        # The kernel divides by sqrt(head_dim); any other scale is applied to the query.
         query = inputs[0] * (call.scale * inputs[0].shape[-1] ** 0.5)
         inputs = (query, *inputs[1:])
     if AttentionFeature.WINDOW in kernel.features:
@@ -233,20 +233,20 @@ VARLEN = "tightfit_varlen"
 FLASH_ATTN_2 = "flash_attention_2"
 """transformers' own name for the flash-attn package."""
 PACKED = "tightfit_packed"
-"""Not an implementation: `tightfit_varlen` where the family allows it, SDPA's block mask if not."""
+"""Not an implementation: `tightfit_varlen` if the family allows it, else SDPA's block mask."""
 
 
 def choose_attention_name(
     strategy: Strategy, *, is_packed: bool, has_varlen: bool | None = None
 ) -> str:
-    """What the plan's attention is called; `resolve_attention` has the last word.
+    """The name of the plan's attention, which `resolve_attention` then fits to the family.
 
-    `has_varlen`: whether the card has a kernel for documents. None: as this machine's has.
+    `has_varlen`: whether the GPU has a varlen kernel. None: ask this machine.
     """
     if strategy.attention is Attention.EAGER:
         return "eager"
     if strategy.attention is Attention.FLASH:
-        # transformers' own flash path sees documents only in batches of one row.
+        # transformers' own flash path separates documents only in batches of one row.
         return VARLEN if is_packed or not _has_flash_attn() else FLASH_ATTN_2
     if has_varlen is None:
         has_varlen = _has_varlen_device()
@@ -288,7 +288,7 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
 
 
 def find_varlen_obstacle(config: PretrainedConfig, kernel: VarlenKernel | None) -> str | None:
-    """Why this family cannot have varlen attention on this machine, or None."""
+    """Why this family cannot use varlen attention on this machine, or None."""
     if kernel is None:
         return "this torch has no kernel for it (2.10 has), and flash-attn is not installed"
     return find_varlen_problem(read_needs(config), kernel.features)
@@ -339,7 +339,7 @@ def _read_family(config: PretrainedConfig, family: Family) -> Family:
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raise where packed rows would be read as one document: the family heeds no positions."""
+    """Raise if the family ignores positions: it would read packed rows as one document."""
     config: Any = model.config
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     check_packing(config, config._attn_implementation, takes_positions=takes_positions)
@@ -358,11 +358,11 @@ def check_packing(
 
 
 def needs_padding_mask(config: PretrainedConfig) -> bool:
-    """Whether a row's tokens would see the padding behind them if no mask hid it.
+    """Whether tokens would attend to padding on their right without a mask.
 
-    Those of a causal decoder never do. Positions are the same with a mask and without, also where
-    a family counts them by the mask (OPT, BLOOM and Falcon with ALiBi), and so are experts, which
-    take each token for itself. Not for padding on the left, as generation has it.
+    Those of a causal decoder do not. Positions are the same with and without a mask, also for
+    families that count them by the mask (OPT, BLOOM and Falcon with ALiBi), and experts see each
+    token alone. Does not hold for padding on the left, as in generation.
     """
     text = config.get_text_config()
     return bool(
@@ -374,7 +374,7 @@ def needs_padding_mask(config: PretrainedConfig) -> bool:
 
 
 def register_attention() -> None:
-    """Make both names known to transformers. Safe to call again."""
+    """Register both implementations with transformers. Safe to call again."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -385,7 +385,7 @@ def register_attention() -> None:
 
 
 class _Ungrouped:
-    """Stands in for an attention module whose keys have been repeated already."""
+    """Replaces an attention module whose keys have been repeated already."""
 
     num_key_value_groups = 1
 
@@ -404,8 +404,8 @@ def repeat_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' SDPA attention after repeating grouped keys, mask or no mask.
 
-    With `enable_gqa` torch has a fused kernel only in 16 bit on Ampere and later;
-    elsewhere it would hold the whole score matrix (torch 2.11, sdp_utils.cpp).
+    With `enable_gqa` torch has a fused kernel only for 16-bit dtypes on Ampere and later; elsewhere
+    it materializes the whole score matrix (torch 2.11, sdp_utils.cpp).
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -433,7 +433,7 @@ def varlen_attention(
     """Causal attention inside each document of `[rows, heads, tokens, head_dim]` tensors.
 
     Bounds come from `cu_seq_lens_q`/`max_length_q` or from restarted `position_ids`.
-    Padding at a row's end needs no mask: what comes before never looks at it.
+    Padding at a row's end needs no mask: tokens before it never attend to it.
     """
     import torch
 
@@ -441,7 +441,7 @@ def varlen_attention(
     num_rows, _, num_tokens, head_dim = query.shape
     target = _kernel_dtype(query, value)
     flat = [_flatten_rows(x, target) for x in (query, key, value)]
-    if value.shape[-1] != head_dim:  # the kernel wants values as wide as keys
+    if value.shape[-1] != head_dim:  # the kernel requires values as wide as keys
         flat[2] = torch.nn.functional.pad(flat[2], [0, head_dim - value.shape[-1]])
     call = VarlenCall(
         bounds=_bounds(kwargs, num_rows),
@@ -498,7 +498,7 @@ def _flatten_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _kernel_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """16 bit: autocast's where it is on (rotary positions come out in fp32), else the values'."""
+    """autocast's dtype if it is on (rotary embeddings return fp32), else the values' dtype."""
     import torch
 
     device_type = query.device.type
@@ -522,7 +522,7 @@ def _bounds(kwargs: dict[str, Any], num_rows: int) -> Bounds:
 
 
 def _no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
-    """No mask, unless padding stands before a row's tokens, where a kernel would attend to it."""
+    """No mask; raises for padding on the left, which the kernel would attend to."""
     if attention_mask is not None and not bool(attention_mask[:, 0].all()):
         raise InvalidInputError(
             "Rows are padded on the left, which flash attention without a mask would attend to.",
@@ -545,15 +545,15 @@ def _has_varlen_device() -> bool:
     return bool(torch.cuda.get_device_capability() >= (8, 0))
 
 
-# Which attention answers: torch's own, unless the family needs what that has not.
+# Attention for inference
 
 GROUPED_DECODE = "tightfit_folded"
 
 
 def choose_inference_attention(folder: Path) -> str:
-    """`sdpa`, or `eager` for a family without it or with capped scores, which it would not cap.
+    """`sdpa`, or `eager` for a family without SDPA or with a softcap, which SDPA lacks.
 
-    The attention of packed training keeps no key-value cache, so it never answers.
+    Varlen attention has no key-value cache, so it is never used for inference.
     """
     from transformers import AutoConfig
 
@@ -562,16 +562,15 @@ def choose_inference_attention(folder: Path) -> str:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
-            f"transformers cannot read {folder / 'config.json'}: {lines[0].rstrip('.')}.",
+            f"transformers cannot read {folder / 'config.json'}: {first_line(error)}.",
             remedy="name a model of a family that transformers knows: tightfit models",
         ) from error
     return "sdpa" if find_sdpa_problem(read_needs(config)) is None else "eager"
 
 
 def register_grouped_decode() -> None:
-    """Make the name known to transformers. Safe to call again."""
+    """Register it with transformers. Safe to call again."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -587,7 +586,10 @@ def grouped_decode_attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers' own `sdpa`, which it is for more than one token a row."""
+    """SDPA for one new token per row, with the query heads of a key head as its queries.
+
+    Under a mask SDPA would repeat the keys instead. For more tokens it is transformers' `sdpa`.
+    """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError, first_line
 from tightfit.core.files import cache_folder, sync
 from tightfit.core.units import render_bytes
 from tightfit.core.validation import printable
@@ -412,14 +412,13 @@ def _require_gguf(path: Path) -> None:
 
 
 def _unconvertible(path: Path, error: Exception) -> UserError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, ImportError):
         return SetupError(
-            f"Unpacking {path.name} needs a package that is missing: {lines[0].rstrip('.')}.",
+            f"Unpacking {path.name} needs a package that is missing: {first_line(error)}.",
             remedy="pip install gguf",
         )
     return InvalidInputError(
-        f"transformers cannot unpack {path}: {lines[0].rstrip('.')}.",
+        f"transformers cannot unpack {path}: {first_line(error)}.",
         remedy="name the model's own folder (config.json and safetensors) instead",
     )
 
@@ -434,9 +433,8 @@ def _write_tokenizer(folder: Path, new: Path) -> None:
         )
         tokenizer.save_pretrained(str(new))
     except Exception as error:  # a converter per family, each with problems of its own
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
-            f"The tokenizer of {folder} cannot be converted: {lines[0].rstrip('.')}.",
+            f"The tokenizer of {folder} cannot be converted: {first_line(error)}.",
             remedy="pip install sentencepiece tiktoken protobuf, or put a tokenizer.json there",
         ) from error
     if not (new / "tokenizer.json").is_file():
