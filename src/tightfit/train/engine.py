@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError
+from tightfit.core.errors import InvalidInputError, first_line
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.devices import is_out_of_memory, torch_dtype
 from tightfit.runtime.kernels.adamw import TritonAdamW
@@ -191,8 +191,7 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
 def _first_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return first_line(error)
 
 
 @contextmanager
