@@ -33,8 +33,9 @@ from tightfit.api.training.settings import (
     show_value,
 )
 from tightfit.api.training.tracing import trace_search
-from tightfit.clusters.local.launcher import RunObserver, StopRequest, catch_signals
+from tightfit.clusters.local.launcher import StopRequest, catch_signals
 from tightfit.clusters.local.trial import TrialResult, open_trial_folder, run_trial
+from tightfit.clusters.protocol import RunObserver
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import (
     EXIT_BUG,

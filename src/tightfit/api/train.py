@@ -31,7 +31,8 @@ from tightfit.api.training.run_folder import (
     read_training_job,
     write_folder,
 )
-from tightfit.clusters.local.launcher import RunObserver, run_job
+from tightfit.clusters.local.launcher import run_job
+from tightfit.clusters.protocol import RunObserver
 from tightfit.clusters.requirements import check_space, estimate_run_bytes
 from tightfit.core.errors import EXIT_BUG, UserError
 from tightfit.core.progress import Progress

@@ -11,20 +11,18 @@ import typer
 
 from tightfit.cli.flags.clusters import SubmitFlags
 from tightfit.cli.terminal.output import announce, show_json, write_err, write_out
-from tightfit.core.errors import UserError
+from tightfit.core.errors import EXIT_INTERRUPTED, UserError
 from tightfit.core.text import sanitize
 
 if TYPE_CHECKING:
-    from tightfit.cli.submitting.submit import SubmitResult
+    from tightfit.api.submit import SubmitResult
     from tightfit.clusters.protocol import JobEnd
-
-EXIT_INTERRUPTED = 130
 
 
 def submit(flags: SubmitFlags) -> None:
     """Submit, show what was done, and follow the job to its end."""
-    from tightfit.cli.submitting.submit import SubmitStatus
-    from tightfit.cli.submitting.submit import submit as submit_job
+    from tightfit.api.submit import SubmitStatus
+    from tightfit.api.submit import submit as submit_job
 
     result = submit_job(flags)
     if result.kept_run is not None:

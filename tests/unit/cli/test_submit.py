@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from conftest import Run
-from submit_world import SINFO, Slurm, write_site
 
+from submit_world import SINFO, Slurm, write_site
 from tightfit.clusters.slurm.queue import SubmittedJob, write_job_file
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 from conftest import Run
-from submit_world import SINFO, Slurm, write_site
 
+from submit_world import SINFO, Slurm, write_site
 from tightfit.api.training.recipe import RunRecipe
 from tightfit.api.training.run_folder import claim_folder, name_folder
 from tightfit.clusters.slurm import shared_files

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tightfit.cli.submitting.prepare import plan_on_fewest
+from tightfit.api.training.submitted_run import plan_on_fewest
 from tightfit.clusters.site import Site, SlurmSite
 from tightfit.clusters.slurm.resources import (
     GpuRequest,

@@ -13,9 +13,9 @@ from kubernetes_cases import make_plan
 from kubernetes_server import ApiServer, make_node, make_pod
 
 from small_models import make_llama, make_tokenizer
+from tightfit.api.submit import submit
 from tightfit.cli.app import main
 from tightfit.cli.flags.clusters import SubmitFlags
-from tightfit.cli.submitting.submit import submit
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus

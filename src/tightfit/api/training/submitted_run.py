@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from tightfit.api.options.clusters import SubmitOptions
+from tightfit.api.options.training import TrainOptions
 from tightfit.api.training.job import PlannedJob, plan_job, reuse_plan
 from tightfit.api.training.recipe import RunRecipe
 from tightfit.api.training.run_folder import (
@@ -23,8 +25,6 @@ from tightfit.api.training.run_folder import (
     read_training_job,
     write_folder,
 )
-from tightfit.cli.flags.clusters import SubmitFlags
-from tightfit.cli.flags.training import TrainFlags
 from tightfit.clusters.requirements import check_space
 from tightfit.core.errors import DoesNotFitError, UsageError, UserError
 from tightfit.core.recipe import Recipe
@@ -35,8 +35,6 @@ from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.planning.plan import Plan
 from tightfit.runs.find import DEFAULT_FOLDER
 from tightfit.runs.run_folder import RunFolder
-
-# Where a submitted run will lie, and where it is prepared until it may lie there.
 
 _TOKENS = "tokens"
 """What `data/encode.py` calls the folder that it makes in a cache."""
@@ -54,17 +52,17 @@ class RunWorkspace:
 
 @contextmanager
 def open_workspace(
-    flags: SubmitFlags, wanted: RunRecipe, place: RunLocation, *, home: Path
+    options: SubmitOptions, wanted: RunRecipe, place: RunLocation, *, home: Path
 ) -> Iterator[RunWorkspace]:
     """`home` holds runs that were given no folder. What is new in it goes again on a failure."""
     method = wanted.recipe.method.value
-    if flags.dry_run:
+    if options.dry_run:
         folder = place.folder or name_folder(wanted, method, home=home)
         yield RunWorkspace(run=RunFolder(path=folder.absolute()), cache=None)
     elif place.folder is None:
         with _claimed(claim_folder(wanted, method, home=home).absolute()) as run:
             yield RunWorkspace(run=run, cache=run.path)
-    elif flags.fresh and place.run.is_run():
+    elif options.fresh and place.run.is_run():
         run = RunFolder(path=place.folder.absolute())
         with _beside(run.path) as cache:
             yield RunWorkspace(run=run, cache=cache)
@@ -88,8 +86,8 @@ def _beside(folder: Path) -> Iterator[Path]:
     """On the same disk, so that what it holds can be moved in an instant."""
     try:
         made = Path(tempfile.mkdtemp(prefix=f".{folder.name[:100]}.", dir=folder.parent))
-    except OSError as fault:
-        raise folder_error(folder, fault) from fault
+    except OSError as error:
+        raise folder_error(folder, error) from error
     try:
         yield made
     finally:
@@ -102,8 +100,8 @@ def _made(folder: Path) -> Iterator[RunFolder]:
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise folder_error(folder, fault) from fault
+    except OSError as error:
+        raise folder_error(folder, error) from error
     try:
         yield RunFolder(path=folder)
     finally:
@@ -134,11 +132,11 @@ class PreparedRun:
     ready: PlannedJob
     begun: Plan | None
     """The plan of a run that goes on."""
-    workplace: RunWorkspace
+    workspace: RunWorkspace
 
     @property
     def run(self) -> RunFolder:
-        return self.workplace.run
+        return self.workspace.run
 
     @property
     def plan(self) -> Plan:
@@ -153,25 +151,27 @@ class _ExistingPlans:
     saved: Plan | None
 
 
-def as_train_flags(flags: SubmitFlags) -> TrainFlags:
+def as_train_options(options: SubmitOptions) -> TrainOptions:
     """The part that `train` knows too."""
-    known = {field.name for field in fields(TrainFlags)} - {"nodes"}
-    shared = {field.name for field in fields(SubmitFlags)} & known
-    return TrainFlags(nodes=flags.nodes or 1, **{name: getattr(flags, name) for name in shared})
+    known = {field.name for field in fields(TrainOptions)} - {"nodes"}
+    shared = {field.name for field in fields(SubmitOptions)} & known
+    return TrainOptions(
+        nodes=options.nodes or 1, **{name: getattr(options, name) for name in shared}
+    )
 
 
 def find_submitted(
-    flags: SubmitFlags, *, runs: str | None
+    options: SubmitOptions, *, runs: str | None
 ) -> tuple[RunRecipe, Plan | None, RunLocation]:
     """What is asked for, the plan where a saved one was named, and where it lies or will lie."""
-    train_flags = as_train_flags(flags)
-    wanted, saved = read_training_job(train_flags)
-    return wanted, saved, find_run_location(wanted, train_flags, base=find_base(runs))
+    train_options = as_train_options(options)
+    wanted, saved = read_training_job(train_options)
+    return wanted, saved, find_run_location(wanted, train_options, base=find_base(runs))
 
 
 @contextmanager
 def prepare_run(
-    flags: SubmitFlags,
+    options: SubmitOptions,
     cluster: Cluster,
     *,
     found: tuple[RunRecipe, Plan | None, RunLocation],
@@ -185,16 +185,16 @@ def prepare_run(
     """
     wanted, saved, place = found
     begun = place.run.read_plan() if place.stage is RunStage.BEGUN else None
-    with open_workspace(flags, wanted, place, home=find_base(runs)) as workplace:
+    with open_workspace(options, wanted, place, home=find_base(runs)) as workspace:
         held = _ExistingPlans(begun=begun, saved=saved)
-        ready, group = _plan(flags, cluster, wanted=wanted, held=held, cache=workplace.cache)
-        check_space(workplace.cache or workplace.run.path, ready.plan)
-        yield PreparedRun(group=group, wanted=wanted, ready=ready, begun=begun, workplace=workplace)
+        ready, group = _plan(options, cluster, wanted=wanted, held=held, cache=workspace.cache)
+        check_space(workspace.cache or workspace.run.path, ready.plan)
+        yield PreparedRun(group=group, wanted=wanted, ready=ready, begun=begun, workspace=workspace)
 
 
 def write_prepared_run(prepared: PreparedRun) -> Path | None:
     """Write the run's folder; returns where a run that was there is kept."""
-    place, ready = prepared.workplace, prepared.ready
+    place, ready = prepared.workspace, prepared.ready
     kept = None
     if place.cache not in (None, place.run.path):  # an old run is there
         kept = move_aside(place.run.path)
@@ -220,7 +220,7 @@ def list_inputs(recipe: Recipe) -> dict[str, Path]:
 
 
 def _plan(
-    flags: SubmitFlags,
+    options: SubmitOptions,
     cluster: Cluster,
     *,
     wanted: RunRecipe,
@@ -231,22 +231,22 @@ def _plan(
     old = held.begun or held.saved
     if old is not None:
         group = _find_group(cluster, old)
-        if group is not None and flags.nodes in (None, old.strategy.num_nodes):
-            ready = reuse_plan(old, wanted, as_train_flags(flags), cache=cache)
+        if group is not None and options.nodes in (None, old.strategy.num_nodes):
+            ready = reuse_plan(old, wanted, as_train_options(options), cache=cache)
             plan = ready.plan if held.begun is None else held.begun
             return ready.keep(_moved(plan, group)), group
     if held.begun is None and old is not None:
         raise UsageError(
-            f"{shorten(flags.job)} is planned for {old.strategy.num_nodes} x "
+            f"{shorten(options.job)} is planned for {old.strategy.num_nodes} x "
             f"{old.strategy.gpus_per_node} {old.hardware.node.gpu.name}, which "
             f"{cluster.source} does not have.",
             remedy=f"tightfit submit {old.model.name} with the same options    (plans it anew)",
         )
     return plan_on_fewest(
         cluster,
-        flags.nodes,
+        options.nodes,
         lambda part: plan_job(
-            wanted, as_train_flags(flags), cluster=part, cache=cache, begun=held.begun
+            wanted, as_train_options(options), cluster=part, cache=cache, begun=held.begun
         ),
     )
 
@@ -274,8 +274,8 @@ def plan_on_fewest(
     for part in list_parts(cluster, num_nodes):
         try:
             made = make(part)
-        except DoesNotFitError as fault:
-            failed = fault
+        except DoesNotFitError as error:
+            failed = error
             continue
         name = made.plan.hardware.group
         found = found or (made, next(group for group in part.groups if group.name == name))

@@ -15,7 +15,7 @@ import pytest
 
 from tightfit.clusters.slurm import backend, follow
 
-HERE = Path(__file__).parent
+CLUSTER_TESTS = Path(__file__).parents[1] / "unit" / "clusters"
 SINFO = (
     "c1|cpu|up|(null)|16000|4|idle|1:00:00|900000|avx2\n"
     "c2|cpu|up|(null)|16000|4|idle|1:00:00|900000|avx2\n"
@@ -59,9 +59,9 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setattr(follow, "FIRST_POLL_SECONDS", 0.0)
     monkeypatch.setattr(follow, "MAX_POLL_SECONDS", 0.0)
     monkeypatch.setattr(backend, "SETTLE_SECONDS", 0.0)
-    sys.path.insert(0, str(HERE.parent / "clusters"))
+    sys.path.insert(0, str(CLUSTER_TESTS))
     yield
-    sys.path.remove(str(HERE.parent / "clusters"))
+    sys.path.remove(str(CLUSTER_TESTS))
 
 
 class Slurm:

@@ -1,1 +1,0 @@
-"""The parts of `tightfit submit`: a run folder prepared here, a job elsewhere, and its end."""
