@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from tightfit.core.dtypes import Dtype
 from tightfit.estimate.flops import count_pairs, sum_workload
 from tightfit.estimate.memory import estimate_context_bytes
-from tightfit.estimate.rates import stream_bytes_per_second, sustained_flops
 from tightfit.estimate.weights import largest_matrix
+from tightfit.hardware.rates import stream_bytes_per_second, sustained_flops
 from tightfit.hardware.types import Gpu
 from tightfit.models.spec import ModelSpec, Role
 

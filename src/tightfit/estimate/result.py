@@ -5,35 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 
-from tightfit.core.frozen import FiniteFrozen, Frozen
-
-
-class PeakTensor(FiniteFrozen):
-    """Similar tensors alive at the peak."""
-
-    num_bytes: NonNegativeInt
-    """Of all of them together."""
-    count: PositiveInt
-    category: str
-    op: str
-    module: str
-    """The layer's number replaced by `*`."""
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Peak(FiniteFrozen):
-    """The moment at which most memory is allocated, and the tensors alive then."""
-
-    stage: str
-    op: str
-    module: str
-    components: dict[str, int]
-    """Category to bytes, summing to the peak."""
-    tensors: tuple[PeakTensor, ...]
-    """The largest groups, largest first."""
+from tightfit.core.frozen import Frozen
+from tightfit.core.memory_peak import Peak
 
 
 class Verdict(str, Enum):

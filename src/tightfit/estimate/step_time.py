@@ -13,7 +13,6 @@ from tightfit.core.data_profile import DataProfile
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Loss, Method, Sharding, Strategy
 from tightfit.estimate import communication as comms
-from tightfit.estimate import rates as eff
 from tightfit.estimate import traffic
 from tightfit.estimate.activations import find_unfused_attention, has_padding_mask
 from tightfit.estimate.flops import (
@@ -27,9 +26,10 @@ from tightfit.estimate.flops import (
     sum_workload,
 )
 from tightfit.estimate.fused_projections import find_fused_projections, has_augmented_weight
-from tightfit.estimate.rates import MatmulTable, find_fp8_matmul_table, find_matmul_table
 from tightfit.estimate.result import StepTime
 from tightfit.estimate.weights import as_loaded, is_lora_target
+from tightfit.hardware import rates as eff
+from tightfit.hardware.rates import MatmulTable, find_fp8_matmul_table, find_matmul_table
 from tightfit.hardware.types import Node
 from tightfit.models.spec import Block, Linear, ModelSpec
 

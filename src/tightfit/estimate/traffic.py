@@ -9,9 +9,8 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Loss, Method, Optimizer, Strategy
 from tightfit.estimate.flops import AdapterSums, Workload
 from tightfit.estimate.fused_projections import can_fuse_trained_projections
-from tightfit.estimate.rates import DeviceRates
 from tightfit.estimate.weights import is_dora, is_lora_target
-from tightfit.hardware.types import MeasuredRates
+from tightfit.hardware.rates import DEQUANTIZE_BYTES, DeviceRates, measured_update_seconds
 from tightfit.models.families.registry import find_family
 from tightfit.models.spec import ModelSpec
 
@@ -226,23 +225,6 @@ def optimizer_seconds_per_param(strategy: Strategy, rates: DeviceRates) -> float
     return measured * num_bytes / (fixed + per_byte * value)
 
 
-def measured_update_seconds(
-    measured: MeasuredRates | None, optimizer: Optimizer, *, value_bytes: int
-) -> float | None:
-    """Measured seconds per parameter of AdamW: our kernel's, or torch's for all others."""
-    if measured is None:
-        return None
-    is_ours = optimizer is Optimizer.ADAMW_KERNEL
-    kernel, fused = measured.adamw_kernel_seconds_per_param, measured.adamw_seconds_per_param
-    return (kernel if is_ours else fused).get("fp32" if value_bytes == 4 else "bf16")
-
-
-DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 9.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}
-"""Traffic, or its equivalent in time, to dequantize one weight to 16 bit.
-
-nf4: 451e9 weights per second on H200 (h200_rates.json). GPTQ: 75e-3 s per pass of 6.5e9 weights on
-A100, the difference of QwenLM's Q-LoRA and LoRA rows.
-"""
 INT8_ACTIVATION_BYTES = 65.0
 """LLM.int8() per input or output value: rounded, scaled, outliers separated, rescaled.
 

@@ -11,8 +11,8 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
+from tightfit.core.memory_peak import Peak, PeakTensor
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
-from tightfit.estimate.result import Peak, PeakTensor
 from tightfit.planning.request import describe_recomputing
 from tightfit.planning.rules import Case, find_first_violation, without_dequantized_base
 from tightfit.trace.result import TracedMemory

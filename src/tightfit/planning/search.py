@@ -11,7 +11,7 @@ from tightfit.core.strategy import Loss, Method, Optimizer
 from tightfit.core.units import render_seconds
 from tightfit.estimate.loss import can_fuse_head_and_loss
 from tightfit.estimate.result import Estimate, Phase, Verdict
-from tightfit.estimate.traffic import measured_update_seconds
+from tightfit.hardware.rates import measured_update_seconds
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.planning.filter import Shortfall, StrategyFilter, resize
 from tightfit.planning.judge import assume_host, describe_assumption

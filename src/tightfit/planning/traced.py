@@ -11,17 +11,65 @@ from tightfit.core.units import render_bytes
 from tightfit.estimate.job import estimate_job, exceeds_host_memory
 from tightfit.estimate.result import Estimate, GpuMemory, Phase, StepTime, Verdict
 from tightfit.estimate.step_time import estimate_step_time
-from tightfit.hardware.types import Node
+from tightfit.hardware.types import Gpu, Node
 from tightfit.planning.judge import assume_host
 from tightfit.planning.plan import Plan, estimate_cost
 from tightfit.planning.ranking import find_overshoot, rank_estimate
 from tightfit.planning.search import SearchResult
 from tightfit.trace.operations import OperationLog
-from tightfit.trace.recording import judge_traced
 from tightfit.trace.result import TracedMemory
-from tightfit.trace.traced_time import with_traced_time
+from tightfit.trace.traced_time import estimate_traced_time
 
-# What the operations of a trace say of a plan's time.
+TRACED = "traced"
+CLOSED_FORM_COMPONENTS = ("communication", "offload", "hooks")
+"""Not in a trace: transfers, and DeepSpeed's hooks, since DeepSpeed does not run in it."""
+OPTIMIZER_COMPONENT = "optimizer"
+"""Takes the same time for every batch."""
+
+
+def with_traced_time(
+    closed: StepTime,
+    log: OperationLog,
+    gpu: Gpu,
+    strategy: Strategy,
+    *,
+    of_traced_batch: StepTime | None = None,
+) -> StepTime:
+    """`closed` with the computation timed by the traced operations.
+
+    A log holds all micro-batches of one rank's step with the longest rows of the job. Where
+    `closed` is for shorter rows, `of_traced_batch` is the closed form for the traced ones, and
+    the traced seconds are scaled by the ratio of the two. The range keeps its relative width.
+    """
+    traced = estimate_traced_time(log, gpu, strategy).components
+    share = 1.0
+    if of_traced_batch is not None:
+        share = _sum_passes(closed) / _sum_passes(of_traced_batch)
+    components = {
+        name: seconds if name == OPTIMIZER_COMPONENT else share * seconds
+        for name, seconds in traced.items()
+    }
+    components |= {name: closed.components.get(name, 0.0) for name in CLOSED_FORM_COMPONENTS}
+    seconds = sum(components.values())
+    slower = seconds / closed.seconds_per_step
+    epoch = closed.seconds_per_epoch
+    return closed.model_copy(
+        update={
+            "seconds_per_step": seconds,
+            "seconds_per_step_low": closed.seconds_per_step_low * slower,
+            "seconds_per_step_high": closed.seconds_per_step_high * slower,
+            "tokens_per_second": closed.tokens_per_second / slower,
+            "mfu_fraction": closed.mfu_fraction / slower,
+            "components": components,
+            "seconds_per_epoch": None if epoch is None else epoch * slower,
+            "tier": TRACED,
+        }
+    )
+
+
+def _sum_passes(time: StepTime) -> float:
+    apart = (*CLOSED_FORM_COMPONENTS, OPTIMIZER_COMPONENT)
+    return sum(seconds for name, seconds in time.components.items() if name not in apart)
 
 
 def find_document_len(profile: DataProfile | None, strategy: Strategy) -> int | None:
@@ -55,7 +103,6 @@ def _estimate_traced_batch(plan: Plan, data: DataProfile) -> StepTime:
     )
 
 
-TRACED = "traced"
 NUM_HALVINGS = 2
 """Of the micro-batch, before a plan is given up."""
 _CHUNK_FIELDS, _BATCH_FIELDS = ("loss_chunk_factor",), ("micro_batch", "grad_accum")
@@ -110,6 +157,15 @@ def make_trace_request(plan: Plan, fixed: Set[str] = frozenset()) -> TraceReques
         room_bytes=max(0, gpu.capacity_bytes - gpu.context_bytes),
         wants_fewest_recomputed=plan.strategy.checkpointing and is_open,
     )
+
+
+def judge_traced(traced: TracedMemory, *, context_bytes: int, capacity_bytes: int) -> Verdict:
+    """`fits` if torch's whole reserve does; `tight` if the job runs only because the allocator
+    releases cached blocks; `does_not_fit` below the smallest capacity."""
+    room = capacity_bytes - context_bytes
+    if traced.smallest_capacity_bytes > room:
+        return Verdict.DOES_NOT_FIT
+    return Verdict.FITS if traced.peak_reserved_bytes <= room else Verdict.TIGHT
 
 
 def apply_trace(

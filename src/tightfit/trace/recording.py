@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
-from tightfit.estimate.result import Peak, PeakTensor, Verdict
+from tightfit.core.memory_peak import Peak, PeakTensor
 from tightfit.trace.caching_allocator import MIN_BLOCK_BYTES
 from tightfit.trace.operations import OperationLog
-from tightfit.trace.result import Timeline, TracedMemory, TracedStage
+from tightfit.trace.result import Timeline, TracedStage
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -263,15 +263,6 @@ def build_timeline(recording: Recording, *, max_points: int = MOST_POINTS) -> Ti
         bytes=tuple(tuple(rows[place]) for place in shown),
         stages=tuple(stages),
     )
-
-
-def judge_traced(traced: TracedMemory, *, context_bytes: int, capacity_bytes: int) -> Verdict:
-    """`fits` if torch's whole reserve does; `tight` if the job runs only because the allocator
-    releases cached blocks; `does_not_fit` below the smallest capacity."""
-    room = capacity_bytes - context_bytes
-    if traced.smallest_capacity_bytes > room:
-        return Verdict.DOES_NOT_FIT
-    return Verdict.FITS if traced.peak_reserved_bytes <= room else Verdict.TIGHT
 
 
 def _list_live(events: Sequence[int]) -> list[int]:

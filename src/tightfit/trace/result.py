@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from tightfit.core.frozen import FiniteFrozen
-from tightfit.estimate.result import Peak
+from tightfit.core.memory_peak import Peak
 
 
 class TracedTime(FiniteFrozen):

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Optimizer, Strategy
-from tightfit.estimate import rates as eff
 from tightfit.estimate import traffic
-from tightfit.estimate.rates import bandwidth_at, find_fp8_matmul_table, find_matmul_table
-from tightfit.estimate.result import StepTime
+from tightfit.hardware import rates as eff
+from tightfit.hardware.rates import bandwidth_at, find_fp8_matmul_table, find_matmul_table
 from tightfit.hardware.types import FP8_EXACT, FP8_KINDS, Gpu
 from tightfit.trace.operations import (
     ADAPTER,
@@ -371,9 +370,7 @@ class DeviceSeconds:
         measured = self._gpu.measured
         if measured is not None and measured.nf4_weights_per_second is not None:
             return num_weights / measured.nf4_weights_per_second
-        return (
-            traffic.DEQUANTIZE_BYTES[Dtype.NF4] * num_weights / self.rates.stream_bytes_per_second
-        )
+        return eff.DEQUANTIZE_BYTES[Dtype.NF4] * num_weights / self.rates.stream_bytes_per_second
 
     def _update(self, one: Operation) -> float:
         if one.dtype == "int8":
@@ -381,7 +378,7 @@ class DeviceSeconds:
         used = self._strategy.optimizer
         used = used if used is Optimizer.ADAMW_KERNEL else Optimizer.ADAMW
         value = Dtype(one.dtype).value_bytes
-        each = traffic.measured_update_seconds(self._gpu.measured, used, value_bytes=value)
+        each = eff.measured_update_seconds(self._gpu.measured, used, value_bytes=value)
         if each is None:
             fixed, per_byte = traffic.OPTIMIZER_BYTES[used]
             each = (fixed + per_byte * value) / self.rates.stream_bytes_per_second
@@ -389,57 +386,3 @@ class DeviceSeconds:
 
 
 _PLAIN = ("fp32", "fp16", "bf16")
-
-
-# StepTime: a rank's own seconds as traced, the rest from the closed form
-
-TRACED = "traced"
-CLOSED_FORM_COMPONENTS = ("communication", "offload", "hooks")
-"""Not in a trace: transfers, and DeepSpeed's hooks, since DeepSpeed does not run in it."""
-OPTIMIZER_COMPONENT = "optimizer"
-"""Takes the same time for every batch."""
-
-
-def with_traced_time(
-    closed: StepTime,
-    log: OperationLog,
-    gpu: Gpu,
-    strategy: Strategy,
-    *,
-    of_traced_batch: StepTime | None = None,
-) -> StepTime:
-    """`closed` with the computation timed by the traced operations.
-
-    A log holds all micro-batches of one rank's step with the longest rows of the job. Where
-    `closed` is for shorter rows, `of_traced_batch` is the closed form for the traced ones, and
-    the traced seconds are scaled by the ratio of the two. The range keeps its relative width.
-    """
-    traced = estimate_traced_time(log, gpu, strategy).components
-    share = 1.0
-    if of_traced_batch is not None:
-        share = _sum_passes(closed) / _sum_passes(of_traced_batch)
-    components = {
-        name: seconds if name == OPTIMIZER_COMPONENT else share * seconds
-        for name, seconds in traced.items()
-    }
-    components |= {name: closed.components.get(name, 0.0) for name in CLOSED_FORM_COMPONENTS}
-    seconds = sum(components.values())
-    slower = seconds / closed.seconds_per_step
-    epoch = closed.seconds_per_epoch
-    return closed.model_copy(
-        update={
-            "seconds_per_step": seconds,
-            "seconds_per_step_low": closed.seconds_per_step_low * slower,
-            "seconds_per_step_high": closed.seconds_per_step_high * slower,
-            "tokens_per_second": closed.tokens_per_second / slower,
-            "mfu_fraction": closed.mfu_fraction / slower,
-            "components": components,
-            "seconds_per_epoch": None if epoch is None else epoch * slower,
-            "tier": TRACED,
-        }
-    )
-
-
-def _sum_passes(time: StepTime) -> float:
-    apart = (*CLOSED_FORM_COMPONENTS, OPTIMIZER_COMPONENT)
-    return sum(seconds for name, seconds in time.components.items() if name not in apart)

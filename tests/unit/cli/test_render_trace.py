@@ -18,7 +18,7 @@ from tightfit.core.units import GIB, MIB, render_bytes
 from tightfit.estimate.host_and_disk import PROCESS_BYTES
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.planning.advice import Advice
-from tightfit.trace.recording import judge_traced
+from tightfit.planning.traced import judge_traced
 from tightfit.trace.result import TracedMemory
 from trace_cases import record_full_tuning, trace
 

@@ -11,10 +11,10 @@ from made_calibrations import make_calibration, make_matmuls
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimate.job import estimate_job
-from tightfit.estimate.rates import FP8_SUSTAINED_FRACTION, sustained_fp8_flops
 from tightfit.estimate.result import Estimate, Verdict
 from tightfit.hardware.calibration import MatmulTime
 from tightfit.hardware.catalogue import find_gpu
+from tightfit.hardware.rates import FP8_SUSTAINED_FRACTION, sustained_fp8_flops
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.resolve import resolve_model
 from tightfit.trace.operation_work import describe_operation

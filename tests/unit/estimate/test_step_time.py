@@ -179,7 +179,7 @@ def test_tiny_batches_wait_for_the_host() -> None:
 
 @pytest.mark.parametrize(("name", "reached"), [("T4", 24e12), ("V100-SXM2-32GB", 95e12)])
 def test_old_cards_stay_below_their_measured_matmul_rate(name: str, reached: float) -> None:
-    """24e12 on T4 (power limit), 95e12 on V100: sources in estimate/rates.py."""
+    """24e12 on T4 (power limit), 95e12 on V100: sources in hardware/rates.py."""
     node = Node(gpu=find_gpu(name), num_gpus=1)
     step = estimate(
         node=node,

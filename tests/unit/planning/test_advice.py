@@ -8,9 +8,9 @@ import pytest
 from planning_cases import make_cluster
 
 from tightfit.api.training.settings import read_settings
+from tightfit.core.memory_peak import Peak, PeakTensor
 from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.result import Peak, PeakTensor
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.advice import Alternative, judge_alternatives, list_alternatives
 from tightfit.planning.rules import Case, find_violations

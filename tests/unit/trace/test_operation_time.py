@@ -10,6 +10,7 @@ from tightfit.core.strategy import Attention, Strategy
 from tightfit.estimate.result import StepTime
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import MeasuredRates
+from tightfit.planning.traced import with_traced_time
 from tightfit.trace import kernel_stubs
 from tightfit.trace.operations import (
     ADAPTER,
@@ -31,7 +32,6 @@ from tightfit.trace.traced_time import (
     HostCosts,
     estimate_traced_time,
     find_host_costs,
-    with_traced_time,
 )
 
 GPU = find_gpu("H200-SXM")

@@ -30,10 +30,11 @@ from tightfit.planning.traced import (
     apply_trace,
     find_document_len,
     trace_plans,
+    with_traced_time,
 )
 from tightfit.trace.operations import OperationLog
 from tightfit.trace.result import TracedMemory, TracedTime
-from tightfit.trace.traced_time import estimate_traced_time, with_traced_time
+from tightfit.trace.traced_time import estimate_traced_time
 from tightfit.trace.tracer import Tracer, TraceResponse, has_torch
 from tightfit.train.tracing.job import TraceJob, find_trace_obstacle
 

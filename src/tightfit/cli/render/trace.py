@@ -21,16 +21,16 @@ from tightfit.cli.terminal.screen import (
     render_notes,
     show,
 )
+from tightfit.core.memory_peak import Peak, PeakTensor
 from tightfit.core.text import count_of
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.estimate.host_and_disk import PROCESS_BYTES
-from tightfit.estimate.result import Estimate, Peak, PeakTensor, StepTime
+from tightfit.estimate.result import Estimate, StepTime
 from tightfit.hardware.types import Gpu
 from tightfit.planning.advice import Advice
 from tightfit.planning.describe import shorten_gpu
-from tightfit.trace.recording import judge_traced
+from tightfit.planning.traced import CLOSED_FORM_COMPONENTS, judge_traced
 from tightfit.trace.result import TracedMemory, TracedTime
-from tightfit.trace.traced_time import CLOSED_FORM_COMPONENTS
 
 NUM_TENSORS = 8
 """Groups of tensors in the table; the rest is one row."""

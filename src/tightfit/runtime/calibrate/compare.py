@@ -9,10 +9,10 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Attention, Optimizer, Strategy
 from tightfit.estimate import communication as comms
-from tightfit.estimate import rates as eff
 from tightfit.estimate import traffic
 from tightfit.estimate.memory import estimate_context_bytes
 from tightfit.estimate.step_time import ADAPTER_KERNELS
+from tightfit.hardware import rates as eff
 from tightfit.hardware.calibration import BACKWARD_FLOPS, KERNEL, Calibration
 from tightfit.hardware.types import Node
 
@@ -161,7 +161,7 @@ def _compare_traffic(found: Calibration, node: Node) -> Iterator[ComparedRate]:
             name="unpacking nf4",
             unit="weights/s",
             measured=found.nf4_weights_per_second,
-            assumed=rates.stream_bytes_per_second / traffic.DEQUANTIZE_BYTES[Dtype.NF4],
+            assumed=rates.stream_bytes_per_second / eff.DEQUANTIZE_BYTES[Dtype.NF4],
         )
 
 

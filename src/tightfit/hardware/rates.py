@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import exp, log, log2, sqrt
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Strategy
+from tightfit.core.strategy import Attention, Optimizer, Strategy
 from tightfit.hardware.types import (
     FP8,
     FP8_EXACT,
@@ -476,3 +476,22 @@ def attention_seconds(
     ramp = 1.0 + FLASH_HALF_SPEED_LENGTH / seq_len
     work = flops * (FLASH_BACKWARD_FLOPS * FLASH_BACKWARD_SLOWDOWN if backward else 1.0)
     return ramp * work / rates.attention_flops_per_second
+
+
+def measured_update_seconds(
+    measured: MeasuredRates | None, optimizer: Optimizer, *, value_bytes: int
+) -> float | None:
+    """Measured seconds per parameter of AdamW: our kernel's, or torch's for all others."""
+    if measured is None:
+        return None
+    is_ours = optimizer is Optimizer.ADAMW_KERNEL
+    kernel, fused = measured.adamw_kernel_seconds_per_param, measured.adamw_seconds_per_param
+    return (kernel if is_ours else fused).get("fp32" if value_bytes == 4 else "bf16")
+
+
+DEQUANTIZE_BYTES: dict[Dtype, float] = {Dtype.NF4: 9.0, Dtype.INT8: 4.0, Dtype.GPTQ4: 20.0}
+"""Traffic, or its equivalent in time, to dequantize one weight to 16 bit.
+
+nf4: 451e9 weights per second on H200 (h200_rates.json). GPTQ: 75e-3 s per pass of 6.5e9 weights on
+A100, the difference of QwenLM's Q-LoRA and LoRA rows.
+"""

@@ -22,10 +22,10 @@ from tightfit.core.strategy import Quirks, Strategy
 from tightfit.estimate.communication import find_links
 from tightfit.estimate.inference import InferenceJob, estimate_inference
 from tightfit.estimate.job import estimate_job
-from tightfit.estimate.rates import MatmulTable, attention_rates, bandwidth_at
 from tightfit.estimate.result import Estimate
 from tightfit.hardware.calibration import AttentionTime, Calibration
 from tightfit.hardware.catalogue import find_gpu
+from tightfit.hardware.rates import MatmulTable, attention_rates, bandwidth_at
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
