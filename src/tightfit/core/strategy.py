@@ -14,6 +14,25 @@ from pydantic import Field, PositiveInt, model_validator
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
+from tightfit.core.optimizers import Optimizer
+
+__all__ = [
+    "ALL_LINEAR",
+    "MAX_MICRO_BATCH",
+    "MAX_SEQ_LEN",
+    "MAX_SLICE_FACTOR",
+    "MAX_WORLD_SIZE",
+    "NO_QUIRKS",
+    "RENAMED_SETTINGS",
+    "Attention",
+    "Loss",
+    "Method",
+    "Offload",
+    "Optimizer",
+    "Quirks",
+    "Sharding",
+    "Strategy",
+]
 
 # What other training stacks do, and ours does not, that changes what they hold in memory.
 
@@ -141,20 +160,6 @@ class Offload(str, Enum):
     @cached_property
     def moves_params(self) -> bool:
         return self in (Offload.PARAMS, Offload.ALL)
-
-
-class Optimizer(str, Enum):
-    """The update rule and its implementation; the implementation decides the step's temporaries."""
-
-    ADAMW = "adamw"
-    """Fused AdamW: no temporaries."""
-    ADAMW_KERNEL = "adamw-kernel"
-    """The same in a kernel of ours, which clips gradients as it reads them."""
-    ADAMW_FOREACH = "adamw-foreach"
-    ADAMW_8BIT = "adamw-8bit"
-    ADAMW_PAGED_8BIT = "adamw-paged-8bit"
-    SGD_MOMENTUM = "sgd-momentum"
-    ADAFACTOR = "adafactor"
 
 
 class Attention(str, Enum):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Optimizer, Sharding, Strategy
+from tightfit.core.strategy import Method, Sharding, Strategy
 from tightfit.estimate.fused_projections import augmented_weight_bytes, group_fused_linears
 from tightfit.estimate.weights import (
     adapter_params,
@@ -25,8 +25,6 @@ from tightfit.estimate.weights import (
 )
 from tightfit.models.spec import ModelSpec
 
-BLOCKWISE_STATE_BYTES = 2 + 2 * 4 / 256
-"""Two 8-bit moments, each with an fp32 scale per 256 values. Source: arXiv:2110.02861."""
 ZERO_MASTER_BYTES = 4
 """DeepSpeed keeps fp32 weights beside the 16-bit ones. Source: ZeRO, arXiv:1910.02054, K = 12."""
 ZERO3_SUB_GROUP_VALUES = 1_000_000_000
@@ -66,15 +64,8 @@ def optimizer_bytes_per_value(strategy: Strategy, trained_bytes: int) -> float:
     """
     is_zero = strategy.sharding.is_zero
     value = 4 if is_zero else trained_bytes
-    moments = {
-        Optimizer.ADAMW: 2.0 * value,
-        Optimizer.ADAMW_KERNEL: 2.0 * value,
-        Optimizer.ADAMW_FOREACH: 2.0 * value,
-        Optimizer.ADAMW_8BIT: BLOCKWISE_STATE_BYTES,
-        Optimizer.ADAMW_PAGED_8BIT: BLOCKWISE_STATE_BYTES,
-        Optimizer.SGD_MOMENTUM: 1.0 * value,
-        Optimizer.ADAFACTOR: 0.0,
-    }[strategy.optimizer]
+    record = strategy.optimizer.record
+    moments = record.state_values * value if record.state_bytes is None else record.state_bytes
     return moments + (ZERO_MASTER_BYTES if is_zero else 0)
 
 
@@ -111,7 +102,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     host_optimizer = 0
     if offload.moves_optimizer:
         host_optimizer, optimizer = optimizer, 0
-    elif strategy.optimizer is Optimizer.ADAMW_PAGED_8BIT:
+    elif strategy.optimizer.record.is_paged:
         # Only the moments are paged: ZeRO's fp32 weights are ordinary tensors.
         masters = ZERO_MASTER_BYTES if sharding.is_zero else 0
         kept = ceil(sum(count * masters for count, _ in trained) / shards)
@@ -194,10 +185,11 @@ def _temporary_bytes(spec: ModelSpec, strategy: Strategy, trained_bytes: int) ->
         if strategy.sharding is Sharding.ZERO3:
             own = min(own, ZERO3_SUB_GROUP_VALUES)
         return (6 if is_half else 4) * own
-    if strategy.optimizer is Optimizer.ADAMW_FOREACH:
+    temporary = strategy.optimizer.record.temporary
+    if temporary == "all values":
         share = _largest_share(spec) if strategy.quirks.optimizer_in_backward else 1.0
         return trained_bytes * share / shards
-    if strategy.optimizer is Optimizer.ADAFACTOR:
+    if temporary == "largest parameter":
         largest = min(num_trainable(spec, strategy), spec.embedding_params)
         wide = 8 if trained_value_bytes(strategy) == 4 else 16
         per_value = wide if strategy.quirks.wide_adafactor else trained_value_bytes(strategy)

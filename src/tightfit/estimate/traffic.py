@@ -185,35 +185,19 @@ def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
     return work.vocab_size * (8.0 if strategy.loss is Loss.FUSED else 36.0)
 
 
-OPTIMIZER_BYTES: dict[Optimizer, tuple[float, float]] = {
-    Optimizer.ADAMW: (13.0, 6.0),
-    Optimizer.ADAMW_KERNEL: (0.0, 7.0),
-    Optimizer.ADAMW_FOREACH: (21.0, 18.0),
-    Optimizer.SGD_MOMENTUM: (0.0, 8.0),
-    Optimizer.ADAFACTOR: (60.0, 12.0),
-}
-"""Traffic, or its equivalent in time, per parameter: fixed, and per byte of a value.
-
-AdamW: 6.0e-12 s per bf16 and 8.9e-12 s per fp32 parameter fused, 14.1 and 23.0e-12 s foreach, on
-H200 (h200_rates.json). A plain count is 7 values, which our kernel takes. SGD and Adafactor:
-counted.
-"""
-EIGHT_BIT_SECONDS_PER_PARAM = 30e-12
-"""bitsandbytes' 8-bit AdamW is bound by arithmetic: 27 to 39e-12 s on H200 (h200_steps.json),
-about 25e-12 s on A100 (torchtune README)."""
 ZERO_MASTER_BYTES = 40.0
 """DeepSpeed keeps fp32 weights and moments beside 16-bit weights: as fp32 AdamW, and a cast."""
 
 
 def optimizer_seconds_per_param(strategy: Strategy, rates: DeviceRates) -> float:
     """Time of the update on the device, per trained value."""
-    if strategy.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT):
-        return EIGHT_BIT_SECONDS_PER_PARAM
+    record = strategy.optimizer.record
+    if record.seconds_per_param is not None:
+        return record.seconds_per_param
     is_full = strategy.method is Method.FULL
     stored = strategy.weights if is_full else strategy.adapter_dtype
     value = 2 if stored.is_quantized else stored.value_bytes
-    fixed, per_byte = OPTIMIZER_BYTES[strategy.optimizer]
-    num_bytes = fixed + per_byte * value
+    num_bytes = update_bytes(strategy.optimizer, value)
     if strategy.sharding.is_zero and value == 2:
         num_bytes = max(num_bytes, ZERO_MASTER_BYTES)
     measured = measured_update_seconds(rates.measured, strategy.optimizer, value_bytes=value)
@@ -221,8 +205,13 @@ def optimizer_seconds_per_param(strategy: Strategy, rates: DeviceRates) -> float
         return num_bytes / rates.stream_bytes_per_second
     if strategy.optimizer is Optimizer.ADAMW_KERNEL:
         return measured
-    fixed, per_byte = OPTIMIZER_BYTES[Optimizer.ADAMW]
-    return measured * num_bytes / (fixed + per_byte * value)
+    return measured * num_bytes / update_bytes(Optimizer.ADAMW, value)
+
+
+def update_bytes(optimizer: Optimizer, value_bytes: int) -> float:
+    """Traffic of one update, or its equivalent in time, per parameter."""
+    fixed, per_byte = optimizer.record.update_bytes or (0.0, 0.0)
+    return fixed + per_byte * value_bytes
 
 
 INT8_ACTIVATION_BYTES = 65.0

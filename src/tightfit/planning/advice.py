@@ -111,10 +111,10 @@ def judge_alternatives(
 
 def _list_optimizers(case: Case, peak: Peak) -> Iterator[_Change]:
     used = case.strategy.optimizer
-    if used is Optimizer.ADAMW_FOREACH and "update" in peak.stage:
+    if used.record.temporary == "all values" and "update" in peak.stage:
         made = _sum(peak, "temporary")
         yield "fused AdamW", {"optimizer": Optimizer.ADAMW}, made
-    if used in (Optimizer.ADAMW, Optimizer.ADAMW_KERNEL, Optimizer.ADAMW_FOREACH):
+    if used.record.state_values == 2 and not used.is_8bit:
         # Two moments of 2 or 4 bytes each become two of one.
         kept = 2 if _is_halved(case.strategy) else 4
         saved = _sum(peak, "optimizer") * (1 - 1 / kept)

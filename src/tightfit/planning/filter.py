@@ -344,7 +344,7 @@ def _is_beaten(strategy: Strategy, fit: _Fit, fitting: dict[Strategy, _Fit]) -> 
     if strategy.offload is not Offload.NONE:
         rivals.append(_with_fields(strategy, offload=Offload.NONE))
         rivals.append(_with_fields(strategy, offload=Offload.NONE, sharding=Sharding.SINGLE))
-    if strategy.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT):
+    if strategy.optimizer.is_8bit:
         rivals.append(_with_fields(strategy, optimizer=Optimizer.ADAMW))
     if not strategy.fused_kernels and not strategy.compile:
         rivals += _list_smaller(strategy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tightfit.core.dtypes import Dtype
@@ -69,6 +70,10 @@ class LeverEffect:
         return f"{self.name}: " + (", ".join(parts) if parts else "no difference here")
 
 
+def _uses(optimizer: Optimizer, strategy: Strategy) -> bool:
+    return strategy.optimizer is optimizer
+
+
 LEVERS: tuple[Lever, ...] = (
     Lever(
         name="no recomputation",
@@ -119,15 +124,14 @@ LEVERS: tuple[Lever, ...] = (
         is_pulled=lambda s: s.attention is Attention.FLASH,
         turned_back={"attention": Attention.SDPA},
     ),
-    Lever(
-        name="clipping in the optimizer",
-        is_pulled=lambda s: s.optimizer is Optimizer.ADAMW_KERNEL,
-        turned_back={"optimizer": Optimizer.ADAMW},
-    ),
-    Lever(
-        name="8-bit optimizer state",
-        is_pulled=lambda s: s.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT),
-        turned_back={"optimizer": Optimizer.ADAMW},
+    *(
+        Lever(
+            name=optimizer.record.lever,
+            is_pulled=partial(_uses, optimizer),
+            turned_back={"optimizer": Optimizer.ADAMW},
+        )
+        for optimizer in Optimizer
+        if optimizer.record.lever
     ),
     Lever(
         name="bf16 adapters",

@@ -80,13 +80,7 @@ def handicap_of(strategy: Strategy) -> float:
     handicap *= 1.1 if s.sharding.is_zero else 1.01 if s.sharding.is_fsdp else 1.0
     handicap *= 1.3 if s.offload is not Offload.NONE else 1.0
     handicap *= 1.02 if s.num_nodes > 1 else 1.0
-    if s.optimizer is Optimizer.ADAMW_PAGED_8BIT:
-        handicap *= 1.08
-    elif s.optimizer is Optimizer.ADAMW_8BIT:
-        handicap *= 1.05
-    elif s.optimizer is Optimizer.ADAFACTOR:
-        handicap *= 1.25
-    return handicap
+    return handicap * s.optimizer.record.handicap
 
 
 def handicap_total(strategy: Strategy) -> float:

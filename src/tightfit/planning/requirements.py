@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Loss, Optimizer, Strategy
+from tightfit.core.strategy import Loss, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,7 @@ BITSANDBYTES = RequiredPackage(
     package="bitsandbytes",
     extra="bits",
     is_wanted=lambda s: (
-        s.weights in (Dtype.NF4, Dtype.INT8)
-        or s.optimizer in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
+        s.weights in (Dtype.NF4, Dtype.INT8) or s.optimizer.record.package == "bitsandbytes"
     ),
 )
 REQUIRED_PACKAGES = (

@@ -14,7 +14,6 @@ from tightfit.core.strategy import (
     Loss,
     Method,
     Offload,
-    Optimizer,
     Sharding,
     Strategy,
 )
@@ -147,7 +146,7 @@ def uses_bf16(case: Case) -> bool:
 def needs_triton(case: Case) -> bool:
     """Whether kernels are written or compiled for the card."""
     s = case.strategy
-    has_kernels = s.fused_kernels or s.optimizer is Optimizer.ADAMW_KERNEL
+    has_kernels = s.fused_kernels or s.optimizer.record.needs_triton
     return has_kernels or s.loss is Loss.FUSED or s.compile
 
 
@@ -157,7 +156,6 @@ _DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
 _FSDP2 = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 _PEFT_FSDP = "https://huggingface.co/docs/peft/accelerate/fsdp"
 _PEFT_ZERO = "https://huggingface.co/docs/peft/accelerate/deepspeed"
-_8BIT_OPTIMIZERS = (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
 
 SHARDING_RULES: tuple[Rule, ...] = (
     # Sharding and offload
@@ -237,42 +235,27 @@ SHARDING_RULES: tuple[Rule, ...] = (
     ),
     # The optimizer
     Rule(
-        name="adamw-kernel-sharded",
-        reason="adamw-kernel updates whole tensors on one GPU; {s.sharding.value} shards their "
-        "state: use adamw",
-        source="tightfit.runtime.kernels.adamw",
+        name="optimizer-fsdp",
+        reason="{s.optimizer.record.fsdp_problem}",
+        source="tightfit/core/optimizers.py",
         violated=lambda c: (
-            c.strategy.optimizer is Optimizer.ADAMW_KERNEL and c.strategy.sharding.shards_optimizer
+            c.strategy.sharding.is_fsdp and bool(c.strategy.optimizer.record.fsdp_problem)
         ),
     ),
     Rule(
-        name="8bit-optimizer-fsdp",
-        reason="8-bit optimizers fail on FSDP's sharded tensors (illegal memory access)",
-        source="https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633",
-        violated=lambda c: c.strategy.optimizer in _8BIT_OPTIMIZERS and c.strategy.sharding.is_fsdp,
+        name="optimizer-zero",
+        reason="{s.optimizer.record.zero_problem}",
+        source="tightfit/core/optimizers.py; deepspeed/runtime/zero/stage_1_and_2.py, 0.19",
+        violated=lambda c: (
+            c.strategy.sharding.is_zero and bool(c.strategy.optimizer.record.zero_problem)
+        ),
     ),
     Rule(
-        name="8bit-optimizer-offload",
-        reason="an offloaded optimizer steps on the CPU; {s.optimizer.value} steps on the GPU",
+        name="optimizer-offload",
+        reason="{s.optimizer.record.offload_problem}",
         source=_DEEPSPEED,
         violated=lambda c: (
-            c.strategy.optimizer in _8BIT_OPTIMIZERS and c.strategy.offload.moves_optimizer
-        ),
-    ),
-    Rule(
-        name="adafactor-flattened",
-        reason="{s.sharding.value} flattens weights, which leaves Adafactor no rows and columns",
-        source="deepspeed/runtime/zero/stage_1_and_2.py, 0.19",
-        violated=lambda c: (
-            c.strategy.optimizer is Optimizer.ADAFACTOR and c.strategy.sharding.is_zero
-        ),
-    ),
-    Rule(
-        name="adafactor-fsdp",
-        reason="torch's Adafactor takes sums over rows and columns, which fail on FSDP's shards",
-        source="torch/optim/_adafactor.py, 2.13",
-        violated=lambda c: (
-            c.strategy.optimizer is Optimizer.ADAFACTOR and c.strategy.sharding.is_fsdp
+            c.strategy.offload.moves_optimizer and bool(c.strategy.optimizer.record.offload_problem)
         ),
     ),
 )
@@ -529,10 +512,10 @@ CPU_RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        name="cpu-adamw-kernel",
-        reason="adamw-kernel is written in Triton, which runs on GPUs; adamw is torch's own",
-        source="tightfit.runtime.kernels.adamw_triton",
-        violated=lambda c: c.is_cpu and c.strategy.optimizer is Optimizer.ADAMW_KERNEL,
+        name="cpu-optimizer",
+        reason="{s.optimizer.record.cpu_problem}",
+        source="tightfit/core/optimizers.py",
+        violated=lambda c: c.is_cpu and bool(c.strategy.optimizer.record.cpu_problem),
     ),
     Rule(
         name="cpu-flash",
@@ -559,7 +542,7 @@ CPU_RULES: tuple[Rule, ...] = (
         reason="a paged optimizer moves its state between a GPU and the host; on a CPU it is "
         "adamw-8bit",
         source="bitsandbytes 0.50, functional.get_paged",
-        violated=lambda c: c.is_cpu and c.strategy.optimizer is Optimizer.ADAMW_PAGED_8BIT,
+        violated=lambda c: c.is_cpu and c.strategy.optimizer.record.is_paged,
         severity="warning",
     ),
     Rule(
@@ -597,7 +580,6 @@ _SCALER = "https://huggingface.co/docs/peft/developer_guides/troubleshooting"
 _WHEELS = "https://github.com/pytorch/pytorch/issues/190385"
 
 MAX_TOKENS_PER_MICRO_BATCH = 2**24
-_8BIT = (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
 
 
 def find_violations(case: Case) -> list[Violation]:
@@ -695,10 +677,11 @@ _RULES: tuple[Rule, ...] = (
         violated=lambda c: c.strategy.weights is Dtype.NF4 and c.is_below(6),
     ),
     Rule(
-        name="8bit-optimizer-capability",
-        reason="8-bit optimizers need compute capability 6.0; {c.gpu.name} is {c.capability}",
+        name="optimizer-capability",
+        reason="{s.optimizer.value} needs a newer card; {c.gpu.name} is of compute capability "
+        "{c.capability}",
         source=_BNB,
-        violated=lambda c: c.strategy.optimizer in _8BIT and c.is_below(6),
+        violated=lambda c: c.is_below(*c.strategy.optimizer.record.min_capability),
     ),
     Rule(
         name="triton-capability",

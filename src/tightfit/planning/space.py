@@ -52,7 +52,7 @@ _KERNELS: tuple[_Fields, ...] = (
 )
 MAX_BATCH_LOSS_FRACTION = 0.05
 """How much smaller than asked a step may be for the sake of a rounder micro-batch."""
-_FULL_OPTIMIZERS = (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_PAGED_8BIT)
+_FULL_OPTIMIZERS = (Optimizer.ADAMW, *(one for one in Optimizer if one.is_8bit))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

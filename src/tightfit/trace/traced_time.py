@@ -8,6 +8,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.optimizers import EIGHT_BIT_SECONDS_PER_PARAM
 from tightfit.core.strategy import Optimizer, Strategy
 from tightfit.estimate import traffic
 from tightfit.hardware import rates as eff
@@ -374,14 +375,13 @@ class DeviceSeconds:
 
     def _update(self, one: Operation) -> float:
         if one.dtype == "int8":
-            return one.shape[0] * traffic.EIGHT_BIT_SECONDS_PER_PARAM
+            return one.shape[0] * EIGHT_BIT_SECONDS_PER_PARAM
         used = self._strategy.optimizer
         used = used if used is Optimizer.ADAMW_KERNEL else Optimizer.ADAMW
         value = Dtype(one.dtype).value_bytes
         each = eff.measured_update_seconds(self._gpu.measured, used, value_bytes=value)
         if each is None:
-            fixed, per_byte = traffic.OPTIMIZER_BYTES[used]
-            each = (fixed + per_byte * value) / self.rates.stream_bytes_per_second
+            each = traffic.update_bytes(used, value) / self.rates.stream_bytes_per_second
         return one.shape[0] * each
 
 

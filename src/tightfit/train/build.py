@@ -16,7 +16,7 @@ from torch import nn
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DivergedError, InvalidInputError, NotFoundError, UserError
-from tightfit.core.strategy import Optimizer, Sharding, Strategy
+from tightfit.core.strategy import Sharding, Strategy
 from tightfit.core.training import MEMORY_VARIABLE, Training
 from tightfit.data.token_store import TokenStore
 from tightfit.planning.plan import Plan
@@ -186,19 +186,14 @@ def _check_plan(strategy: Strategy, context: DistContext) -> None:
             f"The plan is for one process, and {context.world_size} were started.",
             remedy="start it with tightfit train, which starts as many as the plan says",
         )
-    if strategy.sharding.is_fsdp and strategy.optimizer is Optimizer.ADAFACTOR:
+    record = strategy.optimizer.record
+    problem = record.fsdp_problem if strategy.sharding.is_fsdp else ""
+    problem = record.zero_problem if strategy.sharding.is_zero else problem
+    if problem:
         raise UserError(
-            "torch's Adafactor takes row and column sums, which it cannot do over FSDP's shards.",
+            f"{problem[0].upper()}{problem[1:]}.",
             remedy="--set optimizer=adamw, or --sharding ddp",
         )
-
-
-_STATE_BYTES_PER_VALUE = {
-    Optimizer.ADAMW_8BIT: 2,
-    Optimizer.ADAMW_PAGED_8BIT: 0,
-    Optimizer.ADAFACTOR: 0,
-}
-"""Bytes of optimizer state per trained value; others hold two (AdamW) or one (SGD) like it."""
 
 
 def warm_up_step(engine: Any, batch: Batch, context: DistContext) -> float:
@@ -270,6 +265,9 @@ def _local_tensors(parameters: list[Any]) -> list[torch.Tensor]:
 
 
 def _state_bytes(strategy: Strategy, parameter: torch.Tensor) -> int:
-    if strategy.optimizer in _STATE_BYTES_PER_VALUE:
-        return _STATE_BYTES_PER_VALUE[strategy.optimizer]
-    return parameter.element_size() * (1 if strategy.optimizer is Optimizer.SGD_MOMENTUM else 2)
+    record = strategy.optimizer.record
+    if record.is_paged:
+        return 0
+    if record.state_bytes is not None:
+        return int(record.state_bytes)
+    return record.state_values * parameter.element_size()

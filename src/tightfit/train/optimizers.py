@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from tightfit.core.errors import SetupError
 from tightfit.core.strategy import Optimizer as Kind
 from tightfit.core.training import Training
-from tightfit.runtime.kernels.adamw import TritonAdamW
-
-MOMENTUM = 0.9
 
 
 def build_optimizer(
@@ -26,18 +24,9 @@ def build_optimizer(
         {"params": [p for p in trained if not _is_matrix(p)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    rate = training.learning_rate
-    if kind is Kind.ADAMW:
-        return AdamW(groups, lr=rate, fused=True)
-    if kind is Kind.ADAMW_KERNEL:
-        return TritonAdamW(groups, lr=rate)
-    if kind is Kind.ADAMW_FOREACH:
-        return AdamW(groups, lr=rate, foreach=True)
-    if kind is Kind.SGD_MOMENTUM:
-        return SGD(groups, lr=rate, momentum=MOMENTUM)
-    if kind is Kind.ADAFACTOR:
-        return Adafactor(groups, lr=rate)
-    return _build_8bit(groups, rate, is_paged=kind is Kind.ADAMW_PAGED_8BIT)
+    make: Any = _import_factory(kind)
+    made: Optimizer = make(groups, lr=training.learning_rate, **kind.record.options)
+    return made
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
@@ -45,13 +34,13 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
     return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
 
 
-def _build_8bit(groups: list[dict[str, Any]], rate: float, *, is_paged: bool) -> Optimizer:
+def _import_factory(kind: Kind) -> Any:
+    module, _, name = kind.record.factory.partition(":")
     try:
-        from bitsandbytes import optim
+        return getattr(import_module(module), name)
     except ImportError as error:
+        package = kind.record.package or module
         raise SetupError(
-            "The plan's 8-bit optimizer needs bitsandbytes, which is not installed.",
-            remedy="pip install bitsandbytes, or --set optimizer=adamw",
+            f"The plan's optimizer {kind.value} needs {package}, which is not installed.",
+            remedy=f"pip install {package}, or --set optimizer=adamw",
         ) from error
-    made: Optimizer = (optim.PagedAdamW8bit if is_paged else optim.AdamW8bit)(groups, lr=rate)
-    return made

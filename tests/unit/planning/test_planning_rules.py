@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _without_capability(_case(_NF4)),
         lambda: _case(_NF4, gpu="V100-32GB"),
     ),
-    "8bit-optimizer-capability": (
+    "optimizer-capability": (
         lambda: _without_capability(_case({"optimizer": "adamw-8bit"})),
         lambda: _case({"optimizer": "adamw-8bit"}, gpu="P100-PCIE-16GB"),
     ),
@@ -225,24 +225,16 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_NF4 | _ZERO3 | {"offload": "all"}),
         lambda: _case(_NF4 | _FSDP4 | {"offload": "all"}),
     ),
-    "8bit-optimizer-fsdp": (
+    "optimizer-fsdp": (
         lambda: _case(_FSDP4 | {"optimizer": "adamw-8bit"}),
         lambda: _case({"sharding": "ddp", "gpus_per_node": 4, "optimizer": "adamw-8bit"}),
     ),
-    "8bit-optimizer-offload": (
+    "optimizer-offload": (
         lambda: _case(_ZERO3 | {"optimizer": "adamw-8bit", "offload": "optimizer"}),
         lambda: _case(_ZERO3 | {"optimizer": "adamw", "offload": "optimizer"}),
     ),
-    "adamw-kernel-sharded": (
-        lambda: _case(_FSDP4 | {"optimizer": "adamw-kernel"}),
-        lambda: _case({"sharding": "ddp", "gpus_per_node": 4, "optimizer": "adamw-kernel"}),
-    ),
-    "adafactor-flattened": (
+    "optimizer-zero": (
         lambda: _case(_ZERO3 | {"optimizer": "adafactor"}),
-        lambda: _case({"optimizer": "adafactor"}),
-    ),
-    "adafactor-fsdp": (
-        lambda: _case(_FSDP4 | {"optimizer": "adafactor"}),
         lambda: _case({"optimizer": "adafactor"}),
     ),
     "recomputed-layers": (
@@ -377,7 +369,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _on_cpu(_case({"loss": "fused"})),
         lambda: _on_cpu(_case({"loss": "chunked"})),
     ),
-    "cpu-adamw-kernel": (
+    "cpu-optimizer": (
         lambda: _on_cpu(_case({"optimizer": "adamw-kernel"})),
         lambda: _on_cpu(_case({"optimizer": "adamw"})),
     ),

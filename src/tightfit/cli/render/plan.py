@@ -24,7 +24,7 @@ from tightfit.cli.terminal.screen import (
     show,
 )
 from tightfit.core.data_profile import DataProfile
-from tightfit.core.strategy import Offload, Optimizer, Strategy
+from tightfit.core.strategy import Offload, Strategy
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds, render_usd
 from tightfit.estimate.result import StepTime, Verdict
@@ -114,7 +114,7 @@ def _prices(strategy: Strategy, best: Strategy) -> Iterator[str]:
         yield f"offload ties up host memory and the bus: {setting} plans it first"
     if strategy.compile and not best.compile:
         yield "compiling takes minutes before the first step: --set compile=true plans it first"
-    is_exact = strategy.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_KERNEL)
+    is_exact = not strategy.optimizer.record.costs_quality
     if strategy.optimizer is not best.optimizer and not is_exact:
         name = strategy.optimizer.value
         yield f"{name} costs some quality: --set optimizer={name} plans it first"
