@@ -356,10 +356,10 @@ def _read_request(options: BenchOptions, asked: TrainOptions) -> RunRecipe:
 
 
 def _refuse_clusters(recipe: Recipe) -> None:
-    said = recipe.on or "here"
-    if said.partition(":")[0].strip().casefold() in ELSEWHERE:
+    named = recipe.on or "here"
+    if named.partition(":")[0].strip().casefold() in ELSEWHERE:
         raise UsageError(
-            f"`--on {shorten(said)}` is a cluster; `bench` measures where it is started.",
+            f"`--on {shorten(named)}` is a cluster; `bench` measures where it is started.",
             remedy="--on here",
         )
 

@@ -72,8 +72,8 @@ def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:
             run(flags_type(**given))
         except BrokenPipeError:
             raise PipeClosedError from None
-        except OSError as fault:
-            raise UnexpectedOSError from fault
+        except OSError as error:
+            raise UnexpectedOSError from error
 
     declared = list_declared(flags_type)
     hints = get_type_hints(flags_type)
@@ -183,7 +183,7 @@ def _global(
 
 
 VERBS = {
-    "doctor": "Check this machine; each fault with its remedy.",
+    "doctor": "Check this machine; each problem with its remedy.",
     "models": "List, search or show models.",
     "hardware": "List, search or show GPUs, or a cluster with --on.",
     "calibrate": "Measure this machine in under 2 minutes; plans made on it then use it.",
@@ -255,10 +255,10 @@ def run(words: list[str]) -> int:
     except (BrokenPipeError, PipeClosedError):
         silence_stdout()  # the reader has what it wanted
         return EXIT_BROKEN_PIPE
-    except OutputLostError as fault:
-        return report_lost_output(str(fault))
-    except OSError as fault:
-        return report_lost_output(fault.strerror or str(fault))
+    except OutputLostError as error:
+        return report_lost_output(str(error))
+    except OSError as error:
+        return report_lost_output(error.strerror or str(error))
     return code
 
 
@@ -269,10 +269,10 @@ def _run(words: list[str], *, as_json: bool) -> int:
         code = run_in_guard(words)
         if code is None:
             code = command.main(args=words, prog_name="tightfit", standalone_mode=False)
-    except UserError as fault:
-        return report_error(fault, as_json=as_json)
-    except _ParserError as fault:
-        return _report_parser_error(fault, as_json=as_json)
+    except UserError as error:
+        return report_error(error, as_json=as_json)
+    except _ParserError as error:
+        return _report_parser_error(error, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except (OSError, PipeClosedError, OutputLostError):
@@ -281,15 +281,15 @@ def _run(words: list[str], *, as_json: bool) -> int:
         if isinstance(leaving.__context__, BrokenPipeError):  # while typer printed its help
             raise PipeClosedError from None
         raise
-    except UnexpectedOSError as fault:
-        return report_bug(fault.__cause__ or fault, argv=words, as_json=as_json)
-    except Exception as fault:
-        return report_bug(fault, argv=words, as_json=as_json)
+    except UnexpectedOSError as error:
+        return report_bug(error.__cause__ or error, argv=words, as_json=as_json)
+    except Exception as error:
+        return report_bug(error, argv=words, as_json=as_json)
     return code if isinstance(code, int) else 0
 
 
-def _report_parser_error(fault: BaseException, *, as_json: bool) -> int:
-    if type(fault).__name__ == "NoArgsIsHelpError":
-        write_out(f"{fault.format_message()}\n")  # type: ignore[attr-defined]
+def _report_parser_error(error: BaseException, *, as_json: bool) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        write_out(f"{error.format_message()}\n")  # type: ignore[attr-defined]
         return 0
-    return report_error(usage_error(fault), as_json=as_json)
+    return report_error(usage_error(error), as_json=as_json)

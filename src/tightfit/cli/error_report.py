@@ -22,20 +22,22 @@ from tightfit.core.text import sanitize, shorten
 
 __all__ = ["EXIT_BROKEN_PIPE", "EXIT_BUG", "EXIT_INTERRUPTED"]
 DEBUG_VARIABLE = "TIGHTFIT_DEBUG"
-_LIST_OF_ERRORS = re.compile(r".* has \d+ faults:\n|[\d,]+ rows? cannot be trained on:\n")
+_LIST_OF_ERRORS = re.compile(
+    r".* has \d+ (?:faults|errors):\n|[\d,]+ rows? cannot be trained on:\n"
+)
 
 
 class UnexpectedOSError(Exception):
     """An OSError of a verb. The parser's own can then only be about stdout, where it prints."""
 
 
-def report_error(fault: UserError, *, as_json: bool) -> int:
+def report_error(error: UserError, *, as_json: bool) -> int:
     """Print `error:` and `try:` to stderr; with `--json` also one object to stdout."""
-    write_err(f"error: {_problem_lines(fault.problem)}\n  try: {_one_line(fault.remedy)}\n")
+    write_err(f"error: {_problem_lines(error.problem)}\n  try: {_one_line(error.remedy)}\n")
     if as_json:
-        told = {"error": fault.problem, "remedy": fault.remedy, "exit_code": fault.exit_code}
-        show_json(told)
-    return fault.exit_code
+        described = {"error": error.problem, "remedy": error.remedy, "exit_code": error.exit_code}
+        show_json(described)
+    return error.exit_code
 
 
 def report_lost_output(reason: str) -> int:
@@ -45,16 +47,16 @@ def report_lost_output(reason: str) -> int:
     return SetupError.exit_code
 
 
-def report_bug(fault: BaseException, *, argv: Sequence[str], as_json: bool) -> int:
+def report_bug(error: BaseException, *, argv: Sequence[str], as_json: bool) -> int:
     """An exception nobody foresaw: one line, and how to see the rest."""
-    if _was_interrupted(fault):
+    if _was_interrupted(error):
         return EXIT_INTERRUPTED
     if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
         import traceback
 
-        write_err("".join(traceback.format_exception(fault)))
-    said = sanitize(" ".join(str(fault).split())[:300])
-    problem = f"This is a bug in tightfit: {type(fault).__name__}: {said}"
+        write_err("".join(traceback.format_exception(error)))
+    text = sanitize(" ".join(str(error).split())[:300])
+    problem = f"This is a bug in tightfit: {type(error).__name__}: {text}"
     line = sanitize(shlex.join(argv))
     remedy = f"{DEBUG_VARIABLE}=1 tightfit {line}    (shows the traceback; please report it)"
     write_err(f"error: {problem}\n  try: {remedy}\n")
@@ -63,13 +65,13 @@ def report_bug(fault: BaseException, *, argv: Sequence[str], as_json: bool) -> i
     return EXIT_BUG
 
 
-def usage_error(fault: Any) -> UserError:
+def usage_error(error: Any) -> UserError:
     """A complaint of the option parser in our words, with the nearest option or verb."""
-    context = getattr(fault, "ctx", None)
+    context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "tightfit"
     remedy = f"{path} --help"
-    option = getattr(fault, "option_name", None)
-    message = _sentence(fault.format_message())
+    option = getattr(error, "option_name", None)
+    message = _sentence(error.format_message())
     if option is not None and context is not None and "o such option" in message:
         known = [name for param in context.command.params for name in param.opts]
         known += [name for param in context.command.params for name in param.secondary_opts]
@@ -97,15 +99,15 @@ def _one_line(text: str) -> str:
 
 
 def _problem_lines(problem: str) -> str:
-    """One line; a file's list of faults keeps a line for each, further in than `try:` stands."""
+    """One line; a file's list of errors keeps a line for each, indented further than `try:`."""
     if not _LIST_OF_ERRORS.match(problem):
         return _one_line(" ".join(line.strip() for line in problem.split("\n")))
-    first, *faults = problem.split("\n")
-    return "\n".join([sanitize(first), *(f"    {sanitize(line.strip())}" for line in faults)])
+    first, *errors = problem.split("\n")
+    return "\n".join([sanitize(first), *(f"    {sanitize(line.strip())}" for line in errors)])
 
 
-def _was_interrupted(fault: BaseException | None) -> bool:
+def _was_interrupted(error: BaseException | None) -> bool:
     """Python before 3.12 wraps what is raised while a class is being made."""
-    while fault is not None and not isinstance(fault, KeyboardInterrupt):
-        fault = fault.__cause__
-    return fault is not None
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None

@@ -330,17 +330,17 @@ def _render_limit(report: DataReport) -> RenderableType:
     num_without = counts.get("answer-cut-off", 0)
     if report.num_truncated or num_without:
         left_out = f", {num_without:,} left out, their answer cut off" if num_without else ""
-        told = (
+        note = (
             f"{count_of(report.num_truncated, 'row')} cut here "
             f"({count_of(report.num_lost_tokens, 'token')} lost){left_out}; "
             f"the longest had {report.longest_row_tokens:,} tokens"
         )
     elif report.longest_row_tokens > report.seq_len:
-        told = f"longer texts, up to {report.longest_row_tokens:,} tokens, became several rows"
+        note = f"longer texts, up to {report.longest_row_tokens:,} tokens, became several rows"
     else:
-        told = "nothing is cut"
+        note = "nothing is cut"
     style = "red" if report.num_truncated or num_without else "dim"
-    text = Text(f"{line} seq_len {report.seq_len:,} {line} {told}", style=style)
+    text = Text(f"{line} seq_len {report.seq_len:,} {line} {note}", style=style)
     return Padding(text, (0, 0, 0, 2))
 
 
@@ -350,8 +350,8 @@ def _render_batches(report: DataReport, batching: Batching) -> Iterator[Renderab
     rows: list[tuple[str, Text, str]] = []
     if batching.num_packed_rows is not None and batching.packed_fraction is not None:
         packs = count_of(batching.num_packed_rows, "sequence")
-        told = f"{count_of(batching.num_rows, 'row')} in {packs} of {report.seq_len:,}"
-        rows.append(("packed", _gauge(batching.packed_fraction), told))
+        note = f"{count_of(batching.num_rows, 'row')} in {packs} of {report.seq_len:,}"
+        rows.append(("packed", _gauge(batching.packed_fraction), note))
     for size, waste in batching.padding_waste_fraction.items():
         if size <= max(batching.num_rows, 2):
             rows.append((f"padded, {size} at a time", _gauge(1 - waste), f"{waste:.0%} padding"))
@@ -359,8 +359,8 @@ def _render_batches(report: DataReport, batching: Batching) -> Iterator[Renderab
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, gauge, told in rows:
-        grid.add_row(f"  {label}", gauge, Text(told, style="dim"))
+    for label, gauge, note in rows:
+        grid.add_row(f"  {label}", gauge, Text(note, style="dim"))
     yield grid
 
 
@@ -394,8 +394,8 @@ def _render_rows(
 
 def _render_next(step: NextStep | None) -> Iterator[RenderableType]:
     if step is None:
-        told = "correct the faulty rows or take them out of the file: training refuses them"
-        yield from render_notes("Next", [told])
+        note = "correct the faulty rows or take them out of the file: training refuses them"
+        yield from render_notes("Next", [note])
         return
     if step.recipe_file is not None:
         yield ""

@@ -239,7 +239,7 @@ def test_all_faults_come_at_once(run: Run, model: Path, tmp_path: Path) -> None:
     assert (answer.code, answer.out) == (4, "")
     listed = re.findall(r"bad\.jsonl line (\d+)", answer.err)
     assert [int(number) for number in listed] == list(range(2, 22))
-    assert "has 26 errors" in answer.err
+    assert "has 26 errors:\n" in answer.err
     assert "and 6 more" in answer.err
     assert "--skip-faulty" in answer.err
 

@@ -93,16 +93,16 @@ ELSEWHERE = ("slurm", "k8s", "kubernetes")
 
 def find_hardware(options: TrainOptions, on: str | None) -> Cluster:
     """This machine, or the part of it that `--on` names; times the nodes of the job."""
-    said = on or "here"
-    if said.partition(":")[0].strip().casefold() in ELSEWHERE:
+    named = on or "here"
+    if named.partition(":")[0].strip().casefold() in ELSEWHERE:
         raise UsageError(
-            f"`--on {shorten(said)}` is a cluster; `train` trains where it is started.",
-            remedy=f"tightfit submit {shorten(options.job)} --on {shorten(said)}    "
+            f"`--on {shorten(named)}` is a cluster; `train` trains where it is started.",
+            remedy=f"tightfit submit {shorten(options.job)} --on {shorten(named)}    "
             "(as a job there)",
         )
-    cluster = state_network(with_measured_rates(resolve_hardware(said)), options.network)
+    cluster = state_network(with_measured_rates(resolve_hardware(named)), options.network)
     if cluster.source != "here":
-        _refuse_absent(cluster, said)
+        _refuse_absent(cluster, named)
     limit = read_limit(options, os.environ)
     groups = tuple(
         _limited(group, limit).model_copy(update={"num_nodes": options.nodes})
@@ -180,7 +180,7 @@ def _limited(group: NodeGroup, limit: int | None) -> NodeGroup:
     return group.model_copy(update={"node": node.model_copy(update=update)})
 
 
-def _refuse_absent(cluster: Cluster, said: str) -> None:
+def _refuse_absent(cluster: Cluster, named: str) -> None:
     """Words name cards that must be here."""
     here = resolve_hardware("here")
     held = {group.node.gpu.name: group.node.num_gpus for group in here.groups}
@@ -188,6 +188,6 @@ def _refuse_absent(cluster: Cluster, said: str) -> None:
         if held.get(group.node.gpu.name, 0) < group.node.num_gpus:
             found = ", ".join(f"{count} x {name}" for name, count in held.items())
             raise SetupError(
-                f"`--on {shorten(said)}` is not what this machine has ({found}).",
+                f"`--on {shorten(named)}` is not what this machine has ({found}).",
                 remedy="--on here    (tightfit plan takes any hardware)",
             )

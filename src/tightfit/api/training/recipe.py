@@ -303,5 +303,5 @@ def check_recipe(recipe: Recipe, *, needs_data: bool = True) -> None:
     try:
         Recipe.model_validate(recipe.model_dump())
     except ValidationError as error:
-        said = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{said}.", remedy="tightfit train --help") from error
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{message}.", remedy="tightfit train --help") from error

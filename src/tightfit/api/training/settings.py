@@ -48,12 +48,12 @@ def refuse_twice(settings: Mapping[str, Any], given: Mapping[str, object]) -> No
             continue
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            said = option if value else option.replace("--", "--no-", 1)
+            stated = option if value else option.replace("--", "--no-", 1)
         else:
-            said = f"{option} {shorten(value)}"
+            stated = f"{option} {shorten(value)}"
         raise UsageError(
-            f"`{said}` and `--set {name}={shorten(show_value(settings[name]))}` both fix {name}.",
-            remedy=f"keep one: {said}",
+            f"`{stated}` and `--set {name}={shorten(show_value(settings[name]))}` both fix {name}.",
+            remedy=f"keep one: {stated}",
         )
 
 
@@ -117,9 +117,9 @@ def _read_value(name: str, text: str) -> Any:
 
 def _refuse(error: ValidationError, typed: Mapping[str, str]) -> UsageError:
     name = str(error.errors()[0]["loc"][0])
-    said = describe_validation_errors(error, Strategy, lines={})
+    stated = describe_validation_errors(error, Strategy, lines={})
     # `name: expected ...` or `name[0]: ...`: ours begins with what was typed.
-    expected = next(line for line in said if line.startswith(f"`{name}")).partition(": ")[2]
+    expected = next(line for line in stated if line.startswith(f"`{name}")).partition(": ")[2]
     return UsageError(
         f"`--set {name}={shorten(typed[name])}`: {expected}",
         remedy=f"--set {name}={_example(name)}",

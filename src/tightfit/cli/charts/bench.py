@@ -55,10 +55,10 @@ def _draw_trial(axis: Any, row: int, trial: Trial) -> None:
     predicted = trial.predicted_tokens_per_second
     axis.barh(row - BAR_HEIGHT / 2, predicted, height=BAR_HEIGHT, color=PREDICTED)
     axis.barh(row + BAR_HEIGHT / 2, speed_of(trial), height=BAR_HEIGHT, color=MEASURED)
-    said = f"{speed_of(trial):,.0f}" if trial.measured else trial.status.value.replace("-", " ")
+    label = f"{speed_of(trial):,.0f}" if trial.measured else trial.status.value.replace("-", " ")
     for at, width, text in (
         (row - BAR_HEIGHT / 2, predicted, f"{predicted:,.0f}"),
-        (row + BAR_HEIGHT / 2, speed_of(trial), said),
+        (row + BAR_HEIGHT / 2, speed_of(trial), label),
     ):
         axis.annotate(
             text, (width, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8

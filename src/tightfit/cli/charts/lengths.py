@@ -220,11 +220,11 @@ def _columns(chart: LengthChart, height: int) -> Iterator[str]:
             done[item.first] = below + item.num_rows
             left, right = _x(item.first - 1, chart), _x(item.last, chart)
             bottom, top = _y(below, chart, height), _y(below + item.num_rows, chart, height)
-            told = f"{item.first:,} to {item.last:,} tokens: {item.num_rows:,} rows {name}"
+            label = f"{item.first:,} to {item.last:,} tokens: {item.num_rows:,} rows {name}"
             yield (
                 f'<rect x="{left}" y="{top}" width="{right - left:.2f}" '
                 f'height="{max(bottom - top, 0.5):.2f}" fill="{COLOURS[name]}">'
-                f"<title>{escape(told)}</title></rect>"
+                f"<title>{escape(label)}</title></rect>"
             )
 
 

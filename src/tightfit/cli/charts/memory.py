@@ -116,8 +116,8 @@ def pick_ticks(top_gib: float, *, most: int = 8) -> list[float]:
 def describe_bar(bar: Bar, panel: Panel) -> str:
     """`12.4 GiB`, and by how much it is over where it is."""
     over = bar.total_bytes - panel.capacity_bytes
-    told = render_bytes(bar.total_bytes)
-    return f"{told}, {render_bytes(over)} too much" if over > 0 else told
+    label = render_bytes(bar.total_bytes)
+    return f"{label}, {render_bytes(over)} too much" if over > 0 else label
 
 
 def _order(components: dict[str, int]) -> tuple[tuple[str, int], ...]:
@@ -209,8 +209,8 @@ def _sizes(panel: Panel, chart: Chart) -> Iterator[str]:
         y = TOP + ROW * row + 4
         end = _x(bar.total_bytes / GIB, chart) + 8
         kind = "size over" if bar.total_bytes > panel.capacity_bytes else "size soft"
-        told = escape(describe_bar(bar, panel))
-        yield f'<text class="{kind}" x="{end}" y="{y + 16}">{told}</text>'
+        label = escape(describe_bar(bar, panel))
+        yield f'<text class="{kind}" x="{end}" y="{y + 16}">{label}</text>'
 
 
 def _parts(bar: Bar, chart: Chart, y: int) -> Iterator[str]:
@@ -219,21 +219,21 @@ def _parts(bar: Bar, chart: Chart, y: int) -> Iterator[str]:
     for name, size in bar.parts:
         left, right = _x(done / GIB, chart), _x((done + size) / GIB, chart)
         done += size
-        told = escape(f"{bar.phase}: {name} {render_bytes(size)}")
+        label = escape(f"{bar.phase}: {name} {render_bytes(size)}")
         yield (
             f'<rect x="{left}" y="{y}" width="{max(right - left, 0.5):.2f}" height="{ROW - 8}" '
-            f'fill="{colour_of[name]}"><title>{told}</title></rect>'
+            f'fill="{colour_of[name]}"><title>{label}</title></rect>'
         )
 
 
 def _limit(panel: Panel, chart: Chart, height: int) -> Iterator[str]:
     x = _x(panel.capacity_bytes / GIB, chart)
-    told = escape(f"card: {render_bytes(panel.capacity_bytes)}")
+    label = escape(f"card: {render_bytes(panel.capacity_bytes)}")
     yield (
         f'<line class="limit" x1="{x}" y1="{TOP - 6}" x2="{x}" y2="{height - 24}">'
-        f"<title>{told}</title></line>"
+        f"<title>{label}</title></line>"
     )
-    yield f'<text class="over" x="{x}" y="{TOP - 12}" text-anchor="middle">{told}</text>'
+    yield f'<text class="over" x="{x}" y="{TOP - 12}" text-anchor="middle">{label}</text>'
 
 
 # The memory chart as PNG, by matplotlib.
@@ -261,11 +261,11 @@ def make_figure(height: float, *, hspace: float | None = None) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "A PNG chart needs matplotlib, which is not installed.",
             remedy="pip install 'tightfit[plot]'    (or --chart chart.html, which needs nothing)",
-        ) from fault
+        ) from error
     figure = Figure(figsize=(10, height), dpi=150, layout=ConstrainedLayoutEngine(hspace=hspace))
     FigureCanvasAgg(figure)
     return figure

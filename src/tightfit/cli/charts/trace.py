@@ -416,8 +416,8 @@ def describe_panel(panel: TracePanel) -> str:
 
 def describe_card(panel: TracePanel) -> str:
     """`card: 23.5 GiB`, and that it is not to be seen where it is not."""
-    told = f"card: {render_bytes(panel.capacity_bytes)}"
-    return told if panel.has_line else f"{told}, above this picture"
+    label = f"card: {render_bytes(panel.capacity_bytes)}"
+    return label if panel.has_line else f"{label}, above this picture"
 
 
 def describe_top(panel: TracePanel) -> str:
@@ -577,8 +577,8 @@ def _render_card(panel: TracePanel) -> str:
     y = _y(panel, panel.capacity_bytes) if panel.has_line else 0
     side = "left" if panel.peak_column > panel.num_columns / 2 else "right"
     below = " below" if y < 0.08 * SIDE else ""
-    told = escape(describe_card(panel))
-    return f'<span class="card{below}" style="top:{_percent(y)};{side}:.4rem">{told}</span>'
+    label = escape(describe_card(panel))
+    return f'<span class="card{below}" style="top:{_percent(y)};{side}:.4rem">{label}</span>'
 
 
 def _render_peak(panel: TracePanel) -> str:
@@ -587,8 +587,8 @@ def _render_peak(panel: TracePanel) -> str:
     is_late = x > SIDE / 2
     place = f"padding-right:{_percent(SIDE - x)}" if is_late else f"padding-left:{_percent(x)}"
     side = "late" if is_late else "early"
-    told = escape(describe_top(panel))
-    return f'<div class="peak"><p class="{side}" style="{place}">{told}</p></div>'
+    label = escape(describe_top(panel))
+    return f'<div class="peak"><p class="{side}" style="{place}">{label}</p></div>'
 
 
 def _render_lead(panel: TracePanel) -> str:
@@ -606,8 +606,8 @@ def _write_names(panel: TracePanel) -> Iterator[str]:
             continue
         width = (span.end - span.start) / panel.num_columns
         place = f"left:{_percent(_x(panel, span.start))};width:{100 * width:.2f}%"
-        told, size = escape(name), " narrow" if width < NARROWEST_ON_PHONES else ""
-        yield f'<span class="{kind}{size}" style="{place}" title="{told}">{told}</span>'
+        label, size = escape(name), " narrow" if width < NARROWEST_ON_PHONES else ""
+        yield f'<span class="{kind}{size}" style="{place}" title="{label}">{label}</span>'
 
 
 def _numbers(panel: TracePanel, chart: TraceChart) -> dict[str, object]:
@@ -689,13 +689,15 @@ def _draw_panel(axis: Any, panel: TracePanel, chart: TraceChart) -> None:
 
 
 def _dress_axis(axis: Any, panel: TracePanel) -> None:
-    told = textwrap.wrap(
+    lines = textwrap.wrap(
         f"{panel.subtitle}. {describe_panel(panel)}".lstrip(". "), LETTERS_PER_LINE
     )
     # Room for the small print, and under it two lines of words of the peak.
-    axis.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=36 + 11 * len(told))
+    axis.set_title(
+        panel.title, loc="left", fontsize=10, fontweight="bold", pad=36 + 11 * len(lines)
+    )
     axis.annotate(
-        "\n".join(told), (0, 1), xycoords="axes fraction", xytext=(0, 32),
+        "\n".join(lines), (0, 1), xycoords="axes fraction", xytext=(0, 32),
         textcoords="offset points", fontsize=8, color="#555555",
     )  # fmt: skip
     axis.set_xlim(0, max(panel.num_columns, 1))

@@ -42,11 +42,11 @@ def render_findings(report: DataReport) -> Iterator[RenderableType]:
     yield heading("Faults")
     for finding in report.findings:
         style = "bold yellow" if finding.kind in GRAVE else "bold"
-        told = Text.assemble(
+        line = Text.assemble(
             (f"{_words(finding.kind)}, {count_of(finding.num_rows, 'row')}", style),
             plain(f": {finding.says}"),
         )
-        yield Padding(told, (0, 0, 0, 2))
+        yield Padding(line, (0, 0, 0, 2))
         for line in _list_places(finding):
             yield Padding(plain(_without_folders(line, report)), (0, 0, 0, 4))
 
@@ -153,15 +153,15 @@ def view_row(store: TokenStore, index: int, tokenizer: ChatTokenizer) -> ViewedR
     kinds = [(flag, token in special) for token, flag in zip(tokens, row.trained, strict=True)]
     is_pair = store.description.is_encoder_decoder
     pieces: list[Piece] = []
-    start, said, side = 0, "", 0
+    start, text_before, side = 0, "", 0
     for (is_trained, is_special), group in groupby(kinds):
         end = start + len(list(group))
         if is_pair and is_trained and not kinds[start - 1][0]:
-            side, said = start, ""  # the decoder's text begins here
+            side, text_before = start, ""  # the decoder's text begins here
         # Differences of decoded prefixes, so that blanks at the seams stay.
         text = tokenizer.decode(tokens[side:end])
-        pieces.append(Piece(text[len(said) :], bool(is_trained), is_special))
-        start, said = end, text
+        pieces.append(Piece(text[len(text_before) :], bool(is_trained), is_special))
+        start, text_before = end, text
     return ViewedRow(row.place, len(tokens), int(store.num_trained[index]), tuple(pieces))
 
 
@@ -215,12 +215,12 @@ def _render_marked(row: ViewedRow, most_chars: int | None) -> Text:
     opening, closing = _marks()
     parts: list[str] = []
     for is_trained, group in groupby(row.pieces, key=lambda piece: piece.is_trained):
-        said = "".join(
+        piece_text = "".join(
             make_visible(stretch)
             for piece in group
             for stretch, _ in _shorten(piece.text, most_chars)
         )
-        parts.append(f"{opening}{said}{closing}" if is_trained else said)
+        parts.append(f"{opening}{piece_text}{closing}" if is_trained else piece_text)
     return Text("".join(parts))
 
 

@@ -125,7 +125,7 @@ def _name_total(estimate: Estimate) -> str:
 
 
 def _render_phases(estimate: Estimate, *, is_cpu: bool) -> Iterator[RenderableType]:
-    """A trace tells of its own stages; then only what it does not run is left to tell."""
+    """With a trace, only the phases that it does not run are listed."""
     is_traced = estimate.tier == TRACED
     phases = [p for p in estimate.phases if not is_traced or p.name in UNTRACED_PHASES]
     if not phases:

@@ -67,15 +67,15 @@ def explain_order(plans: Sequence[Plan]) -> str | None:
 def explain_steps(plans: Sequence[Plan]) -> list[str]:
     """`3 is 1.06x faster than 2, but ...` for each plan behind the first that is faster than the
     one above it, and that `explain_order` has no word on."""
-    told = []
+    summary = []
     for place, (above, plan) in enumerate(pairwise(plans), start=2):
         factor = _compare(plan, above)
         if place == 2 or factor < LEAST_FACTOR or _compare(plan, plans[0]) >= LEAST_FACTOR:
             continue
         is_other = above.estimate.tier != plan.estimate.tier
         reason = "what is traced comes first" if is_other else _reason(plan, above)
-        told.append(f"{place} is {factor:.2f}x faster than {place - 1}, but {reason}.")
-    return told
+        summary.append(f"{place} is {factor:.2f}x faster than {place - 1}, but {reason}.")
+    return summary
 
 
 def _compare(plan: Plan, other: Plan) -> float:
@@ -159,7 +159,7 @@ def _group_row(best: GroupBest, shown: Plan | None) -> tuple[str, ...]:
     seconds = find_run_seconds(plan.estimate, plan.num_epochs)
     speed = f"{plan.estimate.time.tokens_per_second:,.0f}"
     run = speed if seconds is None else render_seconds(seconds)
-    starts = {True: "now", False: "must wait", None: "not told"}[best.can_start_now]
+    starts = {True: "now", False: "must wait", None: "unknown"}[best.can_start_now]
     if best.exceeds_limit:
         starts += ", is cut off"
     return sanitize(group.name), how, run, limit, nodes, starts
@@ -234,11 +234,11 @@ def _render_exclusions(excluded: Sequence[Exclusion]) -> RenderableType:
     columns = (Column(title="left out", right=True), Column(title="because", keep=False))
     rows = []
     for exclusion in excluded:
-        told = Text(sanitize(exclusion.reason))
-        told.append(f"\ne.g. {sanitize(exclusion.example)}", style="dim")
+        summary = Text(sanitize(exclusion.reason))
+        summary.append(f"\ne.g. {sanitize(exclusion.example)}", style="dim")
         if exclusion.link:
-            told.append(f"\nsee {exclusion.link}", style="dim")
-        rows.append((f"{exclusion.num_strategies:,}", told))
+            summary.append(f"\nsee {exclusion.link}", style="dim")
+        rows.append((f"{exclusion.num_strategies:,}", summary))
     return make_table(columns, rows, is_spaced=True)
 
 
@@ -359,13 +359,13 @@ def _render_excluded(result: SearchResult, *, is_explained: bool) -> Iterator[Re
     considered = (
         "1 strategy" if result.num_considered == 1 else f"{result.num_considered:,} strategies"
     )
-    told = f"{considered} considered, {left_out:,} left out"
+    summary = f"{considered} considered, {left_out:,} left out"
     yield ""
     if is_explained:
-        yield heading(f"{told}:")
+        yield heading(f"{summary}:")
         yield _render_exclusions(result.excluded)
     else:
-        yield plain(f"{told} (--explain lists why).")
+        yield plain(f"{summary} (--explain lists why).")
 
 
 # Offers as text.

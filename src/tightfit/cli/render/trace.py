@@ -36,7 +36,7 @@ NUM_TENSORS = 8
 """Groups of tensors in the table; the rest is one row."""
 
 NAMED_LIBRARIES = ("torch", "transformers", "peft")
-"""Whose versions are told; a trace keeps more."""
+"""Libraries whose versions are shown; a trace records more."""
 
 
 def show_trace(
@@ -74,22 +74,22 @@ def show_advice(advice: Sequence[Advice]) -> None:
 
 def describe_loading(loading_bytes: Sequence[int]) -> list[str]:
     """`rank 0: 15.6 GiB, 13.1 GiB of it weights`; neighbours with as much are one line."""
-    told, start = [], 0
+    lines, start = [], 0
     for size, group in groupby(loading_bytes):
         num_ranks = len(list(group))
         last = start + num_ranks - 1
         ranks = f"rank {start}" if num_ranks == 1 else f"ranks {start} to {last}, each"
         weights = f"{render_bytes(size)} of it weights" if size else "no weights"
-        told.append(f"{ranks}: {render_bytes(PROCESS_BYTES + size)}, {weights}")
+        lines.append(f"{ranks}: {render_bytes(PROCESS_BYTES + size)}, {weights}")
         start += num_ranks
-    return told
+    return lines
 
 
 def describe_place(peak: Peak) -> str:
     """`steady step, backward: aten.mm in model.layers.3.mlp.down_proj`."""
-    told = peak.op or "what stands there before"
+    op = peak.op or "what stands there before"
     where = f" in {peak.module}" if peak.module else ""
-    return f"{peak.stage}: {told}{where}"
+    return f"{peak.stage}: {op}{where}"
 
 
 def describe_tensor(tensor: PeakTensor) -> str:
@@ -144,12 +144,12 @@ def _render_verdict(
 def _render_totals(
     traced: TracedMemory, closed_form: Estimate, *, context_bytes: int
 ) -> RenderableType:
-    said = closed_form.gpu
+    formula = closed_form.gpu
     rows = [
         _total_row("peak allocated", traced.peak_allocated_bytes, context_bytes,
-                   closed=said.peak_allocated_bytes + said.context_bytes),
+                   closed=formula.peak_allocated_bytes + formula.context_bytes),
         _total_row("peak reserved, without a limit", traced.peak_reserved_bytes, context_bytes,
-                   closed=said.peak_reserved_bytes),
+                   closed=formula.peak_reserved_bytes),
         _total_row("smallest that survives", traced.smallest_capacity_bytes, context_bytes),
     ]  # fmt: skip
     columns = (
@@ -164,11 +164,11 @@ def _render_totals(
 
 def _total_row(name: str, size: int, context: int, *, closed: int | None = None) -> tuple[str, ...]:
     whole = size + context
-    told, off = "", ""
+    predicted, off = "", ""
     if closed is not None:
-        told = render_bytes(closed)
+        predicted = render_bytes(closed)
         off = f"{closed / max(whole, 1) - 1:+.1%}"
-    return (name, render_bytes(size), render_bytes(whole), told, off)
+    return (name, render_bytes(size), render_bytes(whole), predicted, off)
 
 
 def _render_stages(
@@ -226,7 +226,7 @@ def _render_tensors(traced: TracedMemory) -> RenderableType:
     return make_table(columns, rows)
 
 
-# A traced step's time as text: what each part takes, and what the formulas said.
+# Traced time of a step beside the closed forms
 
 SHORTEST_SHOWN = 0.005
 """Seconds that are still rounded to 0.01."""
@@ -259,5 +259,5 @@ def show_traced_time(traced: TracedTime, *, step: StepTime, closed_form: StepTim
 
 
 def _say(seconds: float) -> str:
-    """What is there is not told as nothing."""
+    """A duration too short to show is still not zero."""
     return render_seconds(seconds) if seconds >= SHORTEST_SHOWN else "under 0.01 s"

@@ -64,11 +64,11 @@ def _render_start(
 
 def _describe_steps(plan: Plan) -> str:
     steps = plan.num_steps
-    told = count_of(steps, "step") if steps else "not counted yet"
+    summary = count_of(steps, "step") if steps else "not counted yet"
     epochs = "1 epoch" if plan.num_epochs == 1 else f"{plan.num_epochs:,.3g} epochs"
     rate = f", learning rate {plan.training.learning_rate:g}" if plan.training else ""
     batch = count_of(plan.effective_batch, "sequence")
-    return f"{told} of {batch} up to {plan.strategy.seq_len:,} tokens, {epochs}{rate}"
+    return f"{summary} of {batch} up to {plan.strategy.seq_len:,} tokens, {epochs}{rate}"
 
 
 def _describe_time(plan: Plan) -> str:
@@ -86,8 +86,14 @@ def _describe_time(plan: Plan) -> str:
 def _describe_memory(plan: Plan) -> str:
     gpu, host = plan.estimate.gpu, plan.estimate.host
     what = "a process" if plan.hardware.node.gpu.is_cpu else "per GPU"
-    told = f"{render_bytes(gpu.peak_reserved_bytes)} of {render_bytes(gpu.capacity_bytes)} {what}"
-    return told if plan.hardware.node.gpu.is_cpu else f"{told}, {render_bytes(host.peak_bytes)} RAM"
+    summary = (
+        f"{render_bytes(gpu.peak_reserved_bytes)} of {render_bytes(gpu.capacity_bytes)} {what}"
+    )
+    return (
+        summary
+        if plan.hardware.node.gpu.is_cpu
+        else f"{summary}, {render_bytes(host.peak_bytes)} RAM"
+    )
 
 
 def show_end(

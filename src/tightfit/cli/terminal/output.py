@@ -33,12 +33,12 @@ def write_out(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         raise PipeClosedError from None
-    except OSError as fault:
-        raise OutputLostError(fault.strerror or str(fault)) from None
+    except OSError as error:
+        raise OutputLostError(error.strerror or str(error)) from None
 
 
 def write_err(text: str) -> None:
-    """Text to stderr, where there is one that takes it: there is nobody left to tell."""
+    """Text to stderr, or nowhere if stderr takes none: no channel is left to report that."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -165,7 +165,7 @@ class PlainDisplay:
         self._write = write
         self._clock = clock
         self._num_lines = 0
-        self._told_at = -LINE_SECONDS
+        self._printed_at = -LINE_SECONDS
 
     def record(self, record: Record) -> None:
         self._progress.add(record)
@@ -175,13 +175,13 @@ class PlainDisplay:
             self.say(f"step {record.step:,}: {record.text}")
         elif isinstance(record, StepRecord) and self._is_due(record):
             self._num_lines += 1
-            self._told_at = self._clock()
+            self._printed_at = self._clock()
             self.say(render_step(record, self._progress))
 
     def _is_due(self, record: StepRecord) -> bool:
         is_last = 0 < self._progress.num_steps == record.step
         is_early = self._num_lines < NUM_FIRST_LINES
-        return is_early or is_last or self._clock() - self._told_at >= LINE_SECONDS
+        return is_early or is_last or self._clock() - self._printed_at >= LINE_SECONDS
 
     def line(self, line: str) -> None:
         """The workers' own lines are in the log."""
@@ -289,9 +289,9 @@ class CountingDisplay:
 
     def _ask(self) -> None:
         self._asked_at = time.monotonic()
-        told = self._read()
-        if told:
-            self._progress.num_steps = told
+        num_steps = self._read()
+        if num_steps:
+            self._progress.num_steps = num_steps
 
 
 @contextmanager
