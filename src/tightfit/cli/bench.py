@@ -15,7 +15,7 @@ from tightfit.cli.flags.training import BenchFlags
 from tightfit.cli.terminal.output import announce, report_progress, show_json, write_err
 from tightfit.cli.terminal.run_display import Progress, open_display
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
-from tightfit.clusters.local.launcher import RunObserver
+from tightfit.clusters.protocol import RunObserver
 from tightfit.core.files import write_atomic
 from tightfit.core.text import count_of
 from tightfit.planning.describe import describe_how, describe_levers
