@@ -1,17 +1,23 @@
-"""Files: atomic writes (a file is either the old one or the new one, whole) and the cache
-folder.
-"""
+"""Files and folders that are whole or not there: atomic writes, and the cache folder."""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import shlex
+import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 
+PARTIAL = ".partial"
+"""Ending of a file or folder that is not whole yet; never read."""
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISCHR, "a device"),
@@ -47,6 +53,87 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             raise _cannot_write(path, fault) from fault
         raise
     _sync_folder(target.parent)
+
+
+def partial_path(target: Path) -> Path:
+    """Where `target` is written until it is whole: `NAME.partial` beside it."""
+    return target.with_name(target.name + PARTIAL)
+
+
+@contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """A path to write to; renamed to `target` when the block succeeds, removed when it fails."""
+    partial = partial_path(target)
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(target)
+        _sync_folder(target.parent)
+    except BaseException:  # an interrupt must leave no litter either
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def atomic_folder(
+    target: Path, *, is_shared: bool = False, is_whole: Callable[[Path], bool] = Path.is_dir
+) -> Iterator[Path]:
+    """An empty folder to fill; renamed to `target` when the block succeeds, else removed.
+
+    A folder that is at `target` already is replaced. With `is_shared`, several processes may
+    make the same content at once: each fills a folder of its own, and the first to finish wins
+    unless its result is not `is_whole`.
+    """
+    partial = partial_path(target)
+    if is_shared:
+        unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+        partial = target.with_name(f"{target.name}.{unique}{PARTIAL}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if not (is_shared and target.exists() and is_whole(target)):
+            publish_folder(partial, target)
+    except OSError as error:
+        # Another process has put its folder there in between.
+        is_taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+        if not (is_shared and is_taken and is_whole(target)):
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish_folder(partial: Path, target: Path) -> None:
+    """Write everything in `partial` through to the disk, then rename it to `target`.
+
+    A folder that is there already is moved away first and removed last.
+    """
+    mode = 0o666 & ~_umask()
+    for path in sorted(partial.rglob("*")):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)  # safetensors writes files that only their owner can read
+            sync(path)
+        elif path.is_dir():
+            _sync_folder(path)
+    _sync_folder(partial)
+    old = target.with_name(f"{target.name}.old{PARTIAL}")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    _sync_folder(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_stale_partials(folder: Path, *, age_seconds: float) -> None:
+    """Remove what killed processes have left in `folder` some time ago."""
+    for path in folder.glob(f"*{PARTIAL}"):
+        try:
+            is_stale = time.time() - path.stat().st_mtime > age_seconds
+        except OSError:
+            continue
+        if is_stale:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_writable(path: Path) -> None:

@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
-import secrets
-import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
-from tightfit.core.files import cache_folder, write_atomic
+from tightfit.core.files import atomic_folder, cache_folder, remove_stale_partials, write_atomic
 from tightfit.core.strategy import MAX_SEQ_LEN
 from tightfit.core.training import DataSource, TrainOn
 from tightfit.data.formats import RowFormat, to_messages
@@ -115,7 +111,6 @@ def _mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 # Encodings kept by content: found again, or written whole under a name of their own first.
 
 REPORT_FILE = "report.json"
-_PARTIAL = ".partial"
 _STALE_SECONDS = 2 * 24 * 3600
 
 
@@ -131,60 +126,15 @@ def find_encoding(home: Path) -> tuple[TokenStore, TokenStore | None, DataReport
 
 @contextmanager
 def new_encoding(home: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `home` at the end, whole or not at all.
-
-    Two processes may write at once: each in a folder of its own, and the first
-    to finish wins, for both hold the same.
-    """
-    partial = home.parent / f"{home.name}.{os.getpid()}-{secrets.token_hex(4)}{_PARTIAL}"
+    """A folder to write into, which becomes `home` at the end, whole or not at all."""
     try:
-        partial.mkdir(parents=True)
-        _sweep(home.parent)
-        yield partial
-        _sync(partial)
-        _install(partial, home)
-        _sync(home.parent)
-    except OSError as fault:
-        raise _cannot_write(home, fault) from fault
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _install(partial: Path, home: Path) -> None:
-    try:
-        partial.rename(home)
-    except OSError as fault:
-        if fault.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if find_encoding(home) is None:  # what lies there is broken: move it out of the way
-            broken = home.with_name(f"{home.name}.{secrets.token_hex(4)}{_PARTIAL}")
-            home.rename(broken)
-            partial.rename(home)
-            shutil.rmtree(broken, ignore_errors=True)
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left days ago."""
-    for path in folder.glob(f"*{_PARTIAL}"):
-        try:
-            is_stale = time.time() - path.stat().st_mtime > _STALE_SECONDS
-        except OSError:
-            continue
-        if is_stale:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # some file systems do not open folders
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        with atomic_folder(
+            home, is_shared=True, is_whole=lambda path: find_encoding(path) is not None
+        ) as folder:
+            remove_stale_partials(home.parent, age_seconds=_STALE_SECONDS)
+            yield folder
+    except OSError as error:
+        raise _cannot_write(home, error) from error
 
 
 def _cannot_write(home: Path, fault: OSError) -> SetupError:

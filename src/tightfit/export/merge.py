@@ -15,7 +15,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import CheckFailedError, InvalidInputError, SetupError, UsageError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import publish_folder, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.units import render_bytes
 from tightfit.export.adapter_changes import (
@@ -40,7 +40,6 @@ from tightfit.runtime.output_folder import (
     begin_folder,
     check_room,
     check_target,
-    finish_folder,
     reject_folder,
 )
 from tightfit.runtime.tensor_files import DEFAULT_SHARD_BYTES, Output, StoredWeights, write_shards
@@ -345,7 +344,7 @@ def _notes(changes: AdapterChanges, plan: MergePlan) -> tuple[str, ...]:
 
 def _check_result(request: MergeRequest, work: Path) -> tuple[Verdict | None, Path]:
     if request.check is None:
-        finish_folder(work, request.target)
+        publish_folder(work, request.target)
         return None, request.target
     made = Artefact(
         name=str(request.target),
@@ -361,7 +360,7 @@ def _check_result(request: MergeRequest, work: Path) -> tuple[Verdict | None, Pa
         raise
     if not verdict.is_good:
         return verdict, reject_folder(work, request.target)
-    finish_folder(work, request.target)
+    publish_folder(work, request.target)
     return verdict, request.target
 
 

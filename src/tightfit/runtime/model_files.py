@@ -11,14 +11,13 @@ import io
 import json
 import shutil
 import struct
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError, first_line
-from tightfit.core.files import cache_folder, sync
+from tightfit.core.files import atomic_folder, cache_folder
 from tightfit.core.units import render_bytes
 from tightfit.core.validation import printable
 from tightfit.models.catalogue import find_alias, find_base, find_exact, list_models
@@ -305,23 +304,11 @@ def _digest(path: Path) -> str:
 def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
     """Fill a folder under a temporary name, then rename it; another process may be faster."""
     try:
-        home.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(dir=home.parent, prefix=f"{home.name}.", suffix=".partial"))
-    except OSError as error:
-        raise _cannot_write(home, error) from error
-    try:
-        fill(work)
-        for path in work.iterdir():
-            path.chmod(0o644)  # a cache may be shared; mkdtemp's mode is private
-            sync(path)
-        work.chmod(0o755)
-        work.rename(home)
-        sync(home.parent)
+        with atomic_folder(home, is_shared=True) as work:
+            fill(work)
     except OSError as error:
         if not home.is_dir():
             raise _cannot_write(home, error) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _cannot_write(home: Path, error: OSError) -> SetupError:

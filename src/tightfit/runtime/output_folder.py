@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.files import sync
+from tightfit.core.files import atomic_file, atomic_folder, partial_path
 from tightfit.core.locks import take_lock
 from tightfit.core.units import render_bytes
 
-PARTIAL = ".partial"
 REJECTED = ".rejected"
-_OLD = ".old"
 SAFETY_FRACTION = 0.02
 
 
@@ -58,7 +56,7 @@ def check_room(target: Path, num_bytes: int) -> None:
 
 def begin_folder(target: Path) -> Path:
     """Make the empty folder to fill; removes what an interrupted attempt left."""
-    work = target.with_name(target.name + PARTIAL)
+    work = partial_path(target)
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
@@ -70,35 +68,12 @@ def begin_folder(target: Path) -> Path:
     return work
 
 
-def finish_folder(work: Path, target: Path) -> None:
-    """Sync to disk, then rename to `target`; an old folder there is removed last."""
-    _sync_all(work)
-    old = target.with_name(target.name + _OLD)
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    work.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def reject_folder(work: Path, target: Path) -> Path:
     """Keep a broken result for inspection, under a name that is not taken for a model."""
     rejected = target.with_name(target.name + REJECTED)
     shutil.rmtree(rejected, ignore_errors=True)
     work.rename(rejected)
     return rejected
-
-
-def _sync_all(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            path.chmod(0o644)
-        sync(path)
-    sync(folder)
-
-
-# Atomic files and folders
 
 
 def check_file_target(target: Path, *, force: bool) -> None:
@@ -119,17 +94,14 @@ def check_file_target(target: Path, *, force: bool) -> None:
 @contextlib.contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
     """A path to write to: renamed to `target` on success, removed on an error."""
-    partial = target.with_name(target.name + PARTIAL)
+    partial = partial_path(target)
     with _report_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _claim(handle, target)
-            with _remove_on_error(partial):
+            with atomic_file(target):
                 yield partial
-                sync(partial)
-                partial.replace(target)
-                sync(target.parent)
         finally:
             os.close(handle)
 
@@ -137,23 +109,8 @@ def whole_file(target: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder to fill: renamed to `target` on success, removed on an error."""
-    with _report_errors(target):
-        work = begin_folder(target)
-        with _remove_on_error(work):
-            yield work
-            finish_folder(work, target)
-
-
-@contextlib.contextmanager
-def _remove_on_error(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:  # also on KeyboardInterrupt
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        raise
+    with _report_errors(target), atomic_folder(target) as work:
+        yield work
 
 
 @contextlib.contextmanager

@@ -5,13 +5,12 @@ tokenizer, chat template and stop tokens it was trained with.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import SetupError, UserError
-from tightfit.core.files import sync, write_atomic
+from tightfit.core.files import atomic_folder, write_atomic
 from tightfit.core.strategy import Method
 from tightfit.data.encode import REPORT_FILE
 from tightfit.data.report import DataReport
@@ -21,7 +20,6 @@ from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.adapters import save_adapter
 from tightfit.runtime.devices import torch_dtype
 from tightfit.runtime.model_files import copy_tokenizer_files
-from tightfit.train.checkpoint import PARTIAL
 from tightfit.train.distributed import DistContext
 
 if TYPE_CHECKING:
@@ -115,26 +113,13 @@ def _write_whole(
 ) -> None:
     assert plan.training is not None
     base = Path(plan.training.model_path)
-    partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    if plan.strategy.method is Method.LORA:
-        _write_adapter(partial, model, state, base)
-    else:
-        _write_model(partial, model, state, choose_saved_dtype(plan))
-        _fix_config(partial, base, choose_saved_dtype(plan))
-    write_tokenizer_files(run, base, partial)
-    for path in (*partial.iterdir(), partial):
-        sync(path)
-    if folder.exists():
-        old = folder.with_name(folder.name + ".old" + PARTIAL)
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(folder)
-    sync(folder.parent)
+    with atomic_folder(folder) as partial:
+        if plan.strategy.method is Method.LORA:
+            _write_adapter(partial, model, state, base)
+        else:
+            _write_model(partial, model, state, choose_saved_dtype(plan))
+            _fix_config(partial, base, choose_saved_dtype(plan))
+        write_tokenizer_files(run, base, partial)
 
 
 def _write_adapter(folder: Path, model: Any, state: dict[str, Tensor], base: Path) -> None:

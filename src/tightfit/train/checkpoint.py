@@ -13,13 +13,12 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tightfit.core.errors import InvalidInputError, SetupError
-from tightfit.core.files import sync, write_atomic
+from tightfit.core.files import PARTIAL, sync, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Sharding
 from tightfit.runs.run_folder import RunFolder
 from tightfit.train.distributed import DistContext, broadcast_object
 
-PARTIAL = ".partial"
 _WHOLE_NAME = re.compile(r"step-(\d{6,})")
 _PROGRESS = "progress.json"
 _STREAM_ERROR = "inline_container"

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.files import PARTIAL
 from tightfit.core.frozen import Frozen
 from tightfit.core.locks import open_locked
 from tightfit.core.units import GIB, render_bytes
@@ -27,7 +28,6 @@ from tightfit.runtime.staged import (
     iterate_manifests,
 )
 
-PARTIAL = ".partial"
 PROGRESS = ".progress"
 LOCK = ".lock"
 

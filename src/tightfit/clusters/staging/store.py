@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tightfit.clusters.staging.blocks import DIGEST_BYTES, Layout, digest_block
-from tightfit.clusters.staging.home import PARTIAL, PROGRESS, make_home, measure_folder, remove_copy
+from tightfit.clusters.staging.home import PROGRESS, make_home, measure_folder, remove_copy
 from tightfit.core.errors import SetupError
-from tightfit.core.files import sync, write_atomic
+from tightfit.core.files import PARTIAL, sync, write_atomic
 from tightfit.runtime.staged import (
     MANIFEST_ENDING,
     Manifest,

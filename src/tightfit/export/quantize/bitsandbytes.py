@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.files import write_atomic
+from tightfit.core.files import publish_folder, write_atomic
 from tightfit.estimate.host_and_disk import FILE_SHARD_BYTES
 from tightfit.estimate.weights import largest_matrix
 from tightfit.export.formats import ExportFormat
@@ -19,7 +19,7 @@ from tightfit.export.quantize.summary import QuantizeForecast
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.runtime.load import LoadRequest, load_base
 from tightfit.runtime.model_files import copy_tokenizer_files
-from tightfit.runtime.output_folder import begin_folder, finish_folder
+from tightfit.runtime.output_folder import begin_folder
 
 MAX_SHARD_BYTES = 5 * 10**9
 BITS_PER_WEIGHT = {Dtype.NF4: 4.127, Dtype.INT8: 8.03}
@@ -55,7 +55,7 @@ class BitsandbytesWriter:
         source = self._job.source
         try:
             save_quantized(source.path, source.artefact.tokenizer, Dtype(wanted.name), work)
-            finish_folder(work, path)
+            publish_folder(work, path)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         return QuantizeMeasurement(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UserError
-from tightfit.core.files import cache_folder, sync, write_atomic
+from tightfit.core.files import atomic_file, cache_folder, write_atomic
 from tightfit.core.strategy import MAX_SEQ_LEN
 from tightfit.core.training import DataSource, TrainOn
 from tightfit.data.encode import EncodeRequest, encode_dataset
@@ -286,25 +286,21 @@ def write_importance(path: Path, sums: Mapping[str, _Tally], calibration: Calibr
     import gguf
     import numpy as np
 
-    partial = path.with_name(f"{path.name}.partial")
-    writer = gguf.GGUFWriter(partial, "imatrix")
-    writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", [calibration.source])
-    writer.add_uint32("imatrix.chunk_count", len(calibration.rows))
-    writer.add_uint32("imatrix.chunk_size", int(calibration.rows.shape[1]))
-    for name, tally in sums.items():
-        writer.add_tensor(name + _SUMS, tally.total.cpu().numpy().astype(np.float32)[None])
-        writer.add_tensor(name + _COUNTS, np.full((1, 1), tally.num_tokens, dtype=np.float32))
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        sync(partial)
-        partial.rename(path)
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
+    with atomic_file(path) as partial:
+        writer = gguf.GGUFWriter(partial, "imatrix")
+        writer.add_type("imatrix")
+        writer.add_array("imatrix.datasets", [calibration.source])
+        writer.add_uint32("imatrix.chunk_count", len(calibration.rows))
+        writer.add_uint32("imatrix.chunk_size", int(calibration.rows.shape[1]))
+        for name, tally in sums.items():
+            writer.add_tensor(name + _SUMS, tally.total.cpu().numpy().astype(np.float32)[None])
+            writer.add_tensor(name + _COUNTS, np.full((1, 1), tally.num_tokens, dtype=np.float32))
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
 
 
 def read_importance(path: Path) -> Importance:

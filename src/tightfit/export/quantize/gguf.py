@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
-from tightfit.core.files import sync
+from tightfit.core.files import atomic_file
 from tightfit.export.convert import GgufRequest, convert_to_gguf
 from tightfit.export.formats import Q2_K, Q3_K_M, Q4_K_M, Q5_K_M, Q6_K, Q8_0, ExportFormat
 from tightfit.export.quantize.calibration import Importance, measure_importance, read_importance
@@ -307,23 +307,18 @@ def requantize_gguf(request: RequantizeRequest) -> Requantized:
 
     reader = open_plain_gguf(request.source)
     mixture = plan_mixture(reader, request.kind)
-    partial = request.target.with_name(f"{request.target.name}.partial")
-    writer = gguf.GGUFWriter(partial, _text(reader, "general.architecture"))
-    _copy_metadata(reader, writer, request)
-    for tensor in reader.tensors:
-        kind = _type_of(tensor, mixture)
-        writer.add_tensor_info(
-            tensor.name, shape_of(tensor), _dtype(), _size(tensor, kind), raw_dtype=kind
-        )
-    try:
-        num_weighted = _write(reader, writer, mixture, request)
-        writer.close()
-        sync(partial)
-        partial.rename(request.target)
-        sync(request.target.parent)
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
+    with atomic_file(request.target) as partial:
+        writer = gguf.GGUFWriter(partial, _text(reader, "general.architecture"))
+        _copy_metadata(reader, writer, request)
+        for tensor in reader.tensors:
+            kind = _type_of(tensor, mixture)
+            writer.add_tensor_info(
+                tensor.name, shape_of(tensor), _dtype(), _size(tensor, kind), raw_dtype=kind
+            )
+        try:
+            num_weighted = _write(reader, writer, mixture, request)
+        finally:
+            writer.close()
     return Requantized(
         num_tensors=len(mixture.types),
         num_params=sum(int(tensor.n_elements) for tensor in reader.tensors),

@@ -17,7 +17,7 @@ from math import ceil
 from pathlib import Path
 
 from tightfit.core.errors import DoesNotFitError, SetupError, UserError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import partial_path, publish_folder, write_atomic
 from tightfit.estimate.weights import largest_layer
 from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize import gptq_worker
@@ -25,7 +25,6 @@ from tightfit.export.quantize.gptq_worker import EXIT_MEMORY, EXIT_MISSING, GPTQ
 from tightfit.export.quantize.job import PROCESS_BYTES, QuantizeJob, QuantizeMeasurement
 from tightfit.export.quantize.summary import QuantizeForecast
 from tightfit.runtime.model_files import copy_tokenizer_files
-from tightfit.runtime.output_folder import PARTIAL, finish_folder
 
 SCALE_BITS = 20.0
 """Per group: a 16-bit scale and a zero point."""
@@ -70,7 +69,7 @@ class GptqWriter:
 
         source, options = self._job.source, self._job.options
         calibration = self._job.calibration
-        work = path.with_name(path.name + PARTIAL)
+        work = partial_path(path)
         work.mkdir(parents=True, exist_ok=True)
         rows, out = work / "rows.npy", work / "model"
         with rows.open("wb") as stream:
@@ -90,7 +89,7 @@ class GptqWriter:
         worked = run_gptq(job, work, python=options.python, report=self._job.stage(wanted.name))
         copy_tokenizer_files(source.path, out)
         copy_tokenizer_files(source.artefact.tokenizer, out)
-        finish_folder(out, path)
+        publish_folder(out, path)
         shutil.rmtree(work, ignore_errors=True)
         note = explain_group_size(self._widths, self._group_size(wanted))
         return QuantizeMeasurement(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.files import sync
+from tightfit.core.files import atomic_file, sync
 from tightfit.core.locks import open_locked
 
 SYNC_ANSWERS = 64
@@ -291,21 +291,14 @@ def _finished_line(told: dict[str, Any]) -> bytes:
 
 def write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:
     """`out` in one go beside a partial file; its size and digest, to know it again."""
-    partial = out.with_name(f".{out.name}.partial")
     digest, num_bytes = hashlib.blake2b(digest_size=16), 0
     try:
-        with partial.open("wb") as stream:
+        with atomic_file(out) as partial, partial.open("wb") as stream:
             for row in rows:
                 stream.write(row + b"\n")
                 digest.update(row + b"\n")
                 num_bytes += len(row) + 1
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(out)
-        sync(out.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise _cannot_write(out, error) from error
     return {"bytes": num_bytes, "digest": digest.hexdigest()}
 
