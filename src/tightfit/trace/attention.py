@@ -196,7 +196,7 @@ def _has_heads(call: AttentionCall, *, can_group: bool, same_values: bool = True
 
 _aten: Any = torch.ops.aten
 _BIAS_ALIGNMENT = 8
-"""`mem_eff_alignment`: the efficient kernel's bias has strides of so many elements."""
+"""`mem_eff_alignment`: strides of the efficient kernel's bias are multiples of it."""
 _CUDNN_MASKED = -65504.0
 """`convert_boolean_attn_mask_cudnn`: cuDNN does not take infinity."""
 

@@ -400,7 +400,7 @@ def _lie_together(inner: _Loop, outer: _Loop) -> bool:
 def _spread(loops: list[_Loop], width: int, accumulated: int, gpu: Multiprocessors) -> list[int]:
     """Buffer and semaphores, where several thread blocks share an output."""
     if sum((loop.size - 1) * loop.step for loop in loops) >= _MAX_INDEXED_BYTES:
-        # One half after the other: what the first took, the second takes again.
+        # The halves run one after the other and reuse the same workspace.
         at = max(range(len(loops)), key=lambda i: (loops[i].size - 1) * loops[i].step)
         half = _Loop(-(-loops[at].size // 2), loops[at].step, loops[at].out_step)
         return _spread([*loops[:at], half, *loops[at + 1 :]], width, accumulated, gpu)

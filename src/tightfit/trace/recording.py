@@ -39,7 +39,7 @@ CATEGORIES = (
     LOAD_RESERVE,
     TEMPORARY,
 )
-"""What an allocation serves, in the order in which pictures stack them."""
+"""Categories of allocations, in the order in which charts stack them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

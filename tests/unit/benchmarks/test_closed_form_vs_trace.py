@@ -64,9 +64,9 @@ def test_no_job_is_further_off_than_committed(
 
 def test_documents_name_the_worst(committed: dict[str, Any]) -> None:
     worst = committed["rows"][0]
-    told = FORMULAS.read_text().partition("## Compared with the trace")[2].partition("\n## ")[0]
-    assert worst["model"].rpartition("/")[2] in told
-    assert f"{abs(worst['error']):.1%}" in told
+    report = FORMULAS.read_text().partition("## Compared with the trace")[2].partition("\n## ")[0]
+    assert worst["model"].rpartition("/")[2] in report
+    assert f"{abs(worst['error']):.1%}" in report
 
 
 def test_jobs_cover_what_the_planner_chooses(committed: dict[str, Any]) -> None:

@@ -89,9 +89,9 @@ def test_other_losses_make_the_comparison_void(
     rounds = make_rounds([(2.0, 3.0, 3.0)] * 10)
     rounds[4]["trl-best"][step]["loss"] *= change
 
-    faults = demo_step.find_faults(make_result(demo_step, rounds))
+    errors = demo_step.find_faults(make_result(demo_step, rounds))
 
-    assert faults == (
+    assert errors == (
         ["round 5: the losses of trl-best differ, so this is another job"] if is_void else []
     )
 

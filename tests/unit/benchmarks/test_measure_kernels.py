@@ -169,7 +169,7 @@ class _Arguments:
 
 
 def test_page_says_what_the_file_says(committed: dict[str, Any]) -> None:
-    (told,) = re.findall(r"^Why the pause:(?:.+\n)+", PAGE.read_text(), re.M)
+    (report,) = re.findall(r"^Why the pause:(?:.+\n)+", PAGE.read_text(), re.M)
     product = committed["products"][0]
     (step,) = (row for row in committed["steps"] if row["name"] == "llama7b-lora-ckpt")
     large = {row["kind"]: row for row in committed["traffic"] if row["shape"] == [32768, 4096]}
@@ -190,6 +190,6 @@ def test_page_says_what_the_file_says(committed: dict[str, Any]) -> None:
         f"{large['add']['bytes_per_second'] / 1e12:.1f} TB/s",
         f"{min(slow):.0f} to {max(slow):.0f} G values/s",
     ]
-    flat = " ".join(told.split())
+    flat = " ".join(report.split())
 
     assert [text for text in expected if text not in flat] == []

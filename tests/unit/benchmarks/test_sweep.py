@@ -147,11 +147,11 @@ def test_time_for_the_first_plans_is_kept_back(order: ModuleType) -> None:
 
 
 def test_warm_up_steps_do_not_count(scripts: dict[str, ModuleType]) -> None:
-    told = scripts["measure_sweep"].summarize_steps([9.0, 5.0, 1.0, 1.2, 1.1], num_warm_up=2)
+    report = scripts["measure_sweep"].summarize_steps([9.0, 5.0, 1.0, 1.2, 1.1], num_warm_up=2)
 
-    assert told["step_seconds"] == 1.1
-    assert told["spread_fraction"] == pytest.approx(0.2 / 1.1, abs=1e-4)
-    assert len(told["all_step_seconds"]) == 5
+    assert report["step_seconds"] == 1.1
+    assert report["spread_fraction"] == pytest.approx(0.2 / 1.1, abs=1e-4)
+    assert len(report["all_step_seconds"]) == 5
 
 
 def test_summary_of_a_job(table: ModuleType) -> None:
@@ -162,17 +162,17 @@ def test_summary_of_a_job(table: ModuleType) -> None:
         make_row(PLANS[0], 0.46, "again"),
     ]
 
-    told = table.summarize_job(table.join_plans(rows), {"left": 1, "beyond": 0})
+    report = table.summarize_job(table.join_plans(rows), {"left": 1, "beyond": 0})
 
-    assert (told["plans"], told["failed"], told["left"]) == (2, 1, 1)
-    assert told["fastest_rank"] == 2
-    assert told["first_slower_error"] == pytest.approx(0.44 / 0.40 - 1, abs=1e-4)
-    assert told["speed_error"] == pytest.approx(0.44 / 0.40 - 1, abs=1e-4)
-    assert told["drift"] == pytest.approx(0.46 / 0.42 - 1, abs=1e-4)
-    assert told["allocated_error"] == 0
-    assert told["reserved_error"] == pytest.approx(0.1)
+    assert (report["plans"], report["failed"], report["left"]) == (2, 1, 1)
+    assert report["fastest_rank"] == 2
+    assert report["first_slower_error"] == pytest.approx(0.44 / 0.40 - 1, abs=1e-4)
+    assert report["speed_error"] == pytest.approx(0.44 / 0.40 - 1, abs=1e-4)
+    assert report["drift"] == pytest.approx(0.46 / 0.42 - 1, abs=1e-4)
+    assert report["allocated_error"] == 0
+    assert report["reserved_error"] == pytest.approx(0.1)
     # 0.10 of the first plan, and 0.40 measured where 0.55 was predicted.
-    assert told["median_speed_error"] == pytest.approx((0.1 + 0.2727) / 2, abs=1e-4)
+    assert report["median_speed_error"] == pytest.approx((0.1 + 0.2727) / 2, abs=1e-4)
 
 
 def test_promises_that_are_not_kept_are_named(table: ModuleType) -> None:

@@ -189,5 +189,5 @@ def test_a_traced_product_takes_the_card_s_fp8_rate() -> None:
     gpu = make_calibration(matmuls=rows).apply(H200)
     assert took("bf16", gpu) / took("fp8", gpu) == pytest.approx(2.5, rel=0.3)
     assert took("fp8-exact", gpu) == took("fp8", gpu)
-    told = make_calibration(matmuls=(*rows, *make_matmuls(500e12, "fp8-exact"))).apply(H200)
-    assert took("fp8-exact", told) / took("fp8", told) == pytest.approx(2.0, rel=0.3)
+    report = make_calibration(matmuls=(*rows, *make_matmuls(500e12, "fp8-exact"))).apply(H200)
+    assert took("fp8-exact", report) / took("fp8", report) == pytest.approx(2.0, rel=0.3)

@@ -213,47 +213,47 @@ def _closed(**components: float) -> StepTime:
 
 def test_a_step_time_takes_transfers_from_the_closed_form() -> None:
     closed = _closed(matmul=0.7, communication=0.3)
-    told = with_traced_time(closed, EVERYTHING, GPU, STRATEGY)
+    report = with_traced_time(closed, EVERYTHING, GPU, STRATEGY)
     traced = estimate_traced_time(EVERYTHING, GPU, STRATEGY)
-    assert told.seconds_per_step == pytest.approx(traced.seconds_per_step + 0.3)
-    assert sum(told.components.values()) == pytest.approx(told.seconds_per_step)
-    assert told.tokens_per_second * told.seconds_per_step == pytest.approx(100.0)
-    assert told.seconds_per_step_high == pytest.approx(1.5 * told.seconds_per_step)
-    assert told.seconds_per_epoch == pytest.approx(10 * told.seconds_per_step)
-    assert (closed.tier, told.tier) == ("closed-form", "traced")
+    assert report.seconds_per_step == pytest.approx(traced.seconds_per_step + 0.3)
+    assert sum(report.components.values()) == pytest.approx(report.seconds_per_step)
+    assert report.tokens_per_second * report.seconds_per_step == pytest.approx(100.0)
+    assert report.seconds_per_step_high == pytest.approx(1.5 * report.seconds_per_step)
+    assert report.seconds_per_epoch == pytest.approx(10 * report.seconds_per_step)
+    assert (closed.tier, report.tier) == ("closed-form", "traced")
 
 
 def test_what_no_operation_tells_of_is_not_lost() -> None:
     apart = {"communication": 0.3, "offload": 0.2, "hooks": 0.1}
-    told = with_traced_time(_closed(matmul=0.7, **apart), EVERYTHING, GPU, STRATEGY)
+    report = with_traced_time(_closed(matmul=0.7, **apart), EVERYTHING, GPU, STRATEGY)
     traced = estimate_traced_time(EVERYTHING, GPU, STRATEGY)
-    assert {name: told.components[name] for name in apart} == apart
-    assert told.seconds_per_step == pytest.approx(traced.seconds_per_step + 0.6)
+    assert {name: report.components[name] for name in apart} == apart
+    assert report.seconds_per_step == pytest.approx(traced.seconds_per_step + 0.6)
 
 
 def test_rows_shorter_than_the_traced_ones_take_less_but_for_update_and_transfers() -> None:
     short = _closed(matmul=0.2, memory_bound=0.1, optimizer=0.4, communication=0.5)
     long = _closed(matmul=0.5, memory_bound=0.1, optimizer=0.4, communication=0.6)
-    told = with_traced_time(short, EVERYTHING, GPU, STRATEGY, of_traced_batch=long)
+    report = with_traced_time(short, EVERYTHING, GPU, STRATEGY, of_traced_batch=long)
     whole = with_traced_time(short, EVERYTHING, GPU, STRATEGY)
     for name, seconds in whole.components.items():
         is_fixed = name in ("optimizer", "communication")
-        assert told.components[name] == pytest.approx(seconds * (1.0 if is_fixed else 0.5))
-    assert sum(told.components.values()) == pytest.approx(told.seconds_per_step)
-    assert told.tokens_per_second * told.seconds_per_step == pytest.approx(100.0)
+        assert report.components[name] == pytest.approx(seconds * (1.0 if is_fixed else 0.5))
+    assert sum(report.components.values()) == pytest.approx(report.seconds_per_step)
+    assert report.tokens_per_second * report.seconds_per_step == pytest.approx(100.0)
 
 
 def test_launches_that_do_nothing_are_heard() -> None:
     heard: list[tuple[object, ...]] = []
 
-    def hear(args: tuple[object, ...], _kwargs: dict[str, object]) -> None:
+    def listen(args: tuple[object, ...], _kwargs: dict[str, object]) -> None:
         heard.append(args)
 
-    kernel_stubs.LAUNCH_LISTENERS.append(hear)
+    kernel_stubs.LAUNCH_LISTENERS.append(listen)
     try:
         kernel_stubs._Kernel(print)[(1,)]("a", "b")
     finally:
-        kernel_stubs.LAUNCH_LISTENERS.remove(hear)
+        kernel_stubs.LAUNCH_LISTENERS.remove(listen)
     assert heard == [("a", "b")]
 
 

@@ -43,11 +43,11 @@ def test_one_answer_per_job_in_order(tmp_path: Path) -> None:
     module = make_worker(
         tmp_path, "print(json.dumps({'problem': job['name']}) if job['name'] else ANSWER)"
     )
-    told: list[int] = []
-    answers = Tracer(module=module).ask([{"name": "a"}, {"name": ""}, {"name": "b"}], told.append)
+    report: list[int] = []
+    answers = Tracer(module=module).ask([{"name": "a"}, {"name": ""}, {"name": "b"}], report.append)
     assert [answer.problem for answer in answers] == ["a", "", "b"]
     assert answers[1] == ANSWER
-    assert told == [1, 2, 3]
+    assert report == [1, 2, 3]
 
 
 def test_what_was_traced_is_not_traced_again(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
     monkeypatch.setenv("TIGHTFIT_CACHE", str(tmp_path / "file" / "below"))
     tracer = Tracer(module=make_worker(tmp_path, "print(ANSWER)"))
     assert tracer.ask([{"name": "a"}, {"name": "b"}]) == [ANSWER, ANSWER]
-    (fault,) = tracer.write_errors
-    assert "Not a directory" in fault
+    (error,) = tracer.write_errors
+    assert "Not a directory" in error
 
 
 def test_what_can_be_kept_is_no_fault(tmp_path: Path) -> None:
