@@ -27,7 +27,7 @@ FULL_ORDERS = ("full tuning in order 1", "full tuning in order 2")
 FULL_RATE = 0.25
 """Of the adapters' learning rate."""
 CUDA = "cuda"
-"""Beside names of packages, what a case may need."""
+"""Requirements of a case other than packages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

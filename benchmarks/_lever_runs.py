@@ -105,7 +105,7 @@ def make_batches(rows: Sequence[EncodedRow], strategy: Strategy) -> list[Batch]:
 
 
 def run_case(request: Request) -> dict[str, Any]:
-    """Everything about one case, or the fault that kept it away."""
+    """Results of one case, or the error that prevented them."""
     silence_libraries()
     torch.set_num_threads(1)
     try:

@@ -110,7 +110,7 @@ def _draw(chance: random.Random, spec: ModelSpec, gpu: Gpu) -> Strategy:
 
 
 def _draw_precision(chance: random.Random, half: Dtype) -> dict[str, Any]:
-    """Number formats as the planner pairs them, and fp32 bases, which it can be told."""
+    """Number formats as the planner pairs them, and fp32 bases, which users can set."""
     is_fp16 = half is Dtype.FP16
     full = [Dtype.FP32] if is_fp16 else [half, Dtype.FP32]
     pairs = [(Method.FULL, weights) for weights in full]

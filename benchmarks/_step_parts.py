@@ -30,13 +30,13 @@ PRODUCTS = {
     **{"aten::mm": 0, "aten::bmm": 0, SCALED: 0},
     **{"aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1},
 }
-"""Where in their shapes the two operands stand."""
+"""Positions of the two operands in the recorded shapes."""
 HOST_WAITS = frozenset({"Command Buffer Full"})
 """What the profiler tells among operations of the device, though only the host waits."""
 MOST_READERS = 3
 """Adapters that go through one input together."""
 UNPACKERS = {"bitsandbytes::dequantize_4bit": 0, "bitsandbytes::gemm_4bit": 1}
-"""Where the codes stand. The second's product is an operation of its own inside it."""
+"""Position of the codes. The second's product is an operation of its own inside it."""
 PASSES = {
     "LigerRMSNormFunctionBackward": 3,
     "RmsNormBackward": 3,
@@ -81,7 +81,7 @@ _CASTS = frozenset(
     for name in ("TrainedProduct", "JoinedProducts", "FrozenProduct")
     for end in ("", "Backward")
 )
-"""What `runtime/kernels/fp8.py` does beside its products."""
+"""Operations of `runtime/kernels/fp8.py` other than products."""
 
 Shapes = Sequence[Sequence[int]]
 

@@ -42,7 +42,7 @@ def choose_swept(plans: list[Row], *, within: float) -> list[Row]:
 
 
 def read_seconds(plan: Row) -> float:
-    """By formula where it is known, so that a traced plan is compared with its like."""
+    """By closed form where it is known, so that all plans are compared alike."""
     return float(plan["closed_form_seconds"] or plan["predicted_seconds"])
 
 

@@ -1,4 +1,4 @@
-"""The clock and gauge of one contestant: step times, tokens, losses, peaks."""
+"""Measurements of one framework: step times, tokens, losses, peaks."""
 
 from __future__ import annotations
 

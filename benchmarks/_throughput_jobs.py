@@ -1,4 +1,4 @@
-"""What is trained in the comparison of training speeds, and the rows that every contestant gets."""
+"""Jobs of the training speed comparison, and the rows that every framework trains on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Job:
     model: str
     method: str
     num_rows: int
-    """Sequences of an optimizer step, packed ones where the contestant packs."""
+    """Sequences of an optimizer step, packed ones where the framework packs."""
     micro_batch: int
     seq_len: int = 2048
     is_alpaca: bool = False
@@ -91,7 +91,7 @@ def write_folder(job: Job, folder: Path, *, tiny: bool) -> int:
 
 
 def make_rows(job: Job, *, num_steps: int, num_words: int) -> list[list[int]]:
-    """Random tokens, each row closed by the end token; the same for every contestant."""
+    """Random tokens, each row closed by the end token; the same for every framework."""
     chance = random.Random(SEED)
     return [
         [*(chance.randrange(FIRST_WORD, num_words) for _ in range(length - 1)), END]

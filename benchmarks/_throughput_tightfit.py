@@ -14,7 +14,7 @@ from _throughput_jobs import LEARNING_RATES, LORA_ALPHA, LORA_RANK, NUM_WARM_UP,
 def make_recipe(
     job: Job, *, folder: Path, data: Path, run: Path, device: str, num_steps: int
 ) -> dict[str, Any]:
-    """What is learnt is fixed, as for all contestants; how it runs is the planner's to choose."""
+    """What is learnt is fixed, as for all frameworks; the planner chooses how it runs."""
     recipe: dict[str, Any] = {
         "model": str(folder),
         "data": str(data),

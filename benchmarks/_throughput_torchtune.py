@@ -43,7 +43,7 @@ def run_torchtune(
 
 
 def _build(job: Job, folder: Path, device: str) -> Any:
-    """With the values that every contestant draws, in torchtune's layout."""
+    """The same random weights as every framework, in torchtune's layout."""
     import torch
 
     config = json.loads((folder / "config.json").read_text())

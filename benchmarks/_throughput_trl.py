@@ -35,7 +35,7 @@ def lora_config() -> Any:
 def sft_arguments(
     job: Job, switches: Switches, *, device: str, num_steps: int, folder: str
 ) -> dict[str, Any]:
-    """Beside the switches: the same rate, order, steps and log for all; nothing is saved."""
+    """Settings common to all variants: learning rate, order, steps and log; nothing is saved."""
     wanted: dict[str, Any] = {
         "output_dir": folder,
         "bf16": True,

@@ -131,7 +131,7 @@ def _take_own(output: Tensor, given: Tensor) -> None:
 
 
 class KeptGather(AllGather):
-    """Hands out buffers in which the other ranks' values stand already.
+    """Returns buffers that already contain the other ranks' values.
 
     Gathering then takes no time, as on a network without limits: what a step takes is the rank's
     own. Costs memory that a real group does not, so peaks are read before.
@@ -215,7 +215,7 @@ def draw_sharded(job: Job, training: Training, context: DistContext) -> Objectiv
 
 
 class DrawnSource:
-    """Stands in for rank 0's tensors: each is drawn when it is asked for."""
+    """Replaces rank 0's tensors: each is drawn on access."""
 
     def __init__(self, module: nn.Module, request: LoadRequest, device: torch.device) -> None:
         self._module = module

@@ -144,7 +144,7 @@ class Run:
 
 
 def forget(error: BaseException | None) -> None:
-    """Drop the tensors that a fault's frames hold."""
+    """Free the tensors that an exception's frames reference."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -342,7 +342,7 @@ def search_capacity(
 
 
 def attempt(request: Request) -> dict[str, Any]:
-    """`run_job`, with its faults as part of the answer."""
+    """`run_job`, with its errors as part of the result."""
     try:
         return {"status": "ok", **run_job(request)}
     except Exception as error:

@@ -21,7 +21,7 @@ def prepare_process() -> None:
 
 
 def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
-    """What stands at the peak of the steps; or `problem`, why the tracer refuses."""
+    """The tensors alive at the peak of the steps, or `problem`: why the job cannot be traced."""
     # Imported here: torch takes seconds, and the environment must be set before.
     from tightfit.train.tracing import record
     from tightfit.train.tracing.trace import CannotTraceError
@@ -31,7 +31,7 @@ def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
         return _trace(TraceJob.model_validate(job))
     except (CannotTraceError, UserError) as error:
         return {"problem": str(error)}
-    except Exception as error:  # a library's fault is counted with its name, and ends nothing
+    except Exception as error:  # errors of a library are counted by name
         first = (str(error).strip().splitlines() or [""])[0]
         return {"problem": f"{type(error).__name__}: {first[:200]}"}
 

@@ -1,4 +1,4 @@
-"""The closed form beside the trace, over random strategies.
+"""The closed form compared with the trace, over random strategies.
 
     .venv/bin/python benchmarks/closed_form_vs_trace.py --jobs 200     # table, and the result file
     .venv/bin/python benchmarks/closed_form_vs_trace.py --check        # fails if it got worse
@@ -40,7 +40,7 @@ SEED = 2026
 NOISE = 0.002
 MAX_MEDIAN_ERROR = 0.05
 NUM_SEEN_DRAWS = 92
-"""Of this seed, that were looked at while the closed form was mended; later ones were not."""
+"""Draws of this seed that were used to correct the closed form; later ones were not."""
 SEEN_LATER = frozenset({155, 202})
 """But these: Falcon in nf4, whose layers stay unpacked; Mistral, whose window is a mask."""
 TRACED = ("n", "model", "gpu", "strategy", "traced_bytes", "traced_reserved_bytes", "stage", "op")
@@ -136,7 +136,7 @@ def list_unseen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare_again() -> int:
-    """The stored traces beside the closed form as it is now; nothing is traced."""
+    """Compare the stored traces with the closed form as it is now; nothing is traced."""
     stored = json.loads(RESULT.read_text())
     rows = compare_all(stored["rows"])
     kept = {name: stored[name] for name in ("seed", "versions", "refused")}

@@ -1,4 +1,4 @@
-"""The first plan beside every other legal setting of the levers, as measured on one H200.
+"""The first plan compared with every other legal combination of settings, measured on one H200.
 
     .venv/bin/python benchmarks/h200_sweep.py            # tables, and the summary's file
     .venv/bin/python benchmarks/h200_sweep.py --check    # fails if it got worse

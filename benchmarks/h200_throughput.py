@@ -1,4 +1,4 @@
-"""Training speed of tightfit beside its peers, as measured on one H200, job by job.
+"""Training speed of tightfit and its peers, measured on one H200, job by job.
 
     .venv/bin/python benchmarks/h200_throughput.py            # table, and the file of ratios
     .venv/bin/python benchmarks/h200_throughput.py --check    # fails if a ratio fell
@@ -59,7 +59,7 @@ def compare(rows: Rows) -> dict[str, float]:
 
 
 def find_errors(rows: Rows) -> dict[str, dict[str, float]]:
-    """Of our predictions, by contestant: relative, by name of what was predicted."""
+    """Relative errors of our predictions, by framework and quantity."""
     return {
         name: {
             PREDICTED[row["name"]]: round(row["error_percent"] / 100, 5)
@@ -91,7 +91,7 @@ def _is_tuned_trl(name: str) -> bool:
 
 
 def list_strange_losses(rows: Rows) -> list[str]:
-    """Contestants whose first loss is not that of trl's default: they train something else."""
+    """Frameworks whose first loss differs from trl's default: they train something else."""
     losses = {name: row["first_losses"][0] for name, row in rows.items() if "fault" not in row}
     usual = losses.get(DEFAULT)
     if usual is None:

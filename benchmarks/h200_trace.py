@@ -72,7 +72,7 @@ def compare(job: dict[str, Any], predicted: dict[str, Any]) -> dict[str, Any]:
 def compare_time(
     job: dict[str, Any], predicted: dict[str, Any], log: OperationLog, gpu: Gpu
 ) -> dict[str, Any]:
-    """One job's step; its peak beside it, which was not looked at before either."""
+    """One job's step time and its peak, both held out."""
     measured = job["measure"]
     seconds = estimate_traced_time(log, gpu, read_strategy(job)).seconds_per_step
     return {

@@ -1,4 +1,4 @@
-"""A tuned model through every step after training: what each costs and loses, beside the peers.
+"""A tuned model through every step after training: cost and loss, compared with peers.
 
 python benchmarks/measure_artefacts.py RUN --data test.jsonl --text wiki.test.raw
     [--llama-bin FOLDER] --out benchmarks/results/artefacts.json
@@ -143,7 +143,7 @@ def main() -> None:
 
 
 def write(document: dict[str, Any], out: Path, work: Path) -> None:
-    """All that is known so far. Results speak of files by their names."""
+    """Results so far. Files are given by name."""
     text = json.dumps(document, indent=1)
     out.write_text(text.replace(f"{work}/", "") + "\n")
 

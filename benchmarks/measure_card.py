@@ -76,7 +76,7 @@ def _contestant(out: Path, job: str, name: str, seconds: float) -> Item:
 
 
 def _profile(out: Path) -> Words:
-    """The card's own ceilings stand beside each part of a step."""
+    """Each part of a step with the GPU's own limit."""
     calibration = next((out / "calibrations").glob("*.json"), out / "calibrations")
     words = ["--calibration", calibration, "--out", out / "profile.json", "--no-trace"]
     return [HERE / "profile_step.py", *words]

@@ -1,4 +1,4 @@
-"""Seconds of one training step of the demo on a CPU: tightfit beside trl's `SFTTrainer`.
+"""Seconds of one training step of the demo on a CPU: tightfit and trl's `SFTTrainer`.
 
 python benchmarks/measure_demo_step.py            measure, and write results/demo_step.json
 python benchmarks/measure_demo_step.py --check    the committed result; fails if tightfit is slower
@@ -156,7 +156,7 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def describe_job(recipe: Path, run: Path, num_steps: int) -> dict[str, Any]:
-    """What trl must do alike: the recipe, and tightfit's packs as tokens and labels."""
+    """Inputs for trl: the recipe, and tightfit's packed rows as tokens and labels."""
     from tightfit.data.token_store import TokenStore
     from tightfit.runs.run_folder import RunFolder
     from tightfit.train.batches import IGNORED, BatchSampler

@@ -1,4 +1,4 @@
-"""Measure our fused kernels beside their peers' on this machine's GPU.
+"""Measure our fused kernels and their peers' on this machine's GPU.
 
     python benchmarks/measure_fused_kernels.py --out benchmarks/results/h200_fused_kernels.json
 

@@ -1,4 +1,4 @@
-"""`tightfit generate` on a 7B shape: rates, bandwidth and memory, beside transformers' own tools.
+"""`tightfit generate` on a 7B shape: rates, bandwidth and memory, and those of transformers.
 
 python benchmarks/measure_generation.py --out benchmarks/results/h200_generation.json
 

@@ -42,7 +42,7 @@ Given = tuple[str, Job | None, str]
 
 
 def measure_part(given: Given) -> dict[str, Any]:
-    """In the child: rows by section, or the fault that kept them away."""
+    """In the child: rows by section, or the error that prevented them."""
     import torch
 
     from tightfit.runtime.libraries import silence_libraries

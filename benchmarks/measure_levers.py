@@ -175,7 +175,7 @@ def measure(arguments: argparse.Namespace, setup: Setup, runs: Runs, cases: list
 
 
 def render_table(runs: dict[str, dict[str, Any]]) -> str:
-    """Levers beside the noise; differences in thousandths of a nat."""
+    """Differences of each setting and of noise, in thousandths of a nat."""
     lines = [
         f"{'lever':28} {'|steps|':>8} {'|held|':>8} {'loss':>8} {'without':>8} {'in noise':>8}"
         f" {'gradient':>9} {'plain':>9} {'in fp32':>9} {'precise':>8}"

@@ -28,7 +28,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "1B full": ("Llama-3.2-1B", "--method", "full"),
     "7B Qwen": ("Qwen2.5-7B",),
 }
-"""What is asked, beside the hardware."""
+"""Options of `plan` other than the hardware."""
 COMMON = ("--on", "here", "--effective-batch", "8", "--seq-len", "2048")
 
 

@@ -83,7 +83,7 @@ def gather_plans(started: dict[str, Any]) -> Row:
 
 
 def measure_plan(turn: Turn, arguments: argparse.Namespace, *, can_fork: bool) -> Row:
-    """The plan's row: predicted beside measured, or why there is nothing measured."""
+    """The plan's row: predicted and measured, or why nothing was measured."""
     when, plan = turn
     task = Task(
         job=Job(

@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 COMMAND = "benchmarks/measure_throughput.py"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 LEAST_SECONDS = 30.0
-"""With less left of the whole time, no contestant is started."""
+"""With less time left, no further framework is started."""
 
 
 class ContestantError(Exception):
@@ -45,7 +45,7 @@ class ContestantError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is the same for all contestants of a call."""
+    """Options common to all frameworks of a call."""
 
     device: str
     num_steps: int
@@ -102,7 +102,7 @@ def run_attempt(
 
 
 def run_peer(setting: Setting, job: Job, contestant: Contestant) -> dict[str, Any]:
-    """The first set of switches that runs; what stopped the others stands beside it."""
+    """The first set of options that runs, with the errors of the others."""
     tried: list[dict[str, Any]] = []
     for number, switches in enumerate(contestant.attempts):
         if tried and setting.remaining() < LEAST_SECONDS:
@@ -151,7 +151,7 @@ def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str
 def run_job(
     setting: Setting, job: Job, names: list[str], *, tiny: bool, before: dict[str, Any], keep: Any
 ) -> dict[str, Any]:
-    """Every contestant of one job; `keep` is called with all results so far after each.
+    """Every framework of one job; `keep` is called with all results so far after each.
 
     `before`: earlier results, which stay unless their contestant runs again.
     """
@@ -224,7 +224,7 @@ def keep_logs(work: Path, folder: Path | None, job: str) -> None:
 
 
 def main() -> int:
-    """1 where a contestant that was asked for has no result."""
+    """1 where a requested framework has no result."""
     options = read_options()
     end = time.monotonic() + options.seconds
     document: dict[str, Any] = {"jobs": {}}

@@ -32,7 +32,7 @@ H200 = (9, 0)
 
 
 def describe(job: Job) -> TraceJob:
-    """Micro-batches of one step are all of one shape, so the first stands for all."""
+    """Micro-batches of one step are all of one shape, so the first represents all."""
     first = list_micro_batches(job)[0]
     rows = tuple(
         tuple(Document(num_tokens=row.num_tokens, num_prompt=row.num_prompt) for row in sequence)

@@ -1,4 +1,4 @@
-"""Profile one step of each job of the speed comparison: device time by part, beside its ceiling.
+"""Profile one step of each job of the speed comparison: device time by part, with its limit.
 
     python benchmarks/profile_step.py --calibration calibration.json
     python benchmarks/profile_step.py --jobs 7b-lora,1b-full --out profile.json ...

@@ -50,7 +50,7 @@ copy, and litgpt's loop keeps the variable."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One published row beside its prediction."""
+    """One published row and its prediction."""
 
     row: int
     source: str
