@@ -10,7 +10,12 @@ from tightfit.core.strategy import Loss, Method, Optimizer, Strategy
 from tightfit.estimate.flops import AdapterSums, Workload
 from tightfit.estimate.fused_projections import can_fuse_trained_projections
 from tightfit.estimate.weights import is_dora, is_lora_target
-from tightfit.hardware.rates import DEQUANTIZE_BYTES, DeviceRates, measured_update_seconds
+from tightfit.hardware.rates import (
+    DEQUANTIZE_BYTES,
+    DeviceRates,
+    measured_update_seconds,
+    update_bytes,
+)
 from tightfit.models.families.registry import find_family
 from tightfit.models.spec import ModelSpec
 
@@ -206,12 +211,6 @@ def optimizer_seconds_per_param(strategy: Strategy, rates: DeviceRates) -> float
     if strategy.optimizer is Optimizer.ADAMW_KERNEL:
         return measured
     return measured * num_bytes / update_bytes(Optimizer.ADAMW, value)
-
-
-def update_bytes(optimizer: Optimizer, value_bytes: int) -> float:
-    """Traffic of one update, or its equivalent in time, per parameter."""
-    fixed, per_byte = optimizer.record.update_bytes or (0.0, 0.0)
-    return fixed + per_byte * value_bytes
 
 
 INT8_ACTIVATION_BYTES = 65.0

@@ -478,6 +478,12 @@ def attention_seconds(
     return ramp * work / rates.attention_flops_per_second
 
 
+def update_bytes(optimizer: Optimizer, value_bytes: int) -> float:
+    """Traffic of one update, or its equivalent in time, per parameter."""
+    fixed, per_byte = optimizer.record.update_bytes or (0.0, 0.0)
+    return fixed + per_byte * value_bytes
+
+
 def measured_update_seconds(
     measured: MeasuredRates | None, optimizer: Optimizer, *, value_bytes: int
 ) -> float | None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from tightfit.core.dtypes import Dtype
 from tightfit.core.optimizers import EIGHT_BIT_SECONDS_PER_PARAM
 from tightfit.core.strategy import Optimizer, Strategy
-from tightfit.estimate import traffic
 from tightfit.hardware import rates as eff
 from tightfit.hardware.rates import bandwidth_at, find_fp8_matmul_table, find_matmul_table
 from tightfit.hardware.types import FP8_EXACT, FP8_KINDS, Gpu
@@ -381,7 +380,7 @@ class DeviceSeconds:
         value = Dtype(one.dtype).value_bytes
         each = eff.measured_update_seconds(self._gpu.measured, used, value_bytes=value)
         if each is None:
-            each = traffic.update_bytes(used, value) / self.rates.stream_bytes_per_second
+            each = eff.update_bytes(used, value) / self.rates.stream_bytes_per_second
         return one.shape[0] * each
 
 
