@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ class CaseRun:
             seed=self.case.adapter_seed,
         )
         plan: Any = SimpleNamespace(strategy=strategy, training=training)
-        engine: TorchEngine = build_engine(plan, self.context)
+        engine = cast("TorchEngine", build_engine(plan, self.context))
         return engine
 
     def _deal(self, step: int) -> tuple[list[Batch], int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -175,7 +175,7 @@ def build(job: Job, training: Training, context: DistContext) -> TorchEngine:
     join_fake_group(job.num_ranks)
     if not job.strategy.sharding.is_fsdp:
         plan: Any = SimpleNamespace(strategy=job.strategy, training=training)
-        engine: TorchEngine = build_engine(plan, context)
+        engine = cast("TorchEngine", build_engine(plan, context))
         return engine
     return give_optimizer(job, training, context, draw_sharded(job, training, context))
 

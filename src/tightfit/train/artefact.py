@@ -21,6 +21,7 @@ from tightfit.runtime.adapters import save_adapter
 from tightfit.runtime.devices import torch_dtype
 from tightfit.runtime.model_files import copy_tokenizer_files
 from tightfit.train.distributed import DistContext
+from tightfit.train.step import TrainEngine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,11 +82,11 @@ def _write_json(path: Path, settings: dict[str, Any]) -> None:
     write_atomic(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_artefact(run: RunFolder, engine: Any, plan: Plan, context: DistContext) -> Path:
+def write_artefact(run: RunFolder, engine: TrainEngine, plan: Plan, context: DistContext) -> Path:
     """Write `adapter/` or `model/` atomically; call on all ranks, rank 0 writes."""
     is_adapter = plan.strategy.method is Method.LORA
     folder = run.adapter_path if is_adapter else run.model_path
-    state: dict[str, Tensor] = engine.trained_state()
+    state = engine.trained_state()
     if context.is_first:
         try:
             _write_whole(run, folder, engine.model, state, plan)

@@ -40,6 +40,7 @@ from tightfit.train.model import Objective, make_load_request, prepare_model
 from tightfit.train.optimizers import build_optimizer
 from tightfit.train.run_logger import RunLogger
 from tightfit.train.sharding import load_sharded, replicate
+from tightfit.train.step import TrainEngine
 
 
 def build_loop(
@@ -101,7 +102,7 @@ def apply_memory_limit(device: torch.device) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _resume(run: RunFolder, engine: Any) -> tuple[int, list[str]]:
+def _resume(run: RunFolder, engine: TrainEngine) -> tuple[int, list[str]]:
     """Load the newest complete checkpoint; its step, and newer ones that are damaged."""
     folder = find_checkpoint(run)
     if folder is None:
@@ -142,7 +143,7 @@ def _open_store(folder: str) -> TokenStore:
         ) from error
 
 
-def build_engine(plan: Plan, context: DistContext) -> Any:
+def build_engine(plan: Plan, context: DistContext) -> TrainEngine:
     """The engine that the plan's sharding names, ready for its first step."""
     training = _training_of(plan)
     strategy = plan.strategy
@@ -196,7 +197,7 @@ def _check_plan(strategy: Strategy, context: DistContext) -> None:
         )
 
 
-def warm_up_step(engine: Any, batch: Batch, context: DistContext) -> float:
+def warm_up_step(engine: TrainEngine, batch: Batch, context: DistContext) -> float:
     """Forward and backward on the longest batch, without an update; returns its mean loss.
 
     What would fail hours into a run fails here. An empty tensor takes the memory of the optimizer
@@ -220,7 +221,7 @@ def warm_up_step(engine: Any, batch: Batch, context: DistContext) -> float:
     return mean
 
 
-def _not_finite(loss: float, engine: Any) -> DivergedError:
+def _not_finite(loss: float, engine: TrainEngine) -> DivergedError:
     """The error for weights that are not finite, or whose activations overflow the dtype."""
     problem = f"The loss of the first batch is {loss}, before the first update"
     broken = _find_non_finite_weight(engine.model)

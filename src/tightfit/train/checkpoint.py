@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -18,6 +17,7 @@ from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Sharding
 from tightfit.runs.run_folder import RunFolder
 from tightfit.train.distributed import DistContext, broadcast_object
+from tightfit.train.step import TrainEngine
 
 _WHOLE_NAME = re.compile(r"step-(\d{6,})")
 _PROGRESS = "progress.json"
@@ -40,7 +40,7 @@ class Progress(Frozen):
 
 def write_checkpoint(
     run: RunFolder,
-    engine: Any,
+    engine: TrainEngine,
     progress: Progress,
     context: DistContext,
     keep: int,
@@ -61,7 +61,7 @@ def write_checkpoint(
     if not is_needed:
         return folder
     try:
-        engine.save_state(partial, alone=True) if alone else engine.save_state(partial)
+        engine.save_state(partial, alone=alone)
         if writes:
             _sync_and_list(partial, progress)
             _publish(partial, folder)

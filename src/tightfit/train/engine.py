@@ -26,7 +26,7 @@ from tightfit.core.errors import InvalidInputError, first_line
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.devices import is_out_of_memory, torch_dtype
 from tightfit.runtime.kernels.adamw import TritonAdamW
-from tightfit.train.step import Update
+from tightfit.train.step import Engine, Update
 
 # The gradient scaler of fp16, for gradients that may lie in shards.
 
@@ -303,10 +303,6 @@ class TorchEngine:
         return self.objective.model
 
     def save_state(self, folder: Path, *, alone: bool = False) -> None:
-        """Trained parameters, optimizer and scaler into an existing folder; all ranks together.
-
-        `alone`: by this rank, which must hold the full state.
-        """
         save_state(folder, self.objective, self.optimizer, self.scaler, alone=alone)
 
     def load_state(self, folder: Path) -> None:
@@ -319,7 +315,7 @@ class TorchEngine:
 
 
 @contextmanager
-def evaluating(engine: Any) -> Iterator[None]:
+def evaluating(engine: Engine) -> Iterator[None]:
     """Eval mode without gradients, under the autocast of training."""
     engine.module.eval()
     try:

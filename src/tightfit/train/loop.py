@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import torch
@@ -41,6 +40,7 @@ from tightfit.train.run_logger import RunLogger
 from tightfit.train.step import (
     ReducedMetrics,
     StepPlan,
+    TrainEngine,
     all_reduce_metrics,
     mix_seed,
     train_step,
@@ -57,7 +57,7 @@ class TrainLoop:
     training: Training
     run: RunFolder
     context: DistContext
-    engine: Any
+    engine: TrainEngine
     sampler: BatchSampler
     loader: BatchLoader
     evaluation: Evaluation | None
@@ -312,7 +312,7 @@ class Evaluation:
         self._context = context
         self._is_encoder_decoder = store.description.is_encoder_decoder
 
-    def run(self, engine: Any, step: int) -> EvalRecord:
+    def run(self, engine: TrainEngine, step: int) -> EvalRecord:
         """Mean loss per trained token after `step` steps; all ranks together."""
         start = time.perf_counter()
         loss_sum, num_trained = 0.0, 0

@@ -170,7 +170,7 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
     if strategy.fused_kernels:
         apply_fused_kernels(model)
     if strategy.dequantized_base:
-        dequantize_base(model, waits=strategy.stores_fp8)
+        dequantize_base(model, is_deferred=strategy.stores_fp8)
     if strategy.method is Method.LORA:
         torch.manual_seed(training.seed)
         model = add_adapters(model, strategy, training)

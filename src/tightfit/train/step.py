@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tightfit.core.strategy import Strategy
 from tightfit.train.batches import Batch
 
 
@@ -35,6 +37,34 @@ class Engine(Protocol):
 
     def update(self, learning_rate: float) -> Update:
         """Clip, step the optimizer, drop the gradients."""
+
+
+class TrainEngine(Engine, Protocol):
+    """An engine with what the loop needs beside steps: checkpoints and the result."""
+
+    device: torch.device
+    strategy: Strategy
+    is_updating: bool
+    """Whether an update is running: out of memory in it leaves parameters half updated."""
+
+    @property
+    def model(self) -> Any:
+        """The transformers or peft model inside."""
+
+    @property
+    def optimizer(self) -> Any: ...
+
+    def save_state(self, folder: Path, *, alone: bool = False) -> None:
+        """Write parameters, optimizer and scaler into an existing folder; all ranks together.
+
+        `alone`: by this rank, which must hold the full state.
+        """
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote."""
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """On rank 0 full tensors on the CPU, named as in `model`; on others nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

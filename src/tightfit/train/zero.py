@@ -221,8 +221,7 @@ _STATE_FOLDER = "zero"
 class ZeroEngine:
     """DeepSpeed's engine behind the `Engine` protocol; the loop sets learning rate and boundary."""
 
-    is_updating = False
-    """Only used to save alone, which no rank of a sharded run can."""
+    is_updating = False  # only used to save alone, which no rank of a sharded run can
 
     def __init__(
         self, engine: Any, *, strategy: Strategy, context: DistContext, loading: Any
@@ -275,8 +274,9 @@ class ZeroEngine:
         grad_norm = float("inf") if is_skipped or norm is None else float(norm)
         return Update(grad_norm=torch.tensor(grad_norm), is_skipped=is_skipped)
 
-    def save_state(self, folder: Path) -> None:
+    def save_state(self, folder: Path, *, alone: bool = False) -> None:
         """Write trained parameters, master copies, moments and loss scale; each rank its share."""
+        assert not alone, "no rank of a sharded run holds the full state"
         self.engine.save_checkpoint(
             str(folder), tag=_STATE_FOLDER, save_latest=False, exclude_frozen_parameters=True
         )

@@ -44,7 +44,7 @@ def _strategy(**fields: Any) -> Strategy:
 
 
 def _load(
-    folder: Path, strategy: Strategy, *, is_drawn: bool = False
+    folder: Path, strategy: Strategy, *, has_random_weights: bool = False
 ) -> tuple[nn.Module, Recording]:
     """The model on fake tensors, and what its loading did."""
     recorder = Recorder(GpuEmulation(CARD), vocab_size=1)
@@ -52,7 +52,13 @@ def _load(
         training = make_training(strategy, folder)
         module = build_meta_module(folder, strategy, training, has_varlen=False)
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-            load_fake_weights(module, strategy, FAKE_DEVICE, recorder=recorder, is_drawn=is_drawn)
+            load_fake_weights(
+                module,
+                strategy,
+                FAKE_DEVICE,
+                recorder=recorder,
+                has_random_weights=has_random_weights,
+            )
             recording = recorder.finish()
     return module, recording
 
@@ -143,20 +149,20 @@ NF4_11008 = [90177536, 2818048, 22544384, 2818048, 11008, 704512, -2818048, -281
 INT8_2048 = [8388608, 8388608, 8192, 4194304, -8388608, -8388608]
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_nf4_takes_the_blocks_that_a_card_took(tmp_path: Path, is_drawn: bool) -> None:
+@pytest.mark.parametrize("has_random_weights", [False, True])
+def test_nf4_takes_the_blocks_that_a_card_took(tmp_path: Path, has_random_weights: bool) -> None:
     folder = _make_wide(tmp_path, hidden_size=4096, intermediate_size=11008)
-    _, recording = _load(folder, _strategy(weights="nf4"), is_drawn=is_drawn)
+    _, recording = _load(folder, _strategy(weights="nf4"), has_random_weights=has_random_weights)
     assert _list_events(recording, "q_proj.base_layer") == NF4_4096
     assert _list_events(recording, "down_proj.base_layer") == NF4_11008
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("has_random_weights", [False, True])
 def test_an_unpacked_base_comes_packed_and_is_unpacked_matrix_by_matrix(
-    tmp_path: Path, is_drawn: bool
+    tmp_path: Path, has_random_weights: bool
 ) -> None:
     folder = _make_wide(tmp_path, hidden_size=4096, intermediate_size=11008)
-    _, recording = _load(folder, _strategy(**UNPACKED), is_drawn=is_drawn)
+    _, recording = _load(folder, _strategy(**UNPACKED), has_random_weights=has_random_weights)
     scales = 4 * 4096 * 4096 // 64
     unpacked = [scales, 33554432, -scales, -8388608, -262144]
     events = _list_events(recording, "q_proj.base_layer")
@@ -193,7 +199,7 @@ def test_fp8_comes_in_bf16_and_is_cast_when_all_is_there(tmp_path: Path) -> None
 
 def test_drawn_weights_are_packed_first_and_not_warmed_up(tmp_path: Path) -> None:
     folder = make_llama(tmp_path, tie_word_embeddings=False)
-    _, recording = _load(folder, _strategy(weights="nf4"), is_drawn=True)
+    _, recording = _load(folder, _strategy(weights="nf4"), has_random_weights=True)
     modules = [_strip(a.module) for a in recording.allocations if a.module]
     order = list(dict.fromkeys(modules))
     assert order[0].endswith("layers.0.self_attn.q_proj")

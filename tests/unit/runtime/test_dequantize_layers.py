@@ -184,7 +184,7 @@ def without_collector() -> Iterator[None]:
 def test_what_fp8_cannot_take_is_unpacked_all_the_same() -> None:
     model = load("llama", Dtype.BF16)
     wanted = values_of(model)
-    assert dequantize_base(model, waits=True) == len(wanted)
+    assert dequantize_base(model, is_deferred=True) == len(wanted)
     waiting = [model.get_submodule(name).weight for name in wanted]
     assert {weight.untyped_storage().nbytes() for weight in waiting} == {2}
     dequantize_deferred(model)

@@ -172,7 +172,11 @@ def build_distributed_engine(
     }
     if strategy.sharding is Sharding.DDP:
         load_fake_weights(
-            module, strategy, context.device, recorder=recorder, is_drawn=training.random_weights
+            module,
+            strategy,
+            context.device,
+            recorder=recorder,
+            has_random_weights=training.random_weights,
         )
         optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
         return FakeDdpEngine(module, optimizer, recorder=recorder, **settings)

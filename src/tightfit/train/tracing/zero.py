@@ -45,8 +45,10 @@ def build_fake_zero(
         from tightfit.train.tracing.zero3 import FakeZero3Engine
 
         return FakeZero3Engine(module, training, **settings)
-    is_drawn = training.random_weights
-    load_fake_weights(module, strategy, context.device, recorder=recorder, is_drawn=is_drawn)
+    has_random_weights = training.random_weights
+    load_fake_weights(
+        module, strategy, context.device, recorder=recorder, has_random_weights=has_random_weights
+    )
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
     return FakeZeroEngine(module, optimizer, **settings)
 
