@@ -193,8 +193,7 @@ class CaseRun:
             seed=self.case.adapter_seed,
         )
         plan: Any = SimpleNamespace(strategy=strategy, training=training)
-        engine = cast("TorchEngine", build_engine(plan, self.context))
-        return engine
+        return cast("TorchEngine", build_engine(plan, self.context))
 
     def _deal(self, step: int) -> tuple[list[Batch], int]:
         rows = self.rows.of_step(step, self.setup.num_rows, order_seed=self.case.order_seed)

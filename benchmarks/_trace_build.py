@@ -175,8 +175,7 @@ def build(job: Job, training: Training, context: DistContext) -> TorchEngine:
     join_fake_group(job.num_ranks)
     if not job.strategy.sharding.is_fsdp:
         plan: Any = SimpleNamespace(strategy=job.strategy, training=training)
-        engine = cast("TorchEngine", build_engine(plan, context))
-        return engine
+        return cast("TorchEngine", build_engine(plan, context))
     return give_optimizer(job, training, context, draw_sharded(job, training, context))
 
 
