@@ -17,7 +17,7 @@ GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unma
 
 
 class RecordedEvents(TypedDict):
-    """`sizes`, `events` and `streams` are what `tightfit.estimate.trace` replays."""
+    """`sizes`, `events` and `streams` are what `tightfit.trace` replays."""
 
     sizes: list[int]
     """As asked for, not rounded."""
