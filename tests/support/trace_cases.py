@@ -7,16 +7,16 @@ from typing import Any
 from tightfit.trace.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
+    find_peak,
     find_smallest_capacity,
+    round_block,
 )
 from tightfit.trace.recording import (
     Allocation,
     Recording,
     build_timeline,
     describe_peak,
-    find_peak,
     list_stage_peaks,
-    round_block,
 )
 from tightfit.trace.result import TracedMemory
 

@@ -30,6 +30,24 @@ ADDRESS_SPACE_BYTES = LARGE_SEGMENT_BYTES << 23
 """Address space of an expandable segment: 160 TiB, more than is ever mapped."""
 
 
+def round_block(num_bytes: int) -> int:
+    """Bytes of the block that torch's allocator hands out; nothing for nothing.
+
+    Source: torch c10/cuda/CUDACachingAllocator.cpp, `round_size`, kMinBlockSize.
+    """
+    return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+
+
+def find_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
+    """The largest sum of live bytes, and the position in `events` at which it is reached."""
+    live = peak = at = 0
+    for position, event in enumerate(events):
+        live += sizes[event - 1] if event > 0 else -sizes[-event - 1]
+        if live > peak:
+            peak, at = live, position
+    return peak, at
+
+
 class BlockPool:
     """Free and unmapped blocks of one pool and stream, kept by address, as plain integers.
 
@@ -260,7 +278,7 @@ class CachingAllocator:
         """Allocate a block for `key`; `CapacityExceeded` if releasing the cache does not help."""
         if num_bytes <= 0:
             return  # torch hands out no block for an empty tensor
-        size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES  # inline: called by the million
         pools = self._pools.get(stream) or self._add_stream(stream)
         pool = pools[size > SMALL_BYTES]
         index = pool.find(size)
@@ -462,12 +480,4 @@ def find_smallest_capacity(
 
 def estimate_least_bytes(sizes: Sequence[int], events: Sequence[int]) -> int:
     """Peak of the live bytes, each allocation rounded to whole blocks: no reserve can be less."""
-    live = peak = 0
-    rounded = [-(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for size in sizes]
-    for event in events:
-        if event > 0:
-            live += rounded[event - 1]
-            peak = max(peak, live)
-        else:
-            live -= rounded[-event - 1]
-    return peak
+    return find_peak([round_block(size) for size in sizes], events)[0]

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Protocol
 
 from tightfit.core.memory_peak import Peak, PeakTensor
-from tightfit.trace.caching_allocator import MIN_BLOCK_BYTES
+from tightfit.trace.caching_allocator import find_peak, round_block
 from tightfit.trace.operations import OperationLog
 from tightfit.trace.result import Timeline, TracedStage
 
@@ -116,16 +116,6 @@ def repeat_events(
     return again if live.issubset(may_stay) else None
 
 
-def find_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
-    """The largest sum of live bytes, and the position in `events` at which it is reached."""
-    live = peak = at = 0
-    for position, event in enumerate(events):
-        live += sizes[event - 1] if event > 0 else -sizes[-event - 1]
-        if live > peak:
-            peak, at = live, position
-    return peak, at
-
-
 # Summaries
 
 MOST_TENSORS = 12
@@ -157,14 +147,6 @@ class AllocatorModel(Protocol):
 
     @property
     def reserved_bytes(self) -> int: ...
-
-
-def round_block(num_bytes: int) -> int:
-    """Bytes of the block that torch's allocator hands out; nothing for nothing.
-
-    Source: torch c10/cuda/CUDACachingAllocator.cpp, `round_size`, kMinBlockSize.
-    """
-    return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def name_stage(allocation: Allocation) -> str:

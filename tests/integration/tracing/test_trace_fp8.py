@@ -14,8 +14,9 @@ import torch
 from small_models import make_llama
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.kernels import fp8
+from tightfit.trace.caching_allocator import find_peak
 from tightfit.trace.operations import BACKWARD, FORWARD, TRITON
-from tightfit.trace.recording import Recording, find_peak
+from tightfit.trace.recording import Recording
 from tightfit.train.tracing.job import TraceJob
 from tightfit.train.tracing.record import record_job
 

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allocator_reports import Told, listening
 from tightfit.core.strategy import Sharding, Strategy
+from tightfit.trace.caching_allocator import find_peak
 from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.recorder import Recorder
-from tightfit.trace.recording import INPUTS, Recording, find_peak
+from tightfit.trace.recording import INPUTS, Recording
 from tightfit.train.distributed import DistContext, init_single_process_group
 from tightfit.train.engine import TorchEngine
 from tightfit.train.optimizers import build_optimizer

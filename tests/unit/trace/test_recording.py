@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.trace.caching_allocator import AllocatorSettings, CachingAllocator, replay
+from tightfit.trace.caching_allocator import (
+    AllocatorSettings,
+    CachingAllocator,
+    replay,
+    round_block,
+)
 from tightfit.trace.recording import (
     CATEGORIES,
     Allocation,
@@ -18,7 +23,6 @@ from tightfit.trace.recording import (
     build_timeline,
     describe_peak,
     list_stage_peaks,
-    round_block,
 )
 
 KIB = 1024
