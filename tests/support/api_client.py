@@ -60,7 +60,7 @@ def serving(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     url = f"http://127.0.0.1:{server.bound.port}"
     with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
-        wait_until(lambda: server.hub.phase is ServerPhase.READY)
+        wait_until(lambda: server.registry.phase is ServerPhase.READY)
         served = Served(server=server, http=http, thread=thread)
         try:
             yield served

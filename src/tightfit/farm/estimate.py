@@ -37,12 +37,9 @@ if TYPE_CHECKING:
     from tightfit.serve.generate.prediction import InferencePrediction
 
 
-# A number that is known only roughly: the least and the most it is expected to be.
-
-
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """From `low` to `high`."""
+    """A range: an estimate between `low` and `high`."""
 
     low: float
     high: float
@@ -54,7 +51,7 @@ class Bounds:
         return Bounds(self.low * factor, self.high * factor)
 
     def seconds_for(self, amount: float) -> Bounds:
-        """What an amount takes at this rate: the quicker the sooner."""
+        """The seconds that an amount takes at this rate."""
         return Bounds(amount / self.high, amount / self.low)
 
 
@@ -63,12 +60,12 @@ def sum_bounds(parts: Iterable[Bounds]) -> Bounds:
 
 
 def bounds_of(values: Iterable[float]) -> Bounds:
-    """All of them; at least one."""
+    """The range of at least one value."""
     found = sorted(values)
     return Bounds(found[0], found[-1])
 
 
-# A prediction for this machine, carried over to the devices that will do the work.
+# The prediction for this machine, adapted to the devices of the workers.
 
 BF16_SINCE = (8, 0)
 """Compute capability."""
@@ -90,7 +87,7 @@ def calibrated_gpu(group: WorkerGroup, gpu: Gpu, threads: int | None) -> Gpu | N
 def count_equivalent_workers(
     kind: NodeType, prediction: InferencePrediction, threads: int | None
 ) -> float:
-    """How many of the predicted worker all of them are worth.
+    """How many predicted workers these workers equal in speed.
 
     On a CPU it was predicted for `threads` of this machine's cores: here they share these, and a
     node elsewhere has its own.
@@ -130,10 +127,10 @@ def adapt_job_to_gpu(prediction: InferencePrediction, gpu: Gpu) -> InferenceJob:
     )
 
 
-# What earlier runs of `generate` and `farm` reached, and what this one adds to that.
+# Measured rates of earlier runs of `generate` and `farm`.
 
 LAST_RUNS = 5
-"""Machines, drivers and libraries change: older ones are not asked."""
+"""Machines, drivers and libraries change: older runs are not used."""
 MIN_TOKENS = 256
 MIN_SECONDS = 1.0
 """Of a run that says something about the next."""
@@ -156,9 +153,9 @@ class EstimateBasis(str, Enum):
 
 def work_key(spec: ModelSpec, engine: str, job: InferenceJob) -> str:
     """The same for every copy of a model with the same weights in the same engine."""
-    told = f"{spec.num_params} {spec.num_layers} {spec.hidden_size} {spec.vocab_size}"
-    told += f" {job.weight_bytes} {job.compute.value}"
-    return f"{engine}-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}"
+    facts = f"{spec.num_params} {spec.num_layers} {spec.hidden_size} {spec.vocab_size}"
+    facts += f" {job.weight_bytes} {job.compute.value}"
+    return f"{engine}-{hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()}"
 
 
 def group_key(group: WorkerGroup) -> str:
@@ -176,13 +173,13 @@ def find_measured_rates(work: str, *, group: str, device: str) -> Sequence[Answe
     return here[-LAST_RUNS:]
 
 
-def record_farm_rates(estimate: FarmEstimate, told: FarmStatistics) -> None:
+def record_farm_rates(estimate: FarmEstimate, facts: FarmStatistics) -> None:
     """Record each group whose workers are all of one node type and worked to the end."""
     kinds: dict[str, list[NodeTypeEstimate]] = {}
     for kind in estimate.types:
         kinds.setdefault(kind.group, []).append(kind)
     for group, (kind, *others) in kinds.items():
-        nodes = [node for node in told.nodes if node.partition == group]
+        nodes = [node for node in facts.nodes if node.partition == group]
         is_whole = sum(node.num_workers for node in nodes) == kind.num_workers
         if not others and is_whole and not any(node.num_lost_workers for node in nodes):
             _record_group_rate(kind, nodes)
@@ -198,7 +195,7 @@ def _record_group_rate(kind: NodeTypeEstimate, nodes: Sequence[NodeStatistics]) 
 def record_node_rate(
     kind: NodeTypeEstimate, *, num_new: int, rate: float, start_seconds: float | None = None
 ) -> None:
-    """Unless the run was too short to tell anything."""
+    """Record a rate, unless the run was too short to be representative."""
     is_long = num_new >= MIN_TOKENS and rate > 0 and num_new / rate >= MIN_SECONDS
     if not is_long or kind.work is None or not kind.predicted_tokens_per_second:
         return

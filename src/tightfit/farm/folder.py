@@ -25,7 +25,7 @@ from tightfit.runtime.artefacts import find_artefact
 from tightfit.serve.generate.journal import to_json_line
 from tightfit.serve.generate.prompts import Prompt
 
-# How prompts are cut into chunks and chunks into buckets, and what their files are called.
+# Chunks of prompts, buckets of chunks, and their file names.
 
 CHUNKS_PER_WORKER = 64
 """So many that the last chunk of the slowest worker is a small part of the whole."""
@@ -105,7 +105,7 @@ def numbers_in(names: list[str]) -> set[int]:
     return {int(name) for name in names if name.isdigit()}
 
 
-# The prompts as they were when the farm began: one file, and where each chunk starts in it.
+# A copy of the prompts: one file, and an index of where each chunk starts.
 
 PROMPTS_FILE, INDEX_FILE = "prompts.jsonl", "prompts.index"
 _OFFSET = struct.Struct("<Q")
@@ -150,14 +150,14 @@ class PromptSnapshot:
 
 
 def _prompt_to_line(prompt: Prompt) -> bytes:
-    told = {"index": prompt.index, "place": prompt.place, "messages": list(prompt.messages)}
-    return to_json_line(told) + b"\n"
+    facts = {"index": prompt.index, "place": prompt.place, "messages": list(prompt.messages)}
+    return to_json_line(facts) + b"\n"
 
 
 def _prompt_from_line(line: bytes) -> Prompt:
-    told = json.loads(line)
-    messages = tuple(Message(*turn) for turn in told["messages"])
-    return Prompt(index=told["index"], place=told["place"], messages=messages)
+    facts = json.loads(line)
+    messages = tuple(Message(*turn) for turn in facts["messages"])
+    return Prompt(index=facts["index"], place=facts["place"], messages=messages)
 
 
 LEASE_SECONDS = 60.0

@@ -33,7 +33,7 @@ class WorkerStatus(Frozen):
     num_slots: int | None = None
     joined_s: float
     loaded_s: float | None = None
-    told_s: float
+    reported_s: float
     """When this was written."""
     last_commit_s: float | None = None
     load_seconds: NonNegativeFloat = 0.0
@@ -71,8 +71,6 @@ def read_statuses(folder: Path) -> list[WorkerStatus]:
     return found
 
 
-# A worker's sign of life: its file's time, and beside it what it has done so far.
-
 HEARTBEATS_PER_LEASE = 4
 HEARTBEAT_SECONDS = 5.0
 WORKERS_PER_HEARTBEAT_SECOND = 100
@@ -86,7 +84,7 @@ def choose_heartbeat_seconds(lease_seconds: float, num_workers: int) -> float:
 
 
 class Heartbeat:
-    """Beats in a thread of its own, so that a long step of the engine is no silence."""
+    """Runs in its own thread, so that a long engine step does not look like a dead worker."""
 
     def __init__(
         self, store: Store, leases: Leases, identity: WorkerIdentity, *, every_s: float
@@ -95,7 +93,7 @@ class Heartbeat:
         self._leases = leases
         self._every_s = every_s
         self._identity = identity
-        self._told: dict[str, Any] = {"taken_over": {}}
+        self._facts: dict[str, Any] = {"taken_over": {}}
         self._lock = threading.Lock()
         self._now_s = 0.0
         self._since: tuple[str, float] | None = None
@@ -104,7 +102,7 @@ class Heartbeat:
     def beating(self, stop: Callable[[], None]) -> Iterator[None]:
         """`stop` is called when the farm is finished or gone."""
         self._now_s = self._leases.beat()
-        self._told["joined_s"] = self._now_s
+        self._facts["joined_s"] = self._now_s
         self.write()
         is_over = threading.Event()
         thread = threading.Thread(target=self._beat, args=(is_over, stop), daemon=True)
@@ -115,13 +113,13 @@ class Heartbeat:
             is_over.set()
             thread.join()
 
-    def tell(self, **facts: Any) -> None:
+    def update(self, **facts: Any) -> None:
         with self._lock:
-            self._told |= facts
+            self._facts |= facts
 
     def count_taken(self, why: LeaseReason) -> None:
         with self._lock:
-            taken = self._told["taken_over"]
+            taken = self._facts["taken_over"]
             taken[why] = taken.get(why, 0) + 1
 
     def count_chunk(self, head: ChunkHeader, *, is_first: bool) -> None:
@@ -135,7 +133,7 @@ class Heartbeat:
             self._add("num_failed", len(head.failures))
             self._add("num_prompt_tokens", head.num_prompt_tokens)
             self._add("num_new_tokens", head.num_new_tokens)
-            self._told["last_commit_s"] = self._now_s
+            self._facts["last_commit_s"] = self._now_s
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -158,8 +156,8 @@ class Heartbeat:
                 node=who.node,
                 partition=who.partition,
                 job=who.job,
-                told_s=self._now_s,
-                **self._told,
+                reported_s=self._now_s,
+                **self._facts,
             )
         write_status(self._store, status)
 
@@ -189,4 +187,4 @@ class Heartbeat:
             self._since = (name, now)
 
     def _add(self, name: str, amount: float) -> None:
-        self._told[name] = self._told.get(name, 0) + amount
+        self._facts[name] = self._facts.get(name, 0) + amount

@@ -204,7 +204,7 @@ class InterruptibleEngine:
                 ticket.cancel()
 
 
-# Chunks that several workers died of: one prompt at a time, so that the guilty one is found.
+# Quarantine: a chunk that several workers died of is answered one prompt at a time.
 
 MAX_SOLO_ATTEMPTS = 2
 """Deaths with nothing else under way after which a prompt is given up."""
@@ -213,10 +213,9 @@ MAX_SOLO_ATTEMPTS = 2
 def answer_quarantined(
     engine: Engine, work: InFlightChunks, store: Store, lease: Lease, prompts: list[Prompt]
 ) -> InFlightChunk | None:
-    """The chunk, each prompt alone and kept as it is answered. None where we were told to stop.
+    """Answer a chunk one prompt at a time, keeping each answer. None: the worker was asked to stop.
 
-    A try is noted before it begins. Where the note is there and the answer is not, whoever tried
-    it died of it.
+    An attempt is recorded before it begins: a record without an answer means that the worker died.
     """
     chunk = work.begin(lease, prompts)
     for prompt in prompts:
@@ -268,7 +267,7 @@ def _fail_prompt(chunk: InFlightChunk, prompt: Prompt) -> None:
 
 
 def _pack_prompt(chunk: InFlightChunk, prompt: int) -> bytes:
-    told = {
+    kept = {
         "answers": [
             [key.sample, answer.row.decode(), answer.num_prompt_tokens, answer.num_new_tokens]
             for key, answer in chunk.answers.items()
@@ -279,15 +278,15 @@ def _pack_prompt(chunk: InFlightChunk, prompt: int) -> bytes:
         ],
         "prompt": prompt,
     }
-    return json.dumps(told).encode()
+    return json.dumps(kept).encode()
 
 
 def _restore_prompt(chunk: InFlightChunk, content: bytes) -> None:
-    told = json.loads(content)
-    for sample, row, num_prompt, num_new in told["answers"]:
-        chunk.answers[AnswerKey(told["prompt"], sample)] = AnsweredRow(
+    kept = json.loads(content)
+    for sample, row, num_prompt, num_new in kept["answers"]:
+        chunk.answers[AnswerKey(kept["prompt"], sample)] = AnsweredRow(
             row.encode(), num_prompt, num_new
         )
-    for found in told["failures"]:
+    for found in kept["failures"]:
         note = FailureRecord.model_validate(found)
         chunk.failures[AnswerKey(note.prompt, note.sample)] = note

@@ -2,8 +2,8 @@
 
 Nothing is ever deleted or locked. A lease is a file `<chunk>.<generation>` that names its worker;
 it is taken over by creating the next generation, so that of many who try, one wins, and a worker
-that wakes up late cannot be mistaken for its successor. Whether a worker lives is told by the time
-of its own file, compared with the time of the asker's, both set by the file server. Two workers
+that wakes up late cannot be mistaken for its successor. Whether a worker is alive follows from the
+time of its own file and the time of the asker's, both set by the file server. Two workers
 may do the same chunk; only the first to publish it counts.
 """
 
@@ -49,7 +49,7 @@ class LeaseReason(str, Enum):
     DEAD = "dead"
     """Its worker fell silent, or its engine broke."""
     RETURNED = "returned"
-    """Its worker was told to stop and gave it back."""
+    """Its worker was asked to stop and returned it."""
     SLOW = "slow"
     """Its worker lives, and an idle one does it too."""
 
@@ -241,7 +241,7 @@ class Leases:
             return LeaseRecord(worker=self.worker)
         seen = self._store.look(lease_path(self._shape, chunk, generation))
         if seen is None:
-            return None  # a cached listing: it will be told next time
+            return None  # a cached listing: seen at the next scan
         held = _read_lease_record(seen.content)
         if held is None:  # died between making the file and writing it, or is about to write
             is_dead = now_s - seen.mtime_s > self._seconds

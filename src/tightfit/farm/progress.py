@@ -109,7 +109,7 @@ class ProgressReader:
                 self._full.add(bucket)
 
     def _nodes(self, statuses: list[WorkerStatus]) -> tuple[NodeProgress, ...]:
-        newest = max((status.told_s for status in statuses), default=0.0)
+        newest = max((status.reported_s for status in statuses), default=0.0)
         now = time.monotonic()
         found: dict[tuple[str, str], list[WorkerStatus]] = defaultdict(list)
         for status in statuses:
@@ -132,7 +132,7 @@ class ProgressReader:
 
     def _is_alive(self, status: WorkerStatus, newest_s: float) -> bool:
         is_here = status.state in ("loading", "working", "waiting")
-        return is_here and newest_s - status.told_s <= self._farm.lease_seconds
+        return is_here and newest_s - status.reported_s <= self._farm.lease_seconds
 
 
 def _append_sample(seen: deque[tuple[float, int]], now: float, count: int) -> None:

@@ -93,7 +93,7 @@ def _damaged(path: Path) -> InvalidInputError:
     )
 
 
-# The end of a farm: every chunk in order into one file, what failed beside it, sums of it all.
+# Collecting every chunk into the output.
 
 OUTPUT_FILE = "output.json"
 _INTERMEDIATE_FOLDERS = ("lease", "done", "taken", "full", "tmp", "suspect", "submitters")
@@ -163,11 +163,11 @@ def collect_output(folder: Path, farm: FarmFile, out: Path) -> CollectedOutput:
             yield from filter(None, content.split(b"\n"))
 
     try:
-        told = write_output(out, rows())
+        facts = write_output(out, rows())
     finally:
         snapshot.close()
     path = write_failures(out, failures)
-    note = OutputRecord(**told, num_failed=len(failures))
+    note = OutputRecord(**facts, num_failed=len(failures))
     return CollectedOutput(tuple(heads), tuple(commits_s), tuple(failures), path, note)
 
 

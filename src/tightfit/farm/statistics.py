@@ -71,8 +71,11 @@ def sum_farm(
     num_failed: int,
     commits_s: Sequence[float],
 ) -> FarmStatistics:
-    """From what is published, which is exact, and what workers told of their time, which may lack
-    the last seconds of one that was killed. `commits_s`: when each chunk was published."""
+    """Statistics from the published chunks and the times that workers reported.
+
+    Chunks are exact; times may lack the last seconds of a worker that was killed. `commits_s`:
+    when each chunk was published.
+    """
     seconds = max(_working_seconds(heads, commits_s, statuses), 1e-9)
     num_answers = sum(head.num_answers for head in heads)
     num_prompt = sum(head.num_prompt_tokens for head in heads)
@@ -107,13 +110,14 @@ def _by_node(
     lost: set[str],
 ) -> tuple[NodeStatistics, ...]:
     done: dict[_NodeKey, list[ChunkHeader]] = defaultdict(list)
-    told: dict[_NodeKey, list[WorkerStatus]] = defaultdict(list)
+    by_node: dict[_NodeKey, list[WorkerStatus]] = defaultdict(list)
     for head in heads:
         done[(head.partition, head.node)].append(head)
     for status in statuses:
-        told[(status.partition, status.node)].append(status)
+        by_node[(status.partition, status.node)].append(status)
     return tuple(
-        _of_node(key, done[key], told[key], num_answers, lost) for key in sorted({*done, *told})
+        _of_node(key, done[key], by_node[key], num_answers, lost)
+        for key in sorted({*done, *by_node})
     )
 
 
@@ -154,23 +158,23 @@ def _of_node(
 
 
 def _find_lost(statuses: Sequence[WorkerStatus], lease_seconds: float) -> set[str]:
-    """Workers that broke, or said nothing for longer than a lease while others did."""
-    newest = max((status.told_s for status in statuses), default=0.0)
+    """Workers that failed, or were silent for longer than a lease while others were not."""
+    newest = max((status.reported_s for status in statuses), default=0.0)
     return {
         status.worker
         for status in statuses
         if status.state == "broken"
-        or (status.state not in ("ended", "stopped") and newest - status.told_s > lease_seconds)
+        or (status.state not in ("ended", "stopped") and newest - status.reported_s > lease_seconds)
     }
 
 
 def _working_seconds(
     heads: Sequence[ChunkHeader], commits_s: Sequence[float], statuses: Sequence[WorkerStatus]
 ) -> float:
-    """Both by the file server's clock: what workers told, and the chunks of those who could not."""
+    """Seconds with a loaded model at work, by the file server's clock."""
     last_s = max(commits_s, default=0.0)
     spans = [
-        (status.loaded_s, min(status.told_s, last_s))
+        (status.loaded_s, min(status.reported_s, last_s))
         for status in statuses
         if status.loaded_s is not None
     ]

@@ -51,7 +51,7 @@ class Store(Protocol):
         """What is in a folder; nothing where there is none."""
 
     def beat(self, path: str) -> float:
-        """Set a file's time to the server's, and tell it."""
+        """Set a file's time to the server's, and return it."""
 
 
 class FolderStore:
@@ -184,7 +184,7 @@ class FolderStore:
             os.mkdir(Path(path).parent, dir_fd=self._root)
 
 
-# A store in memory that counts what is asked of it: for simulations and for tests.
+# A store in memory that counts requests, for simulations and tests.
 
 NAMES_PER_LISTING = 128
 """What one reply of an NFS server to READDIR holds, at 64 bytes a name and 8 KiB a reply."""

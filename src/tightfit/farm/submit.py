@@ -53,8 +53,7 @@ from tightfit.farm.worker_pool import WorkerBackend, WorkerGroup, WorkerPool, Wo
 from tightfit.serve.generate.job import GenerateJob
 from tightfit.serve.generate.journal import AnswerSettings, describe_differences, require_folder
 
-# One submitter at a time over a farm: two would start workers twice and clear away under
-# another.
+# The submitter lock: two submitters would start workers twice and remove files of the other.
 
 SUBMITTERS = "submitters"
 SUBMITTER_TIMEOUT_SECONDS = 30.0
@@ -260,15 +259,15 @@ class Submitter:
         self._former = {s.worker for s in read_statuses(folder) if s.state in over}
         self._pool = WorkerPool(folder, groups, starters)
 
-    def run(self, watch: OnFarmProgress, tell: OnFarmMessage) -> FarmOutcome:
+    def run(self, watch: OnFarmProgress, report: OnFarmMessage) -> FarmOutcome:
         """Until every chunk is done; then the output."""
         try:
-            self._watch(watch, tell)
+            self._watch(watch, report)
             return self._finish()
         except OSError as error:
             raise self._explain(error) from error
 
-    def _watch(self, watch: OnFarmProgress, tell: OnFarmMessage) -> None:
+    def _watch(self, watch: OnFarmProgress, report: OnFarmMessage) -> None:
         lookout = ProgressReader(self._folder, self._farm)
         pool_due_s, num_done = 0.0, -1
         while True:
@@ -282,7 +281,7 @@ class Submitter:
                 self._pool.note_progress()
             if time.monotonic() >= pool_due_s:
                 self._refuse_unloadable()
-                self._pool.top_up(num_left=progress.num_chunks - progress.num_done, tell=tell)
+                self._pool.top_up(num_left=progress.num_chunks - progress.num_done, report=report)
                 pool_due_s = time.monotonic() + self._pool_poll_s
             time.sleep(POLL_SECONDS)
 
@@ -310,15 +309,15 @@ class Submitter:
     def _refuse_unloadable(self) -> None:
         """Where no worker of ours could load the model, no other will."""
         statuses = [s for s in read_statuses(self._folder) if s.worker not in self._former]
-        told = [status.error for status in statuses if status.state == "broken"]
-        if not told or len(told) < len(statuses) or any(s.loaded_s for s in statuses):
+        errors = [status.error for status in statuses if status.state == "broken"]
+        if not errors or len(errors) < len(statuses) or any(s.loaded_s for s in statuses):
             return
         self._pool.stop()
         for status in statuses:  # none of them had a lease; the next try counts anew
             for path in (status_path(status.worker), heartbeat_path(status.worker)):
                 (self._folder / path).unlink(missing_ok=True)
         raise SetupError(
-            f"No worker could load {self._farm.engine.model}: {str(told[-1]).rstrip('.')}.",
+            f"No worker could load {self._farm.engine.model}: {str(errors[-1]).rstrip('.')}.",
             remedy=f"mend that and give the same command again; logs: {self._folder / 'logs'}",
         )
 

@@ -53,7 +53,7 @@ def run_worker(
     open_engine: OpenEngine | None = None,
     hand_stop: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
-    """Work until nothing is left (0), or until told to stop (EXIT_REQUEUE).
+    """Work until nothing is left (0), or until asked to stop (EXIT_REQUEUE).
 
     SIGUSR1: finish what is under way and take no more. SIGTERM: give everything back now.
     `hand_stop` gets a function that does the same as SIGTERM, for whoever cannot send one.
@@ -115,22 +115,22 @@ class _Worker:
                 self._load(open_engine)
                 is_over = self._work()
                 reason = LeaveReason.STOPPED
-                self._heartbeat.tell(state="ended" if is_over else "stopped")
+                self._heartbeat.update(state="ended" if is_over else "stopped")
                 return 0 if is_over else EXIT_REQUEUE
             except _StopRequestedError:
                 reason = LeaveReason.STOPPED
-                self._heartbeat.tell(state="stopped")
+                self._heartbeat.update(state="stopped")
                 return EXIT_REQUEUE
             except BaseException as error:
                 if isinstance(error, OSError):
                     reason = LeaveReason.STOPPED  # a disk's fault: no prompt is to be suspected
                 problem = error.problem if isinstance(error, UserError) else repr(error)
-                self._heartbeat.tell(state="broken", error=problem[:400])
+                self._heartbeat.update(state="broken", error=problem[:400])
                 raise
             finally:
-                for tell in (self._heartbeat.write, lambda: self._leases.leave(reason)):
+                for update in (self._heartbeat.write, lambda: self._leases.leave(reason)):
                     with contextlib.suppress(OSError):  # a full disk, or the farm was taken away
-                        tell()
+                        update()
                 self._snapshot.close()
                 if self._engine is not None:
                     self._engine.close()
@@ -168,7 +168,7 @@ class _Worker:
         engine = open_engine(self._farm.engine.to_request())
         self._engine = InterruptibleEngine(engine)
         info = engine.info
-        self._heartbeat.tell(
+        self._heartbeat.update(
             state="working",
             engine=info.engine,
             device=info.device,
@@ -191,10 +191,10 @@ class _Worker:
                 break
             lease = self._take_left(work.chunk_seconds)
             if lease is None:
-                self._heartbeat.tell(state="waiting")
+                self._heartbeat.update(state="waiting")
                 with self._heartbeat.timed("idle_seconds"):
                     self._is_stopping.wait(self._poll_s * random.uniform(0.75, 1.25))
-                self._heartbeat.tell(state="working")
+                self._heartbeat.update(state="working")
         return self._leases.is_finished()
 
     def _answer(self, work: InFlightChunks) -> None:
@@ -207,10 +207,10 @@ class _Worker:
                 if is_cancelled or self._is_stopping.is_set():
                     return
                 work.take(number, end, self._commit)
-                self._heartbeat.tell(num_leases=len(work.open))
+                self._heartbeat.update(num_leases=len(work.open))
         finally:
             work.open.clear()
-            self._heartbeat.tell(num_leases=0)
+            self._heartbeat.update(num_leases=0)
 
     def _answer_quarantined(self, work: InFlightChunks, lease: Lease) -> None:
         assert self._engine is not None

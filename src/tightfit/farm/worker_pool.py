@@ -179,7 +179,7 @@ def make_local_group(*, num_gpus: int, num_workers: int | None, gpu: Gpu | None)
     )
 
 
-# The workers that were started: noted on the disk, counted, topped up and stopped.
+# The pool of started workers: recorded on disk, counted, topped up and stopped.
 
 JOBS_FILE = "jobs.json"
 EXTRA_STARTS = 8
@@ -233,7 +233,7 @@ class WorkerPool:
         for group in groups:
             self.jobs += starters[group.kind].find_lost(group, self.jobs)
 
-    def top_up(self, *, num_left: int, tell: Callable[[str], None]) -> int:
+    def top_up(self, *, num_left: int, report: Callable[[str], None]) -> int:
         """Start what is missing, at most one worker for each chunk that is left; how many."""
         started = 0
         for group in self._groups:
@@ -246,7 +246,7 @@ class WorkerPool:
             self.jobs.append(job)
             self._write()
             started += missing
-            tell(f"{group.name}: started {missing} ({', '.join(job.names[:4])})")
+            report(f"{group.name}: started {missing} ({', '.join(job.names[:4])})")
         return started
 
     def count_alive(self, group: WorkerGroup) -> int:
@@ -291,7 +291,7 @@ def _last_log_line(folder: Path) -> str:
     logs = sorted((folder / "logs").glob("*"), key=lambda path: path.stat().st_mtime)
     for path in reversed(logs):
         lines = path.read_bytes()[-4000:].decode("utf-8", "replace").strip().splitlines()
-        told = [line for line in lines if line.startswith(("error: ", "broken: "))] or lines
-        if told:
-            return told[-1].removeprefix("error: ").removeprefix("broken: ").rstrip(".")[:300]
+        errors = [line for line in lines if line.startswith(("error: ", "broken: "))] or lines
+        if errors:
+            return errors[-1].removeprefix("error: ").removeprefix("broken: ").rstrip(".")[:300]
     return ""

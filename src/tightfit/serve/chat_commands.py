@@ -20,8 +20,9 @@ from tightfit.serve.generate.journal import to_json_line
 QUOTES = '"""'
 
 ReadLine = Callable[[bool], str]
-"""The next line without its line end; told whether a message goes on. Raises `EOFError` at the end,
-and `KeyboardInterrupt` where the user thinks better of it."""
+"""The next line without its line end; the argument says whether a message continues.
+
+Raises `EOFError` at the end, and `KeyboardInterrupt` on Ctrl-C."""
 
 
 def read_messages(read_line: ReadLine, forget: Callable[[], None]) -> Iterator[str]:
@@ -64,7 +65,7 @@ def _read_block(line: str, read_line: ReadLine) -> str:
     return "\n".join(lines).strip("\n")
 
 
-# Commands of a chat: `/reset`, `/set temperature 0.7`, ...; what they say and what they change.
+# Commands: `/reset`, `/set temperature 0.7`, ...
 
 COMMAND_HELP = f"""\
 /help               this list
@@ -103,7 +104,7 @@ COMMAND_NAMES = (
 
 
 def read_command(text: str) -> ChatCommand | None:
-    """None for a message. A command's name that is not known is told, not sent to the model."""
+    """None for a message. An unknown command is an error, not sent to the model."""
     if not text.startswith("/") or text.startswith("//") or "\n" in text:
         return None
     name, _, rest = text[1:].strip().partition(" ")
@@ -122,7 +123,7 @@ def unescape_message(text: str) -> str:
 
 
 def run_command(command: ChatCommand, talk: Conversation) -> str:
-    """Do what a command that needs no answer says; what to tell of it."""
+    """Run a command that needs no answer; returns the text to show."""
     if command.name in ("save", "save!"):
         path = _file(command)
         save_conversation(talk, path, replaces=command.name == "save!")

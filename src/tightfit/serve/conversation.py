@@ -57,7 +57,7 @@ class ChatTotals:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """Turns with one model. Everything said is kept; what is sent is what fits."""
+    """Turns with one model. All turns are kept; those that fit the context are sent."""
 
     engine: Engine
     sampling: Sampling
@@ -85,7 +85,7 @@ class Conversation:
             return self._answer(show)
         except BaseException:
             if self.turns and self.turns[-1].role == USER:
-                self.turns.pop()  # as if it had never been said
+                self.turns.pop()  # a message without an answer is not kept
             raise
 
     def ask_again(self, show: OnText = _ignore) -> Reply:
@@ -110,9 +110,9 @@ class Conversation:
 
     def replace_turns(self, messages: Sequence[Message]) -> None:
         """Go on from another conversation."""
-        said = list(messages)
-        self.system = said.pop(0).content if said and said[0].role == SYSTEM else None
-        self.turns[:] = said
+        kept = list(messages)
+        self.system = kept.pop(0).content if kept and kept[0].role == SYSTEM else None
+        self.turns[:] = kept
         self._first = 0
 
     def messages(self) -> list[Message]:

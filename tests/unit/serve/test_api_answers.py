@@ -203,5 +203,5 @@ def test_two_models_answer_by_name_and_one_must_be_named() -> None:
 def test_every_place_is_given_back(served: Served) -> None:
     for content in ("abc", "!", "?", "refuse me"):
         served.chat(content, max_tokens=2, n=2)
-    wait_until(lambda: served.server.hub.models[0].num_owed == 0)
-    assert served.server.hub.models[0].jobs == set()
+    wait_until(lambda: served.server.registry.models[0].num_owed == 0)
+    assert served.server.registry.models[0].jobs == set()

@@ -47,7 +47,7 @@ def test_a_client_that_leaves_mid_stream_frees_its_slot() -> None:
         raw.close()
         assert engine.tickets[0].is_over.wait(60)
         assert engine.tickets[0].num_computed < LONG // 10
-        wait_until(lambda: served.server.hub.models[0].num_owed == 0)
+        wait_until(lambda: served.server.registry.models[0].num_owed == 0)
         assert served.chat("abc", max_tokens=1).status_code == 200
         assert 'end="cancelled"} 1\n' in served.http.get("/metrics").text
 
@@ -70,7 +70,7 @@ def test_a_slow_reader_costs_his_answer_and_no_more() -> None:
     with serving(engine) as served:
         raw = _send(served, stream=True, max_tokens=50_000)
         assert engine_ended(engine)
-        job_free = served.server.hub.models[0]
+        job_free = served.server.registry.models[0]
         wait_until(lambda: job_free.num_owed == 0)
         time.sleep(0.2)
         # A reader that takes his time still gets every character, once and in order.
@@ -93,7 +93,7 @@ def test_a_reader_who_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -
         served.server.bound.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         raw = _send(served, buffer_bytes=8192, stream=True)
         wait_until(lambda: bool(engine.tickets))  # it is owed now, or was: a reader goes soon
-        wait_until(lambda: served.server.hub.models[0].num_owed == 0, seconds=60)
+        wait_until(lambda: served.server.registry.models[0].num_owed == 0, seconds=60)
         assert engine.tickets[0].num_computed < 10**6 - 3
         raw.settimeout(60)
         told = b""
@@ -148,7 +148,7 @@ def test_answers_that_outlast_the_limit_are_stopped_in_an_orderly_way() -> None:
             one.join(30)
         served.thread.join(30)
         assert time.monotonic() - began_s < 60  # the answers alone would take minutes
-        assert served.server.hub.phase is ServerPhase.STOPPING
+        assert served.server.registry.phase is ServerPhase.STOPPING
     last = streams[0][-1]
     assert isinstance(last, dict)
     assert last["error"]["code"] == "shutting_down"

@@ -218,7 +218,7 @@ def test_a_fault_after_the_stream_began_is_its_last_event(served: Served) -> Non
 def test_a_full_queue_is_told_when_to_come_back() -> None:
     engine = ScriptedEngine(num_slots=1, token_seconds=0.02)
     with serving(engine, max_queue=1) as served:
-        model = served.server.hub.models[0]
+        model = served.server.registry.models[0]
         first = [threading.Thread(target=served.chat, args=("abc",)) for _ in range(2)]
         for one in first:
             one.start()
@@ -256,18 +256,18 @@ def test_an_answer_that_takes_too_long_ends_with_504_and_frees_its_slot() -> Non
 
 def test_while_loading_only_health_answers() -> None:
     with serving(ScriptedEngine()) as served:
-        served.server.hub.phase = ServerPhase.LOADING
+        served.server.registry.phase = ServerPhase.LOADING
         assert served.http.get("/health").json() == {"status": "loading"}
         for response in (served.chat("abc"), served.http.get("/v1/models")):
             assert _error(response, 503).code == "model_loading"
             assert "retry-after" in response.headers
-        served.server.hub.phase = ServerPhase.READY
+        served.server.registry.phase = ServerPhase.READY
         assert served.http.get("/health").status_code == 200
 
 
 def test_a_bug_is_a_plain_500_and_is_reported() -> None:
     told: list[Exception] = []
     with serving(ScriptedEngine(), report_error=told.append) as served:
-        served.server.hub.metrics.info = None  # type: ignore[assignment]
+        served.server.registry.metrics.info = None  # type: ignore[assignment]
         assert _error(served.http.get("/metrics"), 500).code == "internal_error"
     assert isinstance(told[0], AttributeError)

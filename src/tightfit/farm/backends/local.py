@@ -22,7 +22,7 @@ WORKER_COMMAND = ("-m", "tightfit.farm.worker")
 
 
 class LocalStarter:
-    """In sessions of their own: Ctrl-C reaches the submitter, which tells them."""
+    """In sessions of their own: Ctrl-C reaches the submitter alone, which stops them."""
 
     def __init__(self, folder: Path, words: Sequence[str] = WORKER_COMMAND) -> None:
         self._folder = folder

@@ -83,14 +83,14 @@ def connect_ray() -> Any:
 
 
 def disconnect_ray() -> None:
-    """Nothing is heard of the cluster any more; detached actors go on."""
+    """Disconnect from the cluster; detached actors go on."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         ray.shutdown()
 
 
 class FarmActor:
-    """One worker in a Ray process. `work` lasts until the end; `stop` is heard meanwhile."""
+    """One worker in a Ray process. `work` runs until the end; `stop` may be called meanwhile."""
 
     def __init__(self) -> None:
         self._stops: list[Callable[[], None]] = []
@@ -113,12 +113,12 @@ class FarmActor:
 
 def write_failure_log(folder: Path, partition: str, error: Exception) -> None:
     """Where the workers that schedulers start have their logs, and in their words."""
-    told = f"broken: {type(error).__name__}: {error}"
+    text = f"broken: {type(error).__name__}: {error}"
     if isinstance(error, UserError):
-        told = f"error: {error.problem}\n  try: {error.remedy}"
+        text = f"error: {error.problem}\n  try: {error.remedy}"
     log = folder / "logs" / f"{partition}-{socket.gethostname()}-{os.getpid()}.log"
     with contextlib.suppress(OSError):  # the farm was taken away
-        log.write_text(f"{told}\n", "utf-8")
+        log.write_text(f"{text}\n", "utf-8")
 
 
 class RayStarter:

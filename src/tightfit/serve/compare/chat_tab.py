@@ -26,12 +26,12 @@ PLACES = (0, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Something that was said, by the visitor or by a model."""
+    """One message, of the visitor or of a model."""
 
     role: str
     text: str
     name: str = ""
-    """Of the model that said it."""
+    """Of the model that wrote it."""
     side: PartialAnswer | None = None
     """How the answer came to be, or that it is still coming."""
 
@@ -98,8 +98,8 @@ def render_thread(thread: Sequence[Turn]) -> str:
 
 def _render_turn(turn: Turn) -> str:
     if turn.role == USER:
-        said = '<span class="tf-visually-hidden">You: </span>'
-        return f'<div class="tf-turn tf-user">{said}<div>{escape_html(turn.text)}</div></div>'
+        message = '<span class="tf-visually-hidden">You: </span>'
+        return f'<div class="tf-turn tf-user">{message}<div>{escape_html(turn.text)}</div></div>'
     side = turn.side
     is_coming = side is not None and not side.has_ended
     cursor = '<span class="tf-cursor"></span>' if is_coming else ""
@@ -111,12 +111,12 @@ def _render_turn(turn: Turn) -> str:
     )
 
 
-def build_chat_tab(desk: ChatController) -> None:
+def build_chat_tab(controller: ChatController) -> None:
     """Draw the tab and connect it."""
     import gradio as gr
 
     kept = gr.State(())
-    names = desk.models.names
+    names = controller.models.names
     model = gr.Radio(
         choices=[(names[place], place) for place in PLACES],
         value=len(PLACES) - 1,
@@ -136,12 +136,12 @@ def build_chat_tab(desk: ChatController) -> None:
         stop = gr.Button("Stop", interactive=False, elem_id="tf-stop-chat")
         clear = gr.Button("Start over", elem_id="tf-clear-chat")
     with gr.Accordion("Settings", open=False, elem_classes="tf-settings"):
-        controls = build_controls(desk.defaults)
+        controls = build_controls(controller.defaults)
     page = _ChatComponents(
         kept=kept, model=model, shown=shown, text=text, go=go, stop=stop, clear=clear,
         controls=controls,
     )  # fmt: skip
-    _connect(desk, page)
+    _connect(controller, page)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class _ChatComponents:
 
     @property
     def form(self) -> set[Any]:
-        """What a visitor fills in, and what was said before."""
+        """What a visitor fills in, and the earlier messages."""
         return {self.kept, self.text, self.model, *self.controls.all}
 
     @property
@@ -167,7 +167,7 @@ class _ChatComponents:
         return [self.go, self.stop, self.clear]
 
 
-def _connect(desk: ChatController, page: _ChatComponents) -> None:
+def _connect(controller: ChatController, page: _ChatComponents) -> None:
     import gradio as gr
 
     off, on, left = gr.update(interactive=False), gr.update(interactive=True), gr.skip()
@@ -175,15 +175,15 @@ def _connect(desk: ChatController, page: _ChatComponents) -> None:
 
     @with_request
     def run(given: dict[Any, Any], request: Any) -> Iterator[list[Any]]:
-        thread, said = given[page.kept], given[page.text] or ""
+        thread, message = given[page.kept], given[page.text] or ""
         try:
             system, settings = page.controls.read(given)
-            grown = desk.say(
+            grown = controller.say(
                 thread,
-                said,
+                message,
                 given[page.model],
                 system=system,
-                sampling=make_sampling(settings, desk.defaults.sampling),
+                sampling=make_sampling(settings, controller.defaults.sampling),
                 visitor=visitor_id(request),
             )
         except UserError as error:
@@ -197,11 +197,11 @@ def _connect(desk: ChatController, page: _ChatComponents) -> None:
             rest = [left, *as_they_are]
         has_failed = now[-1].has_failed
         remembered = thread if has_failed else _forget_sides(now)
-        yield [remembered, render_thread(now), said if has_failed else left, *as_they_are]
+        yield [remembered, render_thread(now), message if has_failed else left, *as_they_are]
 
     @with_request
     def cancel(request: Any) -> None:
-        desk.models.cancel(visitor_id(request))
+        controller.models.cancel(visitor_id(request))
 
     outputs = [page.kept, page.shown, page.text, *page.buttons]
     sent = page.go.click(run, page.form, outputs, concurrency_limit=8, **QUIET_EVENT)

@@ -75,16 +75,18 @@ def _read_source_examples(source: DataSource) -> Iterator[ExamplePrompt]:
             if row_format.name == "text":
                 return
             messages = to_messages(row, row_format)
-            before = list(itertools.takewhile(lambda said: said.role != ASSISTANT, messages))
-            asked = "\n\n".join(said.content for said in before if said.role == USER)
+            before = list(itertools.takewhile(lambda message: message.role != ASSISTANT, messages))
+            asked = "\n\n".join(message.content for message in before if message.role == USER)
             if asked.strip() and len(asked) <= MAX_PROMPT_CHARACTERS:
-                system = "\n\n".join(said.content for said in before if said.role == SYSTEM)
+                system = "\n\n".join(
+                    message.content for message in before if message.role == SYSTEM
+                )
                 yield ExamplePrompt(prompt=asked, system=system)
     except (UserError, OSError):
         return
 
 
-# One round of comparing: a prompt, two answers, what differs, and the vote on it.
+# One round: a prompt, two answers, their difference, and the vote.
 
 MIN_SHARED_FRACTION = 0.1
 """Of the words: answers with less in common are different throughout, and marks say nothing."""
@@ -197,11 +199,11 @@ class CompareController:
             return render_note(f"Only {shared}; to mark all the rest would show nothing.")
         return render_note(f"{shared}; the rest is marked.")
 
-    def tally(self, *, said: str = "") -> str:
+    def tally(self, *, message: str = "") -> str:
         names, path = self.models.names, self.votes.path
         export = f"gradio_api/file={quote(str(path.resolve()))}" if path.exists() else None
         counted = self.votes.count(names[0], names[1])
-        return render_vote_counts(counted, names, said=said, export=export)
+        return render_vote_counts(counted, names, message=message, export=export)
 
     def _card(self, shown: Round | None, place: int, pieces: tuple[DiffPiece, ...] | None) -> str:
         if shown is None:
@@ -221,13 +223,13 @@ class CompareController:
         return render_card(card)
 
 
-# The compare tab: how a round is laid out, started, stopped and voted on.
+# The components of the tab, and their events.
 
 VOTE_LABELS = ("1 is better", "2 is better", "Tie", "Both are bad")
 MAX_LABEL_CHARACTERS = 90
 
 
-def build_compare_tab(desk: CompareController, examples: Sequence[ExamplePrompt]) -> None:
+def build_compare_tab(controller: CompareController, examples: Sequence[ExamplePrompt]) -> None:
     """Draw the tab and connect it."""
     import gradio as gr
 
@@ -243,7 +245,7 @@ def build_compare_tab(desk: CompareController, examples: Sequence[ExamplePrompt]
     with gr.Row(elem_classes="tf-vote"):
         go = gr.Button("Compare", variant="primary", elem_id="tf-go-compare", scale=3)
         stop = gr.Button("Stop", interactive=False, elem_id="tf-stop-compare")
-    controls = _build_examples(desk, examples, prompt)
+    controls = _build_examples(controller, examples, prompt)
     with gr.Row(elem_classes="tf-pair"):
         blind = gr.Checkbox(
             label="Blind: hide the names and shuffle the sides until the vote",
@@ -253,25 +255,25 @@ def build_compare_tab(desk: CompareController, examples: Sequence[ExamplePrompt]
         marked = gr.Checkbox(
             label="Mark what differs", value=True, elem_id="tf-marked", container=False
         )
-    left, right = _build_sides(desk)
+    left, right = _build_sides(controller)
     verdict = gr.HTML("", apply_default_css=False, elem_id="tf-verdict")
     with gr.Row(elem_classes="tf-vote", elem_id="tf-vote"):
         ballots = [
             gr.Button(label, interactive=False, elem_id=f"tf-vote-{place}")
             for place, label in enumerate(VOTE_LABELS)
         ]
-    tally = gr.HTML(desk.tally(), apply_default_css=False, elem_id="tf-tally")
+    tally = gr.HTML(controller.tally(), apply_default_css=False, elem_id="tf-tally")
     page = _CompareComponents(
         played=played, left=left, right=right, verdict=verdict, tally=tally, go=go, stop=stop,
         ballots=tuple(ballots),
     )  # fmt: skip
     form = _Form(prompt=prompt, controls=controls, blind=blind, marked=marked)
-    _connect_round(desk, page, form)
-    _connect_votes(desk, page, marked)
+    _connect_round(controller, page, form)
+    _connect_votes(controller, page, marked)
     marked.change(
         lambda shown, is_marked: (
-            *desk.cards(shown, is_marked=is_marked),
-            desk.verdict(shown, is_marked=is_marked),
+            *controller.cards(shown, is_marked=is_marked),
+            controller.verdict(shown, is_marked=is_marked),
         ),
         [played, marked],
         [left, right, verdict],
@@ -316,7 +318,7 @@ class _CompareComponents:
         return [self.go, self.stop, *self.ballots]
 
 
-def _build_sides(desk: CompareController) -> tuple[Any, Any]:
+def _build_sides(controller: CompareController) -> tuple[Any, Any]:
     """Two cards, still empty."""
     import gradio as gr
 
@@ -330,7 +332,7 @@ def _build_sides(desk: CompareController) -> tuple[Any, Any]:
                 min_width=300,
             )
             for card, colour, place in zip(
-                desk.cards(None, is_marked=True),
+                controller.cards(None, is_marked=True),
                 ("tf-one", "tf-two"),
                 ("tf-left", "tf-right"),
                 strict=True,
@@ -340,13 +342,13 @@ def _build_sides(desk: CompareController) -> tuple[Any, Any]:
 
 
 def _build_examples(
-    desk: CompareController, examples: Sequence[ExamplePrompt], prompt: Any
+    controller: CompareController, examples: Sequence[ExamplePrompt], prompt: Any
 ) -> Controls:
     """The settings, folded, and the run's own prompts, where it has some."""
     import gradio as gr
 
     with gr.Accordion("Settings", open=False, elem_id="tf-settings", elem_classes="tf-settings"):
-        controls = build_controls(desk.defaults)
+        controls = build_controls(controller.defaults)
     if examples:
         labels = [(_shorten(example.prompt), place) for place, example in enumerate(examples)]
         chosen = gr.Dropdown(
@@ -369,7 +371,7 @@ def _build_examples(
     return controls
 
 
-def _connect_round(desk: CompareController, page: _CompareComponents, form: _Form) -> None:
+def _connect_round(controller: CompareController, page: _CompareComponents, form: _Form) -> None:
     import gradio as gr
 
     kept = gr.skip()
@@ -379,21 +381,23 @@ def _connect_round(desk: CompareController, page: _CompareComponents, form: _For
         try:
             system, settings = form.controls.read(given)
             prompt = given[form.prompt] or ""
-            shown = desk.open_round(prompt, system, settings, is_blind=bool(given[form.blind]))
+            shown = controller.open_round(
+                prompt, system, settings, is_blind=bool(given[form.blind])
+            )
         except UserError as error:
             yield [kept] * 3 + [render_error(error)] + [kept] * (len(page.all) - 4)
             return
         off, on = gr.update(interactive=False), gr.update(interactive=True)
-        rest = ["", desk.tally(), off, on, *([off] * len(page.ballots))]
-        for grown in desk.play(shown, visitor_id(request)):
+        rest = ["", controller.tally(), off, on, *([off] * len(page.ballots))]
+        for grown in controller.play(shown, visitor_id(request)):
             shown = grown
             if not shown.has_ended:
-                yield [None, *desk.cards(shown, is_marked=False), *rest]
+                yield [None, *controller.cards(shown, is_marked=False), *rest]
                 rest = [kept] * len(rest)
         is_marked = bool(given[form.marked])
-        cards = desk.cards(shown, is_marked=is_marked)
-        verdict = desk.verdict(shown, is_marked=is_marked)
-        yield [shown, *cards, verdict, desk.tally(), *([kept] * len(page.buttons))]
+        cards = controller.cards(shown, is_marked=is_marked)
+        verdict = controller.verdict(shown, is_marked=is_marked)
+        yield [shown, *cards, verdict, controller.tally(), *([kept] * len(page.buttons))]
 
     def free_buttons(played: Round | None) -> list[Any]:
         can_vote = played is not None and played.can_vote
@@ -402,7 +406,7 @@ def _connect_round(desk: CompareController, page: _CompareComponents, form: _For
 
     @with_request
     def stop(request: Any) -> None:
-        desk.models.cancel(visitor_id(request))
+        controller.models.cancel(visitor_id(request))
 
     asked = page.go.click(run, form.all, page.all, concurrency_limit=8, **QUIET_EVENT)
     # Not with the last words: until the round is over, another click would be dropped.
@@ -410,7 +414,7 @@ def _connect_round(desk: CompareController, page: _CompareComponents, form: _For
     page.stop.click(stop, None, None, concurrency_limit=None, **QUIET_EVENT)
 
 
-def _connect_votes(desk: CompareController, page: _CompareComponents, marked: Any) -> None:
+def _connect_votes(controller: CompareController, page: _CompareComponents, marked: Any) -> None:
     import gradio as gr
 
     outputs = [page.played, page.left, page.right, page.tally, *page.ballots]
@@ -420,13 +424,13 @@ def _connect_votes(desk: CompareController, page: _CompareComponents, marked: An
             if shown is None or not shown.can_vote:
                 return [gr.skip()] * len(outputs)
             try:
-                voted, is_new = desk.cast(shown, button)
+                voted, is_new = controller.cast(shown, button)
             except UserError as error:
                 return [gr.skip()] * 3 + [render_error(error)] + [gr.skip()] * len(page.ballots)
-            said = "Vote kept. " if is_new else "This pair has had its vote. "
+            message = "Vote kept. " if is_new else "This pair has had its vote. "
             off = [gr.update(interactive=False)] * len(page.ballots)
-            cards = desk.cards(voted, is_marked=is_marked)
-            return [voted, *cards, desk.tally(said=said), *off]
+            cards = controller.cards(voted, is_marked=is_marked)
+            return [voted, *cards, controller.tally(message=message), *off]
 
         return cast
 

@@ -16,10 +16,10 @@ from tightfit.engines.protocol import Done, EngineInfo, FinishReason
 from tightfit.serve.compare.models import PartialAnswer
 from tightfit.serve.compare.votes import VoteCounts
 
-# Where two answers differ, word by word.
+# The difference of two answers, word by word.
 
 MAX_DIFF_WORDS = 3_000
-"""On one side. Longer answers are held together line by line: the search is quadratic."""
+"""On one side. Longer answers are compared line by line: the search is quadratic."""
 _WORDS = re.compile(r"\s*(?:\w+|[^\w\s])")
 _LINES = re.compile(r"\s*\S[^\n]*")
 
@@ -150,7 +150,7 @@ def render_note(text: str) -> str:
 
 
 def render_vote_counts(
-    tally: VoteCounts, names: Sequence[str], *, said: str = "", export: str | None = None
+    tally: VoteCounts, names: Sequence[str], *, message: str = "", export: str | None = None
 ) -> str:
     """The counts so far, and where the file of votes can be had."""
     parts = (
@@ -168,7 +168,7 @@ def render_vote_counts(
         else ""
     )
     return (
-        f'<div class="tf-tally"><div role="status"><span>{escape_html(said)}</span>'
+        f'<div class="tf-tally"><div role="status"><span>{escape_html(message)}</span>'
         f"<ul><li>{votes} so far:</li>{counts}</ul></div>{link}</div>"
     )
 
@@ -206,8 +206,8 @@ def _answer(card: AnswerCard) -> str:
     if side is None:
         return '<div class="tf-answer tf-none">The answer will appear here.</div>'
     if side.error is not None:
-        said = f'<div class="tf-answer">{escape_html(side.text)}</div>' if side.text else ""
-        return said + render_error(side.error)
+        message = f'<div class="tf-answer">{escape_html(side.text)}</div>' if side.text else ""
+        return message + render_error(side.error)
     if not side.has_ended:
         text = escape_html(side.text) or '<span class="tf-none">reading the prompt</span>'
         return f'<div class="tf-answer">{text}<span class="tf-cursor"></span></div>'

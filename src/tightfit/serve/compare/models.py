@@ -33,8 +33,6 @@ from tightfit.hardware.nvml import read_driver
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.artefacts import Artefact
 
-# Whether both models of a page have room, told before anything is loaded.
-
 EXTRA_MEMORY_FRACTION = 0.1
 """Beside the weights: keys and values, scratch space, the libraries themselves."""
 
@@ -66,10 +64,10 @@ def require_room(
     needed = max(sizes) if is_one_at_a_time else sum(sizes)
     if needed <= free_bytes:
         return
-    told = "The larger of the two models needs" if is_one_at_a_time else "The two models need"
+    subject = "The larger of the two models needs" if is_one_at_a_time else "The two models need"
     can_take_turns = not is_one_at_a_time and max(sizes) <= free_bytes
     raise DoesNotFitError(
-        f"{told} about {render_bytes(needed)}; {render_bytes(free_bytes)} are free.",
+        f"{subject} about {render_bytes(needed)}; {render_bytes(free_bytes)} are free.",
         remedy="add --one-at-a-time    (slower: each is loaded when it is its turn)"
         if can_take_turns
         else "compare smaller versions: tightfit quantize MODEL --to q4_k_m",
@@ -91,7 +89,7 @@ def _file_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-# One prompt to several models at once, and their answers as they grow.
+# One prompt to several models at once, streamed.
 
 MIN_SECONDS_BETWEEN_UPDATES = 0.06
 """Faster than this a reader sees no difference, and a browser only works more."""
@@ -140,8 +138,8 @@ class VisitorTickets:
 
 def make_messages(system: str, prompt: str) -> list[Message]:
     """One question, behind a system prompt where there is one."""
-    said = [Message(SYSTEM, system.strip())] if system.strip() else []
-    return [*said, Message(USER, prompt)]
+    opening = [Message(SYSTEM, system.strip())] if system.strip() else []
+    return [*opening, Message(USER, prompt)]
 
 
 def stream_answers(

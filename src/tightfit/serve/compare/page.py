@@ -164,5 +164,5 @@ def _make_blocks(page: ComparePage) -> Any:
 
 
 def _render_head(names: Sequence[str]) -> str:
-    told = f"{escape_html(names[0])} <b>and</b> {escape_html(names[1])}"
-    return f'<header class="tf-head"><h1>tightfit compare</h1><p>{told}</p></header>'
+    title = f"{escape_html(names[0])} <b>and</b> {escape_html(names[1])}"
+    return f'<header class="tf-head"><h1>tightfit compare</h1><p>{title}</p></header>'

@@ -95,7 +95,7 @@ def render_result(result: SearchResult, colours: Mapping[str, str]) -> str:
         return render_error(error)
     best = result.plans[0]
     spec = best.model
-    told = (
+    text = (
         f"{spec.name} ({render_count(spec.num_params)} parameters), "
         f"{best.strategy.seq_len:,} tokens a sequence, {best.effective_batch:,} sequences a step; "
         f"{result.num_considered:,} strategies considered."
@@ -109,7 +109,7 @@ def render_result(result: SearchResult, colours: Mapping[str, str]) -> str:
         _render_plan(number, plan, colours) for number, plan in enumerate(result.plans, start=1)
     )
     return (
-        f'{render_note(told)}<ul class="tf-legend">{legend}</ul>{plans}'
+        f'{render_note(text)}<ul class="tf-legend">{legend}</ul>{plans}'
         f"{render_note('Bars: memory of the fullest GPU by stage. Dashed: what the card has.')}"
     )
 
@@ -175,10 +175,10 @@ def _render_bar(
         for name, size in parts
     )
     size = render_bytes(phase.peak_reserved_bytes)
-    told = ", ".join(f"{name} {render_bytes(part)}" for name, part in parts)
+    text = ", ".join(f"{name} {render_bytes(part)}" for name, part in parts)
     return (
         f"<span>{escape_html(stage)}</span>"
-        f'<div class="tf-track" role="img" aria-label="{escape_html(f"{stage}: {size}: {told}")}">'
+        f'<div class="tf-track" role="img" aria-label="{escape_html(f"{stage}: {size}: {text}")}">'
         f'{drawn}<u style="left:{100 * capacity / top:.2f}%"></u></div>'
         f'<span class="tf-size">{escape_html(size)}</span>'
     )

@@ -22,7 +22,7 @@ from tightfit.core.locks import take_lock
 
 
 class VoteChoice(str, Enum):
-    """Which answer was better, told of the models, not of the sides they stood on."""
+    """Which model answered better, independent of the side it was shown on."""
 
     A = "a"
     B = "b"

@@ -130,13 +130,13 @@ def make_row(prompt: Prompt, sample: int, done: Done, is_raw: bool) -> dict[str,
 
     Nothing in it depends on the clock, so that a run that was interrupted gives the same file.
     """
-    told: dict[str, Any]
+    row: dict[str, Any]
     if is_raw:
-        told = {"prompt": prompt.text, "completion": done.text}
+        row = {"prompt": prompt.text, "completion": done.text}
     else:
         turns = [message._asdict() for message in prompt.messages]
-        told = {"messages": [*turns, {"role": "assistant", "content": done.text}]}
-    return told | {
+        row = {"messages": [*turns, {"role": "assistant", "content": done.text}]}
+    return row | {
         "prompt_index": prompt.index,
         "sample": sample,
         "finish": done.reason.value,
@@ -211,13 +211,13 @@ def _timing(done: Done) -> AnswerTiming:
     )
 
 
-# What answers depend on, by names a person understands: the same again means the same answers.
+# The settings that answers depend on: equal settings give equal answers.
 
 _MODEL_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".jinja", ".model")
 
 
 def describe_settings(request: EngineRequest, job: GenerateJob) -> dict[str, Any]:
-    """For the journal's head. Slots, threads and devices are left out: answers do not mean them."""
+    """For the journal's header. Answers do not depend on slots, threads and devices."""
     return {
         "prompts": digest_prompts(job.prompts),
         "model": _digest_model(request.artefact),

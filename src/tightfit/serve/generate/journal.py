@@ -124,9 +124,9 @@ class Journal:
         Where prompts failed the journal is kept: the same command tries those again.
         """
         self.sync()
-        told = write_output(self.out, self.rows())
+        facts = write_output(self.out, self.rows())
         if is_complete:
-            self._replace(_line(_HEADER, to_json_line(self._header)) + _finished_line(told))
+            self._replace(_line(_HEADER, to_json_line(self._header)) + _finished_line(facts))
             self.is_finished = True
 
     def close(self) -> None:
@@ -285,8 +285,8 @@ def _line(place: str, content: bytes) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
-def _finished_line(told: dict[str, Any]) -> bytes:
-    return _line(_FINISHED, to_json_line(told))
+def _finished_line(facts: dict[str, Any]) -> bytes:
+    return _line(_FINISHED, to_json_line(facts))
 
 
 def write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:

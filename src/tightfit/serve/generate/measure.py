@@ -179,7 +179,7 @@ class _GpuWatcher:
         return used
 
 
-# A device's own limits: what a copy and a matrix product reach on it, and what its maker says.
+# Device limits: the measured rates of a copy and of a matrix product, and the data sheet.
 
 PROBE_SECONDS = 0.25
 CPU_COPY_BYTES = 64 * MIB
@@ -193,7 +193,7 @@ _WARMUP_ROUNDS = 2
 def probe_ceilings(gpu: Gpu, device: str, compute: Dtype, *, num_threads: int) -> DeviceCeilings:
     """Measure both limits, after the model has left the device. Takes about a second."""
     is_cpu = device == "cpu"
-    paper = None if is_cpu else gpu.memory_bytes_per_second  # of RAM, nobody tells us
+    paper = None if is_cpu else gpu.memory_bytes_per_second  # unknown for RAM
     return DeviceCeilings(
         copy_bytes_per_second=probe_copy_bandwidth(device, num_threads=num_threads),
         paper_bytes_per_second=paper,

@@ -103,7 +103,7 @@ def measure_prompts(
             )
             counted[place] = len(tokens)
         except (UserError, UnicodeEncodeError):
-            continue  # told when its turn comes
+            continue  # reported when it is answered
     if not counted:
         return PromptLengths(mean=1.0, longest=1)
     mean = sum(counted.values()) / len(counted)

@@ -145,7 +145,7 @@ def _rows_of(request: PromptRequest) -> Iterator[Row]:
 
 
 def _rows_on_stdin(data: bytes, request: PromptRequest) -> Iterator[Row] | None:
-    """Stdin has no name that tells: rows where its first line is a JSON object."""
+    """Stdin has no file name to go by: rows where its first line is a JSON object."""
     first = next((line for line in data.splitlines() if line.strip()), b"")
     try:
         is_object = first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)

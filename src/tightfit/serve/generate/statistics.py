@@ -22,7 +22,7 @@ from tightfit.estimate.inference import (
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.generate.job import AnswerTiming
 
-# From the times of single answers to what the engine did all along: passes, fullness, traffic.
+# Timeline: passes, slots in use and memory traffic, from the times of single answers.
 
 WINDOW_SECONDS = 1.0
 MAX_WINDOWS = 600
@@ -191,7 +191,7 @@ class _Windows:
         return min(max(int((moment - self._start) / self._width), 0), self._count - 1)
 
 
-# What a run waited for most, in one sentence that ends with what to do about it.
+# Bottleneck: what a run waited for most, and what to do about it.
 
 BUSY_FRACTION = 0.5
 """Of a measured ceiling: above it, that is what the run waits for."""
@@ -459,7 +459,7 @@ class PeakMemory(Frozen):
 
 
 class GenerateStatistics(Frozen):
-    """Everything that is said at the end of a run."""
+    """Everything that is reported at the end of a run."""
 
     model: str
     engine: str
@@ -510,7 +510,7 @@ class DeviceCeilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMeasurements:
-    """What the machine said of the run."""
+    """What was measured of the run."""
 
     load_seconds: float
     load_disk_bytes: int | None = None

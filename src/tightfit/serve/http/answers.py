@@ -45,7 +45,7 @@ class ResponseShape(Protocol):
     def closing(self, index: int, done: Done) -> dict[str, Any]: ...
 
     def ending(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The event that tells the usage, after all answers."""
+        """The event with the usage, after all answers."""
         ...
 
 
@@ -143,7 +143,7 @@ def count_usage(answers: Sequence[Done], *, num_per_prompt: int) -> dict[str, An
     """Tokens of one request. `answers` lie prompt by prompt, `num_per_prompt` to each.
 
     A prompt counts once. Of its answers, the later ones may find it in the cache just because
-    the first one put it there: what is told is what all of them found.
+    the first one put it there: the reported number is what all of them found.
     """
     groups = [
         answers[at : at + num_per_prompt] for at in range(0, len(answers), max(num_per_prompt, 1))
@@ -164,7 +164,7 @@ def format_event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
-# From a checked HTTP request to what its model is asked: prompts as tokens, settings, a shape.
+# From a validated HTTP request to engine requests.
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat answer may fill the context."""
@@ -186,9 +186,9 @@ class PreparedRequest:
     includes_usage: bool
 
 
-def prepare_chat(hub: ModelRegistry, body: ChatRequest) -> PreparedRequest:
+def prepare_chat(registry: ModelRegistry, body: ChatRequest) -> PreparedRequest:
     """A conversation to be gone on with."""
-    model = hub.find(body.model)
+    model = registry.find(body.model)
 
     def write_requests() -> list[Request]:
         messages = [Message(_role(message.role), message.text) for message in body.messages]
@@ -204,9 +204,9 @@ def prepare_chat(hub: ModelRegistry, body: ChatRequest) -> PreparedRequest:
     )
 
 
-def prepare_completion(hub: ModelRegistry, body: CompletionRequest) -> PreparedRequest:
+def prepare_completion(registry: ModelRegistry, body: CompletionRequest) -> PreparedRequest:
     """Texts to be continued."""
-    model = hub.find(body.model)
+    model = registry.find(body.model)
     prompts = body.prompts
 
     def write_requests() -> list[Request]:
@@ -302,34 +302,36 @@ def _sampling(body: AnswerRequest, max_new_tokens: int, index: int) -> Sampling:
     )
 
 
-# Answering one HTTP request: into the line, to the engine, and back whole or as a stream.
+# Answering one HTTP request, whole or as a stream.
 
 STALL_SECONDS = 60.0
-"""How long a reader may take nothing from a full connection before he counts as gone."""
+"""How long a client may read nothing from a full connection before it counts as disconnected."""
 
 
-async def answer(order: PreparedRequest, receive: Receive, *, timeout_seconds: float) -> Response:
+async def answer(
+    prepared: PreparedRequest, receive: Receive, *, timeout_seconds: float
+) -> Response:
     """The response to an order; raises `ApiError` where it is refused before it begins."""
-    job = await _begin(order)
-    if order.is_streamed:
-        return EventStream(_events(job, order), job, timeout_seconds=timeout_seconds)
+    job = await _begin(prepared)
+    if prepared.is_streamed:
+        return EventStream(_events(job, prepared), job, timeout_seconds=timeout_seconds)
     try:
         async with _watched(job, receive, timeout_seconds=timeout_seconds):
-            answers = await _gather(job, order.num_answers)
+            answers = await _gather(job, prepared.num_answers)
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
-    usage = count_usage(answers, num_per_prompt=order.num_per_prompt)
-    body = json.dumps(order.shape.whole(answers, usage))
+    usage = count_usage(answers, num_per_prompt=prepared.num_per_prompt)
+    body = json.dumps(prepared.shape.whole(answers, usage))
     return Response(body, media_type="application/json")
 
 
-async def _begin(order: PreparedRequest) -> EngineJob:
-    loop, model = asyncio.get_running_loop(), order.model
-    model.admit(order.num_answers)
+async def _begin(prepared: PreparedRequest) -> EngineJob:
+    loop, model = asyncio.get_running_loop(), prepared.model
+    model.admit(prepared.num_answers)
     try:
-        requests = await loop.run_in_executor(model.desk, order.write_requests)
+        requests = await loop.run_in_executor(model.desk, prepared.write_requests)
     except BaseException as error:
-        model.forget(order.num_answers)
+        model.forget(prepared.num_answers)
         if isinstance(error, Exception):
             raise to_api_error(error) from error
         raise
@@ -388,11 +390,11 @@ def _done(event: Event) -> Done:
     return event
 
 
-async def _events(job: EngineJob, order: PreparedRequest) -> AsyncIterator[str]:
+async def _events(job: EngineJob, prepared: PreparedRequest) -> AsyncIterator[str]:
     """The stream's events; a fault is the last of them, as the status has long been sent."""
-    shape, num_shown = order.shape, [0] * order.num_answers
+    shape, num_shown = prepared.shape, [0] * prepared.num_answers
     answers: dict[int, Done] = {}
-    for index in range(order.num_answers):
+    for index in range(prepared.num_answers):
         if opening := shape.opening(index):
             yield format_event(opening)
     try:
@@ -408,9 +410,9 @@ async def _events(job: EngineJob, order: PreparedRequest) -> AsyncIterator[str]:
     except ApiError as error:
         yield format_event(error.body)
         return
-    if order.includes_usage:
-        told = [answers[index] for index in range(order.num_answers)]
-        usage = count_usage(told, num_per_prompt=order.num_per_prompt)
+    if prepared.includes_usage:
+        ended = [answers[index] for index in range(prepared.num_answers)]
+        usage = count_usage(ended, num_per_prompt=prepared.num_per_prompt)
         yield format_event(shape.ending(usage))
     yield STREAM_END
 

@@ -70,9 +70,9 @@ def from_validation_error(error: RequestValidationError, content_type: str) -> A
         reason = first.get("ctx", {}).get("error", "")
         return ApiError(400, f"The body is not JSON: {reason} at character {place[-1]}.")
     if kind == "unsupported":
-        told = first["ctx"]
+        context = first["ctx"]
         return ApiError(
-            400, told["message"], code="unsupported_parameter", param=str(told["param"])
+            400, context["message"], code="unsupported_parameter", param=str(context["param"])
         )
     if len(place) == 1 and "json" not in content_type.lower():
         return ApiError(400, "Send JSON, with the header `Content-Type: application/json`.")
@@ -93,8 +93,6 @@ def _path(place: Sequence[str | int]) -> str:
     return path
 
 
-# The HTTP API: routes, their description, and the guards around them.
-
 DEFAULT_MAX_QUEUE = 128
 DEFAULT_TIMEOUT_SECONDS = 600.0
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
@@ -112,7 +110,7 @@ def _nothing(_told: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """What the server lets by and how long it waits."""
+    """What the server accepts and how long it waits."""
 
     api_key: str | None = None
     """None: no token is asked for."""
@@ -124,12 +122,12 @@ class ApiSettings:
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     report: Callable[[str], None] = _nothing
-    """Told in a line what happens outside of an answer."""
+    """Called with one line about what happens outside of an answer."""
     report_error: Callable[[Exception], None] = _nothing
-    """Told of what nobody foresaw, after the client has its 500."""
+    """Called with an unexpected error, after the client got status 500."""
 
 
-def make_api_app(hub: ModelRegistry, settings: ApiSettings) -> ASGIApp:
+def make_api_app(registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
     """The whole API as one ASGI application."""
     app = FastAPI(
         title="tightfit",
@@ -139,9 +137,9 @@ def make_api_app(hub: ModelRegistry, settings: ApiSettings) -> ASGIApp:
         redoc_url=None,
         openapi_url=None,
     )
-    _add_answers(app, hub, settings)
-    _add_lists(app, hub)
-    _add_health(app, hub)
+    _add_answers(app, registry, settings)
+    _add_lists(app, registry)
+    _add_health(app, registry)
     _add_description(app, needs_key=settings.api_key is not None)
 
     @app.exception_handler(HTTPException)
@@ -156,10 +154,10 @@ def make_api_app(hub: ModelRegistry, settings: ApiSettings) -> ASGIApp:
     async def confess(request: Request, error: Exception) -> Response:  # noqa: ARG001
         return internal_error().respond()
 
-    return _guarded(app, hub, settings)
+    return _guarded(app, registry, settings)
 
 
-def _guarded(app: ASGIApp, hub: ModelRegistry, settings: ApiSettings) -> ASGIApp:
+def _guarded(app: ASGIApp, registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
     guarded: ASGIApp = BodyLimit(app, settings.max_body_bytes)
     if settings.api_key is not None:
         guarded = TokenGuard(guarded, settings.api_key)
@@ -172,10 +170,10 @@ def _guarded(app: ASGIApp, hub: ModelRegistry, settings: ApiSettings) -> ASGIApp
         )
     if settings.host_names is not None:
         guarded = HostGuard(guarded, settings.host_names)
-    return RequestMetrics(guarded, hub.metrics, settings.report_error)
+    return RequestMetrics(guarded, registry.metrics, settings.report_error)
 
 
-def _add_answers(app: FastAPI, hub: ModelRegistry, settings: ApiSettings) -> None:
+def _add_answers(app: FastAPI, registry: ModelRegistry, settings: ApiSettings) -> None:
     @app.post(
         "/v1/chat/completions",
         operation_id="create_chat_completion",
@@ -184,8 +182,8 @@ def _add_answers(app: FastAPI, hub: ModelRegistry, settings: ApiSettings) -> Non
         response_class=Response,
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        hub.require_open()
-        order = prepare_chat(hub, body)
+        registry.require_open()
+        order = prepare_chat(registry, body)
         return await answer(order, request.receive, timeout_seconds=settings.timeout_seconds)
 
     @app.post(
@@ -196,13 +194,13 @@ def _add_answers(app: FastAPI, hub: ModelRegistry, settings: ApiSettings) -> Non
         response_class=Response,
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        hub.require_open()
-        order = prepare_completion(hub, body)
+        registry.require_open()
+        order = prepare_completion(registry, body)
         return await answer(order, request.receive, timeout_seconds=settings.timeout_seconds)
 
 
-def _add_lists(app: FastAPI, hub: ModelRegistry) -> None:
-    listing = {code: told for code, told in LISTING_ERRORS.items() if code != 404}
+def _add_lists(app: FastAPI, registry: ModelRegistry) -> None:
+    listing = {code: error for code, error in LISTING_ERRORS.items() if code != 404}
 
     @app.get(
         "/v1/models",
@@ -211,7 +209,7 @@ def _add_lists(app: FastAPI, hub: ModelRegistry) -> None:
         responses={200: {"model": ModelList}, **listing},
     )
     async def list_models() -> ModelList:
-        return ModelList(object="list", data=[_card(model) for model in hub.list()])
+        return ModelList(object="list", data=[_card(model) for model in registry.list()])
 
     @app.get(
         "/v1/models/{model_id:path}",
@@ -220,10 +218,10 @@ def _add_lists(app: FastAPI, hub: ModelRegistry) -> None:
         responses={200: {"model": ModelCard}, **LISTING_ERRORS},
     )
     async def retrieve_model(model_id: str) -> ModelCard:
-        return _card(hub.find(model_id))
+        return _card(registry.find(model_id))
 
 
-def _add_health(app: FastAPI, hub: ModelRegistry) -> None:
+def _add_health(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get(
         "/health",
         operation_id="health",
@@ -235,9 +233,9 @@ def _add_health(app: FastAPI, hub: ModelRegistry) -> None:
         },
     )
     async def health(response: Response) -> Health:
-        if hub.phase is not ServerPhase.READY:
+        if registry.phase is not ServerPhase.READY:
             response.status_code = 503
-        return Health(status=hub.phase.value)
+        return Health(status=registry.phase.value)
 
     @app.get(
         "/metrics",
@@ -250,7 +248,7 @@ def _add_health(app: FastAPI, hub: ModelRegistry) -> None:
         response_class=Response,
     )
     async def metrics() -> Response:
-        return Response(hub.render_metrics(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(registry.render_metrics(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _add_description(app: FastAPI, *, needs_key: bool) -> None:

@@ -84,9 +84,9 @@ class Histogram(MetricFamily):
 
 def format_sample(name: str, labels: Labels, value: float) -> str:
     """One line: a name, its labels, a number."""
-    told = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
     number = f"{value:d}" if isinstance(value, int) else repr(value)
-    return f"{name}{{{told}}} {number}" if told else f"{name} {number}"
+    return f"{name}{{{pairs}}} {number}" if pairs else f"{name} {number}"
 
 
 def _escaped(text: str) -> str:
@@ -94,7 +94,7 @@ def _escaped(text: str) -> str:
 
 
 class Metrics:
-    """All that `/metrics` tells."""
+    """Every metric that `/metrics` reports."""
 
     def __init__(self) -> None:
         self.requests = Counter(

@@ -110,7 +110,7 @@ class TokenGuard:
         if len(given) != 1:
             return False
         scheme, _, token = given[0].partition(b" ")
-        # Compared in a time that does not tell how much of it was right.
+        # In constant time, so that timing reveals no prefix of the key.
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._api_key)
 
 

@@ -16,7 +16,7 @@ from tightfit.serve.http.metrics import Metrics
 
 
 class ClientGoneError(Exception):
-    """Nobody is left to read the answer."""
+    """The client has disconnected."""
 
 
 class EngineJob:
@@ -62,7 +62,7 @@ class EngineJob:
                 ticket.cancel()
 
     def stop(self, reason: Exception) -> None:
-        """End everything soon; whoever reads the events is told `reason`. In the event loop."""
+        """Cancel every request; readers of the events get `reason`. Call it in the event loop."""
         if self._stopped_by is None:
             self._stopped_by = reason
         self._news.set()
@@ -115,10 +115,10 @@ class EngineJob:
         return self._num_open == 0
 
 
-# Hub: the models that are served, by every name they have, and the line before each of them.
+# The served models, by every name they have, and their queues.
 
 RETRY_SECONDS = 2
-"""How long a caller whom a full queue turned away is asked to wait."""
+"""The Retry-After of a full queue."""
 LOADING_RETRY_SECONDS = 5
 
 
@@ -131,7 +131,7 @@ class ServerPhase(str, Enum):
 
 
 class ServedModel:
-    """One loaded model, its names, and the answers it owes."""
+    """One loaded model, its names, and its unfinished answers."""
 
     def __init__(
         self, engine: Engine, names: Sequence[str], *, max_queue: int, metrics: Metrics
@@ -141,7 +141,7 @@ class ServedModel:
         self.created = int(time.time())
         self.jobs: set[EngineJob] = set()
         self.num_owed = 0
-        """Answers handed to the engine, or about to be, that it has not ended."""
+        """Answers submitted to the engine, or about to be, that have not ended."""
         self.desk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tightfit-prompts")
         """Where templates and tokenizers run, so that a long prompt holds up no other stream."""
         self._capacity = engine.info.num_slots + max_queue
@@ -160,7 +160,7 @@ class ServedModel:
         return self.num_owed - self.num_running
 
     def admit(self, num_answers: int) -> None:
-        """A place in the line for each answer, or 503. An idle model takes any request."""
+        """Reserve queue places for the answers, or raise 503. An idle model takes any request."""
         if self.num_owed and self.num_owed + num_answers > self._capacity:
             raise ApiError(
                 503,
@@ -172,7 +172,7 @@ class ServedModel:
         self.num_owed += num_answers
 
     def forget(self, num_answers: int) -> None:
-        """Give back places that no job ever took."""
+        """Release places that no job took."""
         self.num_owed -= num_answers
 
     def start(self, requests: Sequence[Request]) -> EngineJob:

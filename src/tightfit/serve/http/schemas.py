@@ -43,7 +43,7 @@ class _RequestBody(BaseModel):
 
 
 class StreamOptions(_RequestBody):
-    """What a stream tells beside the answer."""
+    """What a stream sends beside the answer."""
 
     include_usage: bool | None = None
     """One more event before the end, with the number of tokens."""
@@ -267,7 +267,7 @@ def _tokens(given: Any) -> list[int]:
     return list(given)
 
 
-# The bodies that the HTTP API gives, for its description; `shapes.py` writes them.
+# Response bodies, for the OpenAPI description; `answers.py` writes them.
 
 Finish = Literal["stop", "length"]
 

@@ -73,8 +73,6 @@ def _hub_id(artefact: Artefact) -> str | None:
     return None if Path(artefact.name).expanduser().exists() else artefact.name
 
 
-# Running the HTTP API: a bound socket, models that load meanwhile, and an orderly end.
-
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 DEFAULT_DRAIN_SECONDS = 30.0
 CLOSING_SECONDS = 5.0
@@ -162,12 +160,12 @@ class ApiServer:
         is_access_logged: bool = False,
     ) -> None:
         self.bound = bound
-        self.hub = ModelRegistry(Metrics())
+        self.registry = ModelRegistry(Metrics())
         self._settings = settings
         self._error: BaseException | None = None
         self._engines: list[Engine] = []
         config = uvicorn.Config(
-            make_api_app(self.hub, settings),
+            make_api_app(self.registry, settings),
             http="h11",
             ws="none",
             lifespan="off",
@@ -177,7 +175,7 @@ class ApiServer:
             server_header=False,
             timeout_graceful_shutdown=int(drain_seconds + CLOSING_SECONDS) + 1,
         )
-        self._server = _DrainingServer(config, self.hub, drain_seconds, settings.report)
+        self._server = _DrainingServer(config, self.registry, drain_seconds, settings.report)
 
     def run(
         self,
@@ -192,13 +190,13 @@ class ApiServer:
             asyncio.run(self._run(load, on_ready))
         finally:
             self.bound.socket.close()
-            for model in self.hub.models:
+            for model in self.registry.models:
                 model.desk.shutdown(wait=False, cancel_futures=True)
             for engine in dict.fromkeys(self._engines):
                 engine.close()
         if self._error is not None:
             raise self._error
-        if not self.hub.models:  # a signal came before they were loaded
+        if not self.registry.models:  # a signal came before they were loaded
             raise KeyboardInterrupt
 
     def stop(self) -> None:
@@ -210,8 +208,8 @@ class ApiServer:
     ) -> None:
         loop = asyncio.get_running_loop()
 
-        def open_hub(loaded: Sequence[LoadedModel]) -> None:
-            self.hub.open([self._serve(one) for one in loaded])
+        def open_registry(loaded: Sequence[LoadedModel]) -> None:
+            self.registry.open([self._serve(one) for one in loaded])
             try:
                 on_ready()
             except BaseException as error:
@@ -221,17 +219,17 @@ class ApiServer:
             self._error = error
             self._server.should_exit = True
 
-        def tell(what: Callable[..., None], told: object) -> None:
+        def call_in_loop(function: Callable[..., None], argument: object) -> None:
             with contextlib.suppress(RuntimeError):  # interrupted, and the loop is gone
-                loop.call_soon_threadsafe(what, told)
+                loop.call_soon_threadsafe(function, argument)
 
         def work() -> None:
             try:
                 loaded = load()
                 self._engines.extend(one.engine for one in loaded)
-                tell(open_hub, loaded)
+                call_in_loop(open_registry, loaded)
             except BaseException as error:
-                tell(give_up, error)
+                call_in_loop(give_up, error)
 
         # A daemon: an interrupt must not wait for a large model to be read to its end.
         threading.Thread(target=work, name="tightfit-load", daemon=True).start()
@@ -242,7 +240,7 @@ class ApiServer:
             loaded.engine,
             loaded.names,
             max_queue=self._settings.max_queue,
-            metrics=self.hub.metrics,
+            metrics=self.registry.metrics,
         )
 
 
@@ -252,12 +250,12 @@ class _DrainingServer(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        hub: ModelRegistry,
+        registry: ModelRegistry,
         drain_seconds: float,
         report: Callable[[str], None],
     ) -> None:
         super().__init__(config)
-        self._hub = hub
+        self._registry = registry
         self._drain_seconds = drain_seconds
         self._report = report
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -283,8 +281,8 @@ class _DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._hub.phase = ServerPhase.STOPPING
-        num_owed = sum(model.num_owed for model in self._hub.models)
+        self._registry.phase = ServerPhase.STOPPING
+        num_owed = sum(model.num_owed for model in self._registry.models)
         if num_owed:
             self._report(f"stopping: {num_owed} answers have {self._drain_seconds:g} s to end")
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._stop_answers)
@@ -294,10 +292,10 @@ class _DrainingServer(uvicorn.Server):
             timer.cancel()
 
     def _stop_answers(self) -> None:
-        self._hub.stop_jobs(shutting_down_error)
+        self._registry.stop_jobs(shutting_down_error)
 
 
-# Ready: what a script needs to know of a server that answers.
+# What a script needs to know of a server that is ready.
 
 
 class ReadyModel(Frozen):
@@ -314,7 +312,7 @@ class ReadyModel(Frozen):
 
 
 class ServerReady(Frozen):
-    """The address and the models. A key is told only where it was made here, never to a file."""
+    """The address and the models. A key only where it was generated here."""
 
     url: str
     base_url: str
@@ -328,7 +326,7 @@ class ServerReady(Frozen):
 
 
 def describe_ready(server: ApiServer, *, needs_api_key: bool, made_key: str | None) -> ServerReady:
-    """What to tell once everything is loaded."""
+    """The address and models of a server that is ready."""
     bound = server.bound
     return ServerReady(
         url=bound.url,
@@ -338,7 +336,7 @@ def describe_ready(server: ApiServer, *, needs_api_key: bool, made_key: str | No
         pid=os.getpid(),
         needs_api_key=needs_api_key,
         api_key=made_key,
-        models=tuple(map(_describe_model, server.hub.models)),
+        models=tuple(map(_describe_model, server.registry.models)),
     )
 
 
