@@ -23,7 +23,7 @@ BACKENDS = {
     "slurm": "tightfit.clusters.slurm.backend:SlurmBackend",
     "k8s": "tightfit.clusters.kubernetes.backend:KubernetesBackend",
     "kubernetes": "tightfit.clusters.kubernetes.backend:KubernetesBackend",
-    "local": "tightfit.clusters.local.backend:LocalBackend",
+    "here": "tightfit.clusters.local.backend:LocalBackend",
 }
 """The first word of `--on`, and the class behind it; imported when it is asked for."""
 
@@ -189,7 +189,7 @@ def find_backend(name: str) -> type[ClusterBackend]:
     if name not in BACKENDS:
         raise UsageError(
             f"`--on {name[:60]}` is no cluster that takes jobs.",
-            remedy="--on slurm:PARTITION or --on k8s    (on this machine: tightfit train)",
+            remedy="--on slurm:PARTITION, --on k8s, or --on here    (this machine)",
         )
     module, _, attribute = BACKENDS[name].partition(":")
     found: type[ClusterBackend] = getattr(import_module(module), attribute)

@@ -108,7 +108,9 @@ class SubmitOptions:
     ] = field(kw_only=False)
     on: Annotated[
         str | None,
-        text_option("--on", "CLUSTER", "slurm:PARTITION, slurm or k8s.", example="slurm:gpu"),
+        text_option(
+            "--on", "CLUSTER", "slurm:PARTITION, slurm, k8s, or here.", example="slurm:gpu"
+        ),
     ] = None
     data: Data = None
     eval: EvalRows = None

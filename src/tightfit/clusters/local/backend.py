@@ -33,6 +33,7 @@ from tightfit.hardware.types import Cluster
 from tightfit.planning.plan import Plan
 from tightfit.runs.run_folder import RunFolder, RunStatus
 
+PYTHON = sys.executable
 SCRIPT_FILE = "job.sh"
 LOG_FILE = "local.out"
 TICK_SECONDS = 0.3
@@ -50,8 +51,10 @@ class LocalBackend:
             raise UsageError(
                 "`--time-limit` is for clusters with a scheduler.", remedy="leave it out"
             )
-        self._hardware = options.target or "local"
+        self._hardware = options.target or "here"
         self._site = site
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        """Children of this process, which have to be waited for."""
 
     def inventory(self) -> Cluster:
         return resolve_hardware(self._hardware)
@@ -93,7 +96,7 @@ class LocalBackend:
     def submit(self, draft: Draft) -> Job:
         run = RunFolder(path=draft.spec.run)
         write_atomic(run.path / SCRIPT_FILE, draft.text)
-        command = [sys.executable, "-m", "tightfit", "train", str(run.path), "--as-planned"]
+        command = [PYTHON, "-m", "tightfit", "train", str(run.path), "--as-planned"]
         try:
             with (run.path / LOG_FILE).open("ab") as log:
                 process = subprocess.Popen(
@@ -109,12 +112,13 @@ class LocalBackend:
                 f"Cannot start a run in {run.path}: {error.strerror or error}.",
                 remedy="choose a folder that is writable: --output FOLDER",
             ) from error
+        self._started[str(process.pid)] = process
         return _make_job(run, process.pid)
 
     def follow(self, job: Job, observer: RunObserver) -> JobEnd:
         assert job.run is not None
         news = RunFollower(job.run, observer, shows_last_step=True)
-        while _is_alive(int(job.job_id)):
+        while self._is_alive(job):
             news.report()
             time.sleep(TICK_SECONDS)
         news.report()
@@ -134,16 +138,14 @@ class LocalBackend:
             details={"job_id": job.job_id},
         )
 
+    def _is_alive(self, job: Job) -> bool:
+        if job.job_id in self._started:
+            return self._started[job.job_id].poll() is None
+        return psutil.pid_exists(int(job.job_id))
+
     def cancel(self, job: Job) -> None:
         with suppress(ProcessLookupError):
             os.kill(int(job.job_id), signal.SIGTERM)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _make_job(run: RunFolder, pid: int) -> Job:
@@ -154,7 +156,7 @@ def _make_job(run: RunFolder, pid: int) -> Job:
         run=run,
         title=f"Started as process {pid}",
         commands=(
-            f"tightfit submit {folder} --on local --follow    (follows it again)",
+            f"tightfit submit {folder} --on here --follow    (follows it again)",
             f"kill {pid}    (ends it; it saves first)",
         ),
         cancel_command=f"kill {pid}",
