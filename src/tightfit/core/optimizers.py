@@ -72,7 +72,9 @@ class Optimizer(str, Enum):
 
     record: OptimizerRecord
 
-    def __new__(cls, name: str, record: OptimizerRecord) -> Optimizer:
+    def __new__(cls, name: str, record: OptimizerRecord | None = None) -> Optimizer:
+        # Type checkers take `Optimizer("adamw")`, which looks a member up, for a call of this.
+        assert record is not None
         member = str.__new__(cls, name)
         member._value_ = name
         member.record = record

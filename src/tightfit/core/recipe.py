@@ -17,7 +17,8 @@ from pydantic import (
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.frozen import FiniteFrozen
-from tightfit.core.strategy import MAX_SEQ_LEN, RENAMED_SETTINGS, Method, Strategy
+from tightfit.core.settings import RENAMED_SETTINGS, list_settings
+from tightfit.core.strategy import MAX_SEQ_LEN, Method, Strategy
 from tightfit.core.training import (
     DEFAULT_LEARNING_RATES,
     DataSource,
@@ -58,13 +59,9 @@ class LoraChoice(FiniteFrozen):
 
 
 TOP_LEVEL_HOMES = {
-    "method": "method",
-    "seq_len": "seq_len",
-    "packing": "packing",
-    "lora_rank": "lora.rank",
-    "lora_targets": "lora.targets",
-    "lora_dropout": "lora.dropout",
-    "dora": "lora.dora",
+    name: declared.setting.recipe_key
+    for name, declared in list_settings().items()
+    if declared.setting.recipe_key
 }
 """Strategy fields that a recipe writes elsewhere, and where."""
 

@@ -6,21 +6,31 @@ home of its default. `Quirks` describes other training stacks, for estimates of 
 
 from __future__ import annotations
 
-from enum import Enum
-from functools import cached_property
 from typing import Any
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import model_validator
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
 from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import (
+    ALL_LINEAR,
+    MAX_MICRO_BATCH,
+    MAX_SEQ_LEN,
+    MAX_WORLD_SIZE,
+    RENAMED_SETTINGS,
+    Attention,
+    Loss,
+    Method,
+    Offload,
+    Sharding,
+    StrategySettings,
+)
 
 __all__ = [
     "ALL_LINEAR",
     "MAX_MICRO_BATCH",
     "MAX_SEQ_LEN",
-    "MAX_SLICE_FACTOR",
     "MAX_WORLD_SIZE",
     "NO_QUIRKS",
     "RENAMED_SETTINGS",
@@ -95,168 +105,9 @@ class Quirks(Frozen):
 NO_QUIRKS = Quirks()
 
 
-MAX_MICRO_BATCH = 65_536
-MAX_SEQ_LEN = 16_777_216
-MAX_WORLD_SIZE = 65_536
-MAX_SLICE_FACTOR = 1024
-
-
-class Method(str, Enum):
-    """What is trained."""
-
-    FULL = "full"
-    LORA = "lora"
-    LOAD = "load"
-    """Nothing is trained: load and run the model."""
-
-
-class Sharding(str, Enum):
-    """How state is spread over GPUs. `SHARDS_WEIGHTS` etc. below say what each spreads."""
-
-    SINGLE = "single"
-    DDP = "ddp"
-    FSDP = "fsdp"
-    FSDP_GRAD_OP = "fsdp-grad-op"
-    """FSDP that keeps gathered weights until the backward pass is done (SHARD_GRAD_OP)."""
-    FSDP_HYBRID = "fsdp-hybrid"
-    """Sharded inside a node, replicated between nodes."""
-    ZERO1 = "zero1"
-    ZERO2 = "zero2"
-    ZERO3 = "zero3"
-
-    @cached_property
-    def shards_optimizer(self) -> bool:
-        return self not in (Sharding.SINGLE, Sharding.DDP)
-
-    @cached_property
-    def shards_gradients(self) -> bool:
-        return self.shards_optimizer and self is not Sharding.ZERO1
-
-    @cached_property
-    def shards_weights(self) -> bool:
-        return self.shards_gradients and self is not Sharding.ZERO2
-
-    @cached_property
-    def is_fsdp(self) -> bool:
-        return self in (Sharding.FSDP, Sharding.FSDP_GRAD_OP, Sharding.FSDP_HYBRID)
-
-    @cached_property
-    def is_zero(self) -> bool:
-        return self in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
-
-
-class Offload(str, Enum):
-    """What lives in host memory between uses."""
-
-    NONE = "none"
-    OPTIMIZER = "optimizer"
-    PARAMS = "params"
-    ALL = "all"
-
-    @cached_property
-    def moves_optimizer(self) -> bool:
-        return self in (Offload.OPTIMIZER, Offload.ALL)
-
-    @cached_property
-    def moves_params(self) -> bool:
-        return self in (Offload.PARAMS, Offload.ALL)
-
-
-class Attention(str, Enum):
-    """How attention is computed: with an S x S matrix in memory, or without."""
-
-    EAGER = "eager"
-    SDPA = "sdpa"
-    FLASH = "flash"
-
-
-class Loss(str, Enum):
-    """How much of the logits exists at a time, and in which precision."""
-
-    PLAIN = "plain"
-    """Logits, upcast to fp32, with fp32 gradients."""
-    KERNEL = "kernel"
-    """Logits, upcast to fp32, with the gradient written in their place by one kernel."""
-    CHUNKED = "chunked"
-    """Logits whole, upcast a slice at a time."""
-    FUSED = "fused"
-    """Logits a slice at a time, head and loss in one kernel."""
-
-
-ALL_LINEAR = "all-linear"
-
-
-RENAMED_SETTINGS = {
-    "folded_adapters": "fused_lora",
-    "unpacked_base": "dequantized_base",
-    "loss_slice_factor": "loss_chunk_factor",
-}
-"""Names that saved plans and recipes may still have, and today's."""
-
-
-class Strategy(Frozen):
+class Strategy(StrategySettings, Frozen):
     """How one job runs. Illegal combinations are judged by `planning/rules`, not here."""
 
-    method: Method = Method.LORA
-    weights: Dtype = Dtype.BF16
-    """How the base weights are stored."""
-    double_quant: bool = True
-    """Quantize nf4's scales too."""
-    upcast_unquantized: bool = False
-    """Keep norms, embeddings and head in fp32 beside quantized weights, as peft's
-    `prepare_model_for_kbit_training` does."""
-    compute: Dtype = Dtype.BF16
-    """Arithmetic. Where it differs from unquantized `weights`, autocast does the casting."""
-    autocast: bool = False
-    """Run under autocast even where weights are 16 bit: fp32 adapters, which a gradient scaler
-    needs, then multiply in the compute dtype. fp32 weights imply it."""
-    adapter_dtype: Dtype = Dtype.BF16
-    """LoRA weights, and with them their gradients and optimizer state."""
-    lora_rank: PositiveInt = Field(default=16, le=65_536)
-    lora_targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Suffixes of module names, or the single word `all-linear`."""
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Each adapter then keeps a dropped copy of its input, and the mask."""
-    dora: bool = False
-    """Train each target's column norms apart from its direction (arXiv:2402.09353)."""
-    train_embeddings: bool = False
-    """LoRA with fully trained embeddings and lm_head, for added tokens."""
-    optimizer: Optimizer = Optimizer.ADAMW
-    micro_batch: PositiveInt = Field(default=1, le=MAX_MICRO_BATCH)
-    seq_len: PositiveInt = Field(default=2048, le=MAX_SEQ_LEN)
-    grad_accum: PositiveInt = Field(default=1, le=MAX_MICRO_BATCH)
-    packing: bool = False
-    checkpointing: bool = True
-    """Recompute each layer in the backward pass instead of keeping its activations."""
-    recomputed_layers: PositiveInt | None = Field(default=None, le=65_536)
-    """How many, counted from the first; the others keep theirs. None: all, with checkpointing."""
-    attention: Attention = Attention.SDPA
-    repeat_keys: bool = False
-    """Expand grouped keys and values before SDPA, which has no fused kernel for grouped heads
-    before Ampere or in fp32 and would hold the whole score matrix."""
-    loss: Loss = Loss.PLAIN
-    loss_chunk_factor: PositiveInt = Field(default=1, le=MAX_SLICE_FACTOR)
-    """How many times wider than by default the fused loss cuts its slices of tokens: fewer, larger
-    products, and so many times the logits at once. Liger's `chunk_mem_const`."""
-    fused_kernels: bool = False
-    """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
-    fused_lora: bool = False
-    """Scale and add LoRA's product as part of its matmuls, and not in passes of their own over each
-    output and its gradient. Modules that do not allow it keep peft's forward."""
-    fp8: bool = False
-    """Multiply in 8 bits inside the blocks, where the card can; under LoRA the frozen matrices are
-    kept so too. Never chosen for anybody: it rounds more coarsely than bf16."""
-    fp8_gradients: bool = False
-    """The same in the backward pass alone, where weights are trained: results and the loss are
-    bf16's, and gradients are rounded. Never chosen for anybody either."""
-    dequantized_base: bool = False
-    """Unpack nf4 matrices once, after loading, and keep them in the compute dtype: the values that
-    each step would unpack, in the memory and time of 16-bit LoRA. With `fp8` in fp8, from there."""
-    compile: bool = False
-    sharding: Sharding = Sharding.SINGLE
-    offload: Offload = Offload.NONE
-    num_nodes: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
-    gpus_per_node: PositiveInt = Field(default=1, le=MAX_WORLD_SIZE)
     quirks: Quirks = NO_QUIRKS
     """Habits of software other than ours; for speaking of other people's jobs."""
 

@@ -16,7 +16,7 @@ from tightfit.api.options.choices import (
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe
-from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Sharding, Strategy
+from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Sharding
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.request import METHODS
@@ -97,18 +97,9 @@ def test_bash_completes(words: str, expected: str) -> None:
     assert expected in answer.out.split()
 
 
-def test_bounds_are_those_of_the_strategy_and_the_recipe() -> None:
+def test_bounds_are_those_of_the_recipe() -> None:
     def bound(model: type[BaseModel], name: str) -> object:
         return next(limit.le for limit in model.model_fields[name].metadata if hasattr(limit, "le"))
 
-    for name, most in (
-        ("seq_len", common.MAX_SEQ_LEN),
-        ("micro_batch", common.MAX_BATCH),
-        ("grad_accum", common.MAX_BATCH),
-        ("lora_rank", common.MAX_LORA_RANK),
-        ("num_nodes", common.MAX_WORLD_SIZE),
-        ("gpus_per_node", common.MAX_WORLD_SIZE),
-    ):
-        assert bound(Strategy, name) == most
     assert bound(Recipe, "effective_batch") == common.MAX_EFFECTIVE_BATCH
     assert bound(Recipe, "epochs") == common.MAX_EPOCHS

@@ -8,27 +8,22 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
+from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Attention, Loss, Offload, Sharding, list_settings, words_of
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.text import shorten
 
 METHODS = ("full", "lora", "qlora", "load")
 PLAN_METHODS = ("auto", "full", "lora", "qlora")
-WEIGHTS = ("fp32", "bf16", "fp16", "int8", "nf4", "gptq4")
-COMPUTE = ("fp32", "fp16", "bf16")
-OPTIMIZERS = (
-    "adamw",
-    "adamw-kernel",
-    "adamw-foreach",
-    "adamw-8bit",
-    "adamw-paged-8bit",
-    "sgd-momentum",
-    "adafactor",
-)
-ATTENTIONS = ("eager", "sdpa", "flash")
-LOSSES = ("plain", "kernel", "chunked", "fused")
-SHARDINGS = ("single", "ddp", "fsdp", "fsdp-grad-op", "fsdp-hybrid", "zero1", "zero2", "zero3")
-OFFLOADS = ("none", "optimizer", "params", "all")
+WEIGHTS = words_of(Dtype)
+COMPUTE = list_settings()["compute"].words
+OPTIMIZERS = words_of(Optimizer)
+ATTENTIONS = words_of(Attention)
+LOSSES = words_of(Loss)
+SHARDINGS = words_of(Sharding)
+OFFLOADS = words_of(Offload)
 
 Choice = TypeVar("Choice", bound=Enum)
 Number = TypeVar("Number", int, float)

@@ -9,7 +9,6 @@ from typing import Annotated
 
 from tightfit.api.options.choices import complete_job, complete_model
 from tightfit.api.options.common import (
-    MAX_WORLD_SIZE,
     EffectiveBatch,
     Epochs,
     EvalRows,
@@ -37,6 +36,7 @@ from tightfit.api.options.training import (
     TrainingSeed,
 )
 from tightfit.core.progress import Progress
+from tightfit.core.settings import MAX_WORLD_SIZE
 
 KUBERNETES_KINDS = ("job", "trainjob")
 

@@ -9,16 +9,25 @@ from typing import Annotated, Any
 from tightfit.api.options import choices
 from tightfit.api.options.choices import complete_hardware
 from tightfit.api.options.declare import Option
+from tightfit.core.settings import list_settings
 
-MAX_SEQ_LEN = 16_777_216
-MAX_BATCH = 65_536
 MAX_EFFECTIVE_BATCH = 10**7
-MAX_WORLD_SIZE = 65_536
-MAX_LORA_RANK = 65_536
 MAX_EPOCHS = 10_000
 MAX_TOP = 1000
-"""Bounds of `core/strategy.py` and `core/recipe.py`, repeated so that `--help` needs no pydantic;
-a test holds them together."""
+"""Bounds of a recipe and of what is printed; those of settings stand in `core/settings.py`."""
+
+
+def setting_option(name: str) -> Any:
+    """The option of a setting, as its declaration in `core/settings.py` says."""
+    declared = list_settings()[name]
+    option, help = declared.option, declared.setting.help
+    if declared.words:
+        return word_option(option, declared.words, help)
+    if declared.most is not None:
+        return count_option(
+            option, help, most=declared.most, example=int(declared.setting.example or 1)
+        )
+    return switch_option(f"{option}/--no-{option.removeprefix('--')}", help)
 
 
 def word_option(name: str, words: tuple[str, ...], help: str) -> Any:
@@ -115,9 +124,7 @@ Network = Annotated[
 ]
 SeqLen = Annotated[
     int | None,
-    count_option(
-        "--seq-len", "Tokens per sequence. [default: 2048]", most=MAX_SEQ_LEN, example=2048
-    ),
+    setting_option("seq_len"),
 ]
 PlanMethod = Annotated[
     str | None, word_option("--method", choices.PLAN_METHODS, "What is trained. [default: auto]")

@@ -12,10 +12,7 @@ from typing import Annotated
 from tightfit.api.options import choices
 from tightfit.api.options.choices import complete_job, complete_model, empty_value
 from tightfit.api.options.common import (
-    MAX_BATCH,
-    MAX_LORA_RANK,
     MAX_TOP,
-    MAX_WORLD_SIZE,
     EffectiveBatch,
     Epochs,
     EvalRows,
@@ -30,12 +27,14 @@ from tightfit.api.options.common import (
     number_option,
     path_option,
     refuse_empty,
+    setting_option,
     switch_option,
     text_option,
     word_option,
 )
 from tightfit.api.options.declare import Argument, Option
 from tightfit.core.progress import Progress
+from tightfit.core.settings import MAX_WORLD_SIZE
 
 MAX_STEPS = 10**9
 MAX_LEARNING_RATE = 10.0
@@ -121,28 +120,11 @@ class EstimateOptions:
             "--method", choices.METHODS, "What is trained; qlora is lora over nf4. [default: lora]"
         ),
     ] = None
-    weights: Annotated[
-        str | None,
-        word_option(
-            "--weights", choices.WEIGHTS, "How base weights are stored. [default: by card]"
-        ),
-    ] = None
-    compute: Annotated[
-        str | None,
-        word_option("--compute", choices.COMPUTE, "Arithmetic. [default: by weights and card]"),
-    ] = None
-    adapter_dtype: Annotated[
-        str | None,
-        word_option("--adapter-dtype", choices.COMPUTE, "LoRA weights. [default: by compute]"),
-    ] = None
-    optimizer: Annotated[
-        str | None,
-        word_option("--optimizer", choices.OPTIMIZERS, "Update rule. [default: adamw, fused]"),
-    ] = None
-    lora_rank: Annotated[
-        int | None,
-        count_option("--lora-rank", "Rank. [default: 16]", most=MAX_LORA_RANK, example=16),
-    ] = None
+    weights: Annotated[str | None, setting_option("weights")] = None
+    compute: Annotated[str | None, setting_option("compute")] = None
+    adapter_dtype: Annotated[str | None, setting_option("adapter_dtype")] = None
+    optimizer: Annotated[str | None, setting_option("optimizer")] = None
+    lora_rank: Annotated[int | None, setting_option("lora_rank")] = None
     lora_targets: Annotated[
         str | None,
         text_option(
@@ -152,71 +134,18 @@ class EstimateOptions:
             example="all-linear",
         ),
     ] = None
-    micro_batch: Annotated[
-        int | None,
-        count_option(
-            "--micro-batch", "Sequences per GPU at once. [default: 1]", most=MAX_BATCH, example=4
-        ),
-    ] = None
+    micro_batch: Annotated[int | None, setting_option("micro_batch")] = None
     seq_len: SeqLen = None
-    grad_accum: Annotated[
-        int | None,
-        count_option(
-            "--grad-accum", "Micro-batches per step. [default: 1]", most=MAX_BATCH, example=8
-        ),
-    ] = None
-    checkpointing: Annotated[
-        bool | None,
-        switch_option(
-            "--checkpointing/--no-checkpointing",
-            "Recompute layers in the backward pass. [default: on]",
-        ),
-    ] = None
-    attention: Annotated[
-        str | None, word_option("--attention", choices.ATTENTIONS, "Kernel. [default: sdpa]")
-    ] = None
-    loss: Annotated[
-        str | None,
-        word_option("--loss", choices.LOSSES, "How logits become a loss. [default: plain]"),
-    ] = None
-    fused_kernels: Annotated[
-        bool | None,
-        switch_option(
-            "--fused-kernels/--no-fused-kernels",
-            "Fused norm, rotary and gated-MLP kernels. [default: off]",
-        ),
-    ] = None
-    fused_lora: Annotated[
-        bool | None,
-        switch_option(
-            "--fused-lora/--no-fused-lora",
-            "LoRA scaled and added inside its matmuls. [default: off]",
-        ),
-    ] = None
-    dequantized_base: Annotated[
-        bool | None,
-        switch_option(
-            "--dequantized-base/--no-dequantized-base",
-            "nf4 weights unpacked once, not in every pass. [default: off]",
-        ),
-    ] = None
-    sharding: Annotated[
-        str | None,
-        word_option(
-            "--sharding",
-            choices.SHARDINGS,
-            "How state is spread. [default: single on one GPU, else fsdp]",
-        ),
-    ] = None
-    offload: Annotated[
-        str | None, word_option("--offload", choices.OFFLOADS, "To host RAM. [default: none]")
-    ] = None
-    double_quant: Annotated[
-        bool | None,
-        switch_option(
-            "--double-quant/--no-double-quant", "Quantize nf4's scales too. [default: on]"
-        ),
-    ] = None
+    grad_accum: Annotated[int | None, setting_option("grad_accum")] = None
+    checkpointing: Annotated[bool | None, setting_option("checkpointing")] = None
+    attention: Annotated[str | None, setting_option("attention")] = None
+    loss: Annotated[str | None, setting_option("loss")] = None
+    fused_kernels: Annotated[bool | None, setting_option("fused_kernels")] = None
+    fused_lora: Annotated[bool | None, setting_option("fused_lora")] = None
+    dequantized_base: Annotated[bool | None, setting_option("dequantized_base")] = None
+    sharding: Annotated[str | None, setting_option("sharding")] = None
+    offload: Annotated[str | None, setting_option("offload")] = None
+    double_quant: Annotated[bool | None, setting_option("double_quant")] = None
     train_embeddings: Annotated[
         bool,
         Option("--train-embeddings", help="LoRA with fully trained embeddings and head."),

@@ -13,6 +13,7 @@ from tightfit.api.training.search import search_plans
 from tightfit.api.training.tracing import trace_search
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import make_training
+from tightfit.core.settings import names_where
 from tightfit.core.strategy import Method
 from tightfit.core.text import count_of
 from tightfit.data.encode import EncodedDataset
@@ -25,22 +26,7 @@ from tightfit.planning.plan import Plan
 from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
 from tightfit.planning.search import NUM_PLANS, SearchResult
 
-SAME_TRAINING = (
-    "method",
-    "weights",
-    "double_quant",
-    "upcast_unquantized",
-    "compute",
-    "autocast",
-    "adapter_dtype",
-    "lora_rank",
-    "lora_targets",
-    "lora_dropout",
-    "dora",
-    "train_embeddings",
-    "optimizer",
-    "packing",
-)
+SAME_TRAINING = names_where(changes_learning=True)
 """Fields that decide what is learnt: they stay when a run goes on with other hardware."""
 
 REPORTED_FINDINGS = ("empty-answer", "answer-cut-off", "truncated", "in-both")

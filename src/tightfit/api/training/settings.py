@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from tightfit.api.options.training import BenchOptions, PlanOptions, TrainOptions
 from tightfit.core.errors import UsageError
-from tightfit.core.strategy import RENAMED_SETTINGS, Method, Strategy
+from tightfit.core.settings import RENAMED_SETTINGS, names_where
+from tightfit.core.strategy import Method, Strategy
 from tightfit.core.suggest import did_you_mean, nearest
 from tightfit.core.text import sanitize, shorten
 from tightfit.core.validation import describe_validation_errors
@@ -158,20 +159,9 @@ def repeat_plan(options: PlanOptions | TrainOptions, *, without: Collection[str]
 
 # The words that make the planner come to one plan alone.
 
-NOT_SEARCHED = (
-    "method",
-    "seq_len",
-    "num_nodes",
-    "lora_rank",
-    "lora_targets",
-    "lora_dropout",
-    "dora",
-    "train_embeddings",
-    "double_quant",
-    "upcast_unquantized",
-)
+NOT_SEARCHED = names_where(is_searched=False)
 """What the planner takes from the job and never chooses; `method` is an option of its own."""
-_OF_ADAPTERS = ("adapter_dtype",)
+_OF_ADAPTERS = names_where(is_of_adapters=True)
 
 
 def list_plan_options(strategy: Strategy) -> tuple[str, ...]:
