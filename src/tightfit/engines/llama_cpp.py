@@ -279,7 +279,7 @@ class LlamaAnswer:
         self._unseen: list[int] = []
         """Tokens whose text could not be shown yet."""
         self._reason: FinishReason | None = None
-        self._fault: Exception | None = None
+        self._error: Exception | None = None
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -292,21 +292,21 @@ class LlamaAnswer:
         try:
             if not self._cancelled.is_set():
                 server.handle_completions(body, self._take)
-        except Exception as fault:  # whatever the binding raises is this answer's
-            self._fault = self._fault or fault
+        except Exception as error:  # whatever the binding raises is this answer's
+            self._error = self._error or error
         self._tell(self._end())
 
     def _take(self, chunk: dict[str, Any]) -> bool:
         """One chunk of the stream. True ends it; an exception would be lost in the binding."""
         try:
             return self._read(chunk)
-        except Exception as fault:
-            self._fault = fault
+        except Exception as error:
+            self._error = error
             return True
 
     def _read(self, chunk: dict[str, Any]) -> bool:
         if "error" in chunk:
-            self._fault = _as_error(chunk["error"])
+            self._error = _as_error(chunk["error"])
             return True
         if self._cancelled.is_set():
             return True
@@ -353,8 +353,8 @@ class LlamaAnswer:
             self._tell(Delta(text=text, tokens=tokens))
 
     def _end(self) -> Event:
-        if self._fault is not None:
-            return Failed(fault=self._fault)
+        if self._error is not None:
+            return Failed(fault=self._error)
         reason = self._reason
         if reason is None and self._cancelled.is_set():
             reason = FinishReason.CANCELLED
@@ -377,8 +377,8 @@ class LlamaAnswer:
         """A listener that fails harms no other request: its own is over."""
         try:
             self._listener(event)
-        except Exception as fault:
-            self._fault = fault
+        except Exception as error:
+            self._error = error
             self._cancelled.set()
 
 
@@ -560,13 +560,13 @@ def start_server(settings: Any, path: Path) -> Any:
         # Where the folder's name is too long, a loopback port remains; nobody knows its key.
         settings.api_keys = [secrets.token_hex(32)]
         return xllamacpp.Server(settings)
-    except RuntimeError as fault:
+    except RuntimeError as error:
         raise InvalidInputError(
             f"llama.cpp cannot load {path}: the file is damaged, of a kind that this release "
             "does not know, or too large for the memory.",
             remedy="`tightfit models FILE` shows what is in it; make or fetch it again, or try "
             "a smaller --context or --parallel",
-        ) from fault
+        ) from error
     finally:
         shutil.rmtree(home, ignore_errors=True)
 

@@ -97,26 +97,26 @@ def _handshake(address: str) -> Protocol:
         connection.settimeout(HANDSHAKE_SECONDS)
         try:
             connection.connect((host, int(port)))
-        except OSError as fault:
-            reason = "no answer" if isinstance(fault, TimeoutError) else fault.strerror
+        except OSError as error:
+            reason = "no answer" if isinstance(error, TimeoutError) else error.strerror
             raise SetupError(
                 f"No llama.cpp rpc-server can be reached at {address}: {reason}.",
                 remedy=explain_start(address),
-            ) from fault
+            ) from error
         try:
             return _exchange_hello(connection)
-        except TimeoutError as fault:
+        except TimeoutError as error:
             raise SetupError(
                 f"{address} takes connections but does not answer: its rpc-server serves another "
                 "process, one at a time, or it is another program's port.",
                 remedy="wait for the other process, or name the server's own port",
-            ) from fault
-        except (OSError, ValueError) as fault:
+            ) from error
+        except (OSError, ValueError) as error:
             raise SetupError(
                 f"What listens at {address} does not speak as llama.cpp's rpc-server of this "
                 "release.",
                 remedy=explain_start(address),
-            ) from fault
+            ) from error
 
 
 def _exchange_hello(connection: socket.socket) -> Protocol:
@@ -175,9 +175,9 @@ def describe_lost_host(hosts: tuple[str, ...]) -> SetupError:
     for host in hosts:
         try:
             probe_host(host, None)
-        except SetupError as fault:
+        except SetupError as error:
             return SetupError(
-                f"A host was lost while it computed. {fault.problem}",
+                f"A host was lost while it computed. {error.problem}",
                 remedy=f"{explain_start(host)}; then the same command goes on",
             )
     return SetupError(

@@ -23,9 +23,9 @@ def main() -> int:
     try:
         (endpoint,) = read_hosts(f"{flags.address}:{flags.port}")
         serve_devices(endpoint, num_threads=choose_threads(flags.threads))
-    except UserError as fault:
-        print(f"error: {fault.problem}\n  try: {fault.remedy}", file=sys.stderr)
-        return fault.exit_code
+    except UserError as error:
+        print(f"error: {error.problem}\n  try: {error.remedy}", file=sys.stderr)
+        return error.exit_code
     return 0
 
 

@@ -192,7 +192,7 @@ def check_request(request: Request, *, max_context: int, num_vocabulary: int) ->
 
 
 def answer(engine: Engine, request: Request) -> Done:
-    """The whole answer. Raises the fault where there is none."""
+    """The whole answer. Raises the error where there is none."""
     for event in stream(engine, request):
         if isinstance(event, Done):
             return event
@@ -257,6 +257,6 @@ def _submit_numbered(
 
     try:
         return engine.submit(request, listen)
-    except UserError as fault:
-        ended.put((number, Failed(fault=fault)))
+    except UserError as error:
+        ended.put((number, Failed(fault=error)))
         return None

@@ -132,10 +132,10 @@ def _allowed_rank(adapter: Artefact) -> int:
     path = adapter.path / "adapter_config.json"
     try:
         rank = int(json.loads(path.read_bytes())["r"])
-    except (OSError, ValueError, KeyError, TypeError) as fault:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
             f"{path} does not say the adapter's rank `r`.", remedy="--engine transformers"
-        ) from fault
+        ) from error
     allowed = next((one for one in LORA_RANKS if one >= rank), None)
     if allowed is None:
         raise InvalidInputError(
@@ -190,8 +190,8 @@ class VllmAnswer:
                         break
         except asyncio.CancelledError:
             pass
-        except Exception as fault:
-            self._tell(Failed(fault=fault))
+        except Exception as error:
+            self._tell(Failed(fault=error))
             return
         self._finish(reason)
 
@@ -293,12 +293,12 @@ class VllmEngine:
         self._thread.start()
         try:
             self._call(self._library.start)
-        except Exception as fault:
+        except Exception as error:
             self._stop_loop()
             raise SetupError(
-                f"vLLM does not start with {info.model}: {_first_line(fault)}.",
+                f"vLLM does not start with {info.model}: {_first_line(error)}.",
                 remedy="see its messages above; --engine transformers runs without it",
-            ) from fault
+            ) from error
 
     @property
     def info(self) -> EngineInfo:
@@ -429,10 +429,10 @@ def _import_vllm() -> Any:
     os.environ.setdefault("DO_NOT_TRACK", "1")
     try:
         import vllm
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
-            f"vLLM cannot be used here: {_first_line(fault)}.", remedy=VLLM_REMEDY
-        ) from fault
+            f"vLLM cannot be used here: {_first_line(error)}.", remedy=VLLM_REMEDY
+        ) from error
     return vllm
 
 
@@ -463,6 +463,6 @@ def _kv_bytes_per_token(spec: ModelSpec) -> int:
     return 2 * layers * spec.num_kv_heads * spec.head_dim * _KV_VALUE_BYTES
 
 
-def _first_line(fault: BaseException) -> str:
-    lines = str(fault).strip().splitlines() or [type(fault).__name__]
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")[:300]

@@ -92,11 +92,11 @@ def make_rouge() -> Callable[[str, str], dict[str, float]]:
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "ROUGE needs the rouge-score package, which is not installed.",
             remedy="pip install 'tightfit[eval]', or leave it out with --metric loss",
-        ) from fault
+        ) from error
     scorer: Any = RougeScorer(list(ROUGE_NAMES), use_stemmer=True)
 
     def score(answer: str, gold: str) -> dict[str, float]:
@@ -231,7 +231,7 @@ class Scorer:
 
     def _run_gold(self, databases: Path | None) -> list[SqlTask | None]:
         tasks: list[SqlTask | None] = []
-        faults: list[str] = []
+        errors: list[str] = []
         for item in self._questions:
             try:
                 task = make_task(
@@ -241,25 +241,25 @@ class Scorer:
                     folder=databases,
                     limits=self._limits,
                 )
-            except QueryError as fault:
-                faults.append(f"{item.place}: {fault}")
+            except QueryError as error:
+                errors.append(f"{item.place}: {error}")
                 tasks.append(None)
             else:
                 tasks.append(task)
-        self._tell_of_gold([task for task in tasks if task is not None], faults)
+        self._tell_of_gold([task for task in tasks if task is not None], errors)
         return tasks
 
-    def _tell_of_gold(self, tasks: Sequence[SqlTask], faults: Sequence[str]) -> None:
+    def _tell_of_gold(self, tasks: Sequence[SqlTask], errors: Sequence[str]) -> None:
         if not tasks:
             raise InvalidInputError(
-                f"None of the {len(faults):,} gold answers can be run as a query; "
-                f"the first, {faults[0]}.",
+                f"None of the {len(errors):,} gold answers can be run as a query; "
+                f"the first, {errors[0]}.",
                 remedy="--metric exact, or name the folder of the databases with --databases",
             )
-        if faults:
+        if errors:
             self.notes.append(
-                f"execution: {len(faults):,} rows are left out, their gold query cannot be run; "
-                f"the first, {faults[0]}"
+                f"execution: {len(errors):,} rows are left out, their gold query cannot be run; "
+                f"the first, {errors[0]}"
             )
         num_synthetic = sum(task.is_synthetic for task in tasks)
         if num_synthetic:

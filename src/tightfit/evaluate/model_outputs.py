@@ -49,8 +49,8 @@ def generate_answers(
         places = order[done : done + size]
         try:
             found = _generate([prompts[place] for place in places], model, request)
-        except RuntimeError as fault:
-            if size == 1 or not is_out_of_memory(fault):
+        except RuntimeError as error:
+            if size == 1 or not is_out_of_memory(error):
                 raise
             size = (size + 1) // 2
             _free_memory()

@@ -128,11 +128,11 @@ def ensure_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot write scores into {str(folder)!r}: {fault.strerror or fault}.",
+            f"Cannot write scores into {str(folder)!r}: {error.strerror or error}.",
             remedy="--save FOLDER that is writable and has free space",
-        ) from fault
+        ) from error
 
 
 def write_scores(scores: Scores, answers: list[AnswerRow], folder: Path, name: str) -> Scores:

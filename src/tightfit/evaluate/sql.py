@@ -219,8 +219,8 @@ def open_synthetic(tables: Sequence[str], literals: Literals, *, seed: int) -> I
             rng = random.Random(seed)
             for name in _table_names(connection):
                 _fill(connection, name, _Pool(literals, rng))
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as fault:
-            raise QueryError(f"the schema is not SQLite's: {fault}") from fault
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            raise QueryError(f"the schema is not SQLite's: {error}") from error
         connection.set_authorizer(None)
         yield lock(connection)
 
@@ -354,8 +354,8 @@ def judge_answer(task: SqlTask, answer: str, limits: QueryLimits) -> SqlVerdict:
         try:
             with opener() as sandbox:
                 found = run_query(sandbox, query, limits)
-        except QueryError as fault:
-            return SqlVerdict(is_right=False, query=query, problem=str(fault))
+        except QueryError as error:
+            return SqlVerdict(is_right=False, query=query, problem=str(error))
         if not rows_agree(expected, found, is_ordered=is_ordered):
             return SqlVerdict(is_right=False, query=query)
     return SqlVerdict(is_right=True, query=query)

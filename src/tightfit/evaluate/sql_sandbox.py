@@ -61,13 +61,13 @@ def open_sandbox(path: Path) -> Iterator[Sandbox]:
         connection = sqlite3.connect(
             f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, isolation_level=None
         )
-    except sqlite3.Error as fault:
-        raise _unreadable(path, fault) from fault
+    except sqlite3.Error as error:
+        raise _unreadable(path, error) from error
     with closing(connection):
         try:
             connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-        except sqlite3.Error as fault:
-            raise _unreadable(path, fault) from fault
+        except sqlite3.Error as error:
+            raise _unreadable(path, error) from error
         yield lock(connection)
 
 
@@ -97,10 +97,10 @@ def run_query(sandbox: Sandbox, query: str, limits: QueryLimits) -> QueryRows:
             if cursor.description is None:
                 raise QueryError("it is not a query")
             rows: QueryRows = cursor.fetchmany(limits.num_rows + 1)
-    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as fault:
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
         is_late = time.monotonic() > deadline
-        reason = f"more than {limits.seconds:g} s" if is_late else _reason(fault)
-        raise QueryError(reason) from fault
+        reason = f"more than {limits.seconds:g} s" if is_late else _reason(error)
+        raise QueryError(reason) from error
     finally:
         sandbox.set_progress_handler(None, 0)
     if len(rows) > limits.num_rows:
@@ -126,14 +126,14 @@ def _pads_harmlessly(query: str) -> bool:
     return 0 < num_words == len(_HARMLESS_PADDING.findall(query))
 
 
-def _reason(fault: Exception) -> str:
-    if isinstance(fault, MemoryError):
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
         return "more memory than a query may use"
-    return str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _unreadable(path: Path, fault: sqlite3.Error) -> InvalidInputError:
+def _unreadable(path: Path, error: sqlite3.Error) -> InvalidInputError:
     return InvalidInputError(
-        f"{path} cannot be read as an SQLite database: {fault}.",
+        f"{path} cannot be read as an SQLite database: {error}.",
         remedy=f"sqlite3 {path} .schema    (says what is wrong with it)",
     )

@@ -125,8 +125,8 @@ def read_changes(adapter: Path, base: Path) -> AdapterChanges:
             )
             _keep_adapter_values(peft_model)
             result: Any = set_peft_model_state_dict(peft_model, weights, low_cpu_mem_usage=True)
-    except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError) as fault:
-        raise _mismatch_error(adapter, base, str(fault).splitlines()[0]) from fault
+    except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise _mismatch_error(adapter, base, str(error).splitlines()[0]) from error
     if result.unexpected_keys:
         raise _mismatch_error(adapter, base, f"{result.unexpected_keys[0]} has no place in it")
     changes.model = peft_model.base_model.model
@@ -193,11 +193,11 @@ def _merge_layer(layer: Any, attribute: str, value: torch.Tensor, name: str) -> 
             biases[ADAPTER] = False  # its turn comes when the bias is read
         layer.merge(adapter_names=[ADAPTER])
         merged: torch.Tensor = getattr(owner, attribute).data
-    except (RuntimeError, ValueError, NotImplementedError) as fault:
+    except (RuntimeError, ValueError, NotImplementedError) as error:
         raise InvalidInputError(
-            f"peft cannot merge {type(layer).__name__} at {name}: {str(fault).splitlines()[0]}",
+            f"peft cannot merge {type(layer).__name__} at {name}: {str(error).splitlines()[0]}",
             remedy="use the adapter as it is: tightfit chat ADAPTER",
-        ) from fault
+        ) from error
     finally:
         setattr(owner, attribute, held)
         layer.merged_adapters.clear()
@@ -210,11 +210,11 @@ def _check_config(adapter: Path, peft_config: Any) -> Any:
     """Adapters that can be added to a base; each other kind is refused by its name."""
     try:
         config = peft_config.from_pretrained(str(adapter))
-    except (ValueError, KeyError, TypeError, OSError) as fault:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise InvalidInputError(
-            f"{adapter / 'adapter_config.json'} cannot be read: {str(fault).splitlines()[0]}",
+            f"{adapter / 'adapter_config.json'} cannot be read: {str(error).splitlines()[0]}",
             remedy="copy the adapter again, or pip install -U peft",
-        ) from fault
+        ) from error
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     start = config.to_dict().get("init_lora_weights")
     problem = None

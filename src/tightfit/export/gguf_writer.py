@@ -464,12 +464,12 @@ def _load_config(source: Path) -> Any:
     silence_libraries()
     try:
         return AutoConfig.from_pretrained(str(source), local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError) as fault:
-        lines = str(fault).strip().splitlines() or [type(fault).__name__]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InvalidInputError(
             f"transformers cannot read {source / 'config.json'}: {lines[0].rstrip('.')}.",
             remedy="fetch the model's config.json again",
-        ) from fault
+        ) from error
 
 
 def _tokenizer_folder(folder: Path) -> Path:

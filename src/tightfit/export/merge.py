@@ -137,13 +137,13 @@ def merge_adapter(request: MergeRequest) -> MergeResult:
         reset_peak_memory()
         try:
             _write_model(request, work, changes, stored, plan)
-        except BaseException as fault:
+        except BaseException as error:
             shutil.rmtree(work, ignore_errors=True)
-            if isinstance(fault, OSError):
+            if isinstance(error, OSError):
                 raise SetupError(
-                    f"Cannot write {request.target}: {fault.strerror or fault}.",
+                    f"Cannot write {request.target}: {error.strerror or error}.",
                     remedy="--out a folder that is writable and has free space",
-                ) from fault
+                ) from error
             raise
     peak = read_peak_memory_bytes()
     seconds = time.monotonic() - start

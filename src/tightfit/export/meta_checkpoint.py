@@ -273,10 +273,10 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         lines = path.read_bytes().splitlines()
         pairs = [line.split() for line in lines if line.strip()]
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except ValueError as fault:
+    except ValueError as error:
         raise InvalidInputError(
-            f"{path} is no tiktoken file: {fault}.", remedy="fetch the file again"
-        ) from fault
+            f"{path} is no tiktoken file: {error}.", remedy="fetch the file again"
+        ) from error
 
 
 def _as_merges(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -336,17 +336,17 @@ def _convert_pieces(source: Path) -> dict[str, Any]:
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(str(work), local_files_only=True)
             document: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
-        except ImportError as fault:
+        except ImportError as error:
             raise SetupError(
                 "Reading a SentencePiece tokenizer needs a package that is missing: "
-                f"{str(fault).strip().splitlines()[0]}",
+                f"{str(error).strip().splitlines()[0]}",
                 remedy="pip install sentencepiece protobuf",
-            ) from fault
-        except Exception as fault:  # the parser of the format raises its own kinds
+            ) from error
+        except Exception as error:  # the parser of the format raises its own kinds
             raise InvalidInputError(
-                f"{source} is neither a SentencePiece nor a tiktoken file ({fault}).",
+                f"{source} is neither a SentencePiece nor a tiktoken file ({error}).",
                 remedy="fetch the file again",
-            ) from fault
+            ) from error
     return document
 
 
@@ -465,10 +465,10 @@ def _read_params(source: Path) -> dict[str, Any]:
     try:
         params = json.loads(path.read_bytes())
         return dict(params)
-    except (OSError, ValueError, TypeError) as fault:
+    except (OSError, ValueError, TypeError) as error:
         raise InvalidInputError(
-            f"{path} cannot be read ({fault}).", remedy="fetch the file again"
-        ) from fault
+            f"{path} cannot be read ({error}).", remedy="fetch the file again"
+        ) from error
 
 
 def _read_shape(params: dict[str, Any], source: Path) -> MetaShape:
@@ -485,10 +485,10 @@ def _read_shape(params: dict[str, Any], source: Path) -> MetaShape:
             num_heads=num_heads,
             num_kv_heads=int(params.get("n_kv_heads") or num_heads),
         )
-    except (KeyError, TypeError, ValueError) as fault:
+    except (KeyError, TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"{source / 'params.json'} does not say {fault}.", remedy="fetch the file again"
-        ) from fault
+            f"{source / 'params.json'} does not say {error}.", remedy="fetch the file again"
+        ) from error
 
 
 def _is_tied(shards: MetaShards) -> bool:

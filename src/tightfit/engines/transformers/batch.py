@@ -172,10 +172,10 @@ class RunningAnswer:
     def end_cancelled(self) -> None:
         self._end(FinishReason.CANCELLED)
 
-    def fail(self, fault: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         if not self.is_over:
             self.is_over = True
-            self._tell(Failed(fault=fault))
+            self._tell(Failed(fault=error))
 
     def _end(self, reason: FinishReason) -> bool:
         if self.is_over:
@@ -278,8 +278,8 @@ class ContinuousBatcher:
                     self._admit()
                     if self._active:
                         self._step()
-        except Exception as fault:  # nobody must wait for ever for a thread that is gone
-            self._end_all(fault)
+        except Exception as error:  # nobody must wait for ever for a thread that is gone
+            self._end_all(error)
         else:
             self._end_all(None)
 
@@ -294,7 +294,7 @@ class ContinuousBatcher:
                 )
             return not self._is_closing
 
-    def _end_all(self, fault: Exception | None) -> None:
+    def _end_all(self, error: Exception | None) -> None:
         with self._wake:
             self._is_closing = True
             left = [*self._active, *self._waiting]
@@ -302,12 +302,12 @@ class ContinuousBatcher:
             self._waiting.clear()
             self._calls.clear()
         for answer in left:
-            if fault is None:
+            if error is None:
                 answer.end_cancelled()
             else:
-                answer.fail(fault)
+                answer.fail(error)
         for _, future in calls:
-            future.set_exception(fault or closed_error())
+            future.set_exception(error or closed_error())
         self._active.clear()
         self._seen.clear()
 
@@ -316,8 +316,8 @@ class ContinuousBatcher:
             function, future = self._calls.popleft()
             try:
                 future.set_result(function())
-            except Exception as fault:
-                future.set_exception(fault)
+            except Exception as error:
+                future.set_exception(error)
 
     def _drop_cancelled(self) -> None:
         with self._wake:
@@ -340,16 +340,16 @@ class ContinuousBatcher:
             prompts = [answer.so_far for answer in joiners]
             try:
                 logits = self._rows.join(prompts, max(answer.num_left for answer in joiners))
-            except Exception as fault:
-                self._refuse(joiners, fault)
+            except Exception as error:
+                self._refuse(joiners, error)
             else:
                 self._welcome(joiners, logits)
 
-    def _refuse(self, joiners: list[RunningAnswer], fault: Exception) -> None:
+    def _refuse(self, joiners: list[RunningAnswer], error: Exception) -> None:
         """After a failed prefill: fewer at once, later, or never."""
-        if not is_out_of_memory(fault):
+        if not is_out_of_memory(error):
             for answer in joiners:
-                answer.fail(fault)
+                answer.fail(error)
         elif not self._active and len(joiners) == 1:
             joiners[0].fail(out_of_memory_error(joiners[0]))
         else:
@@ -387,8 +387,8 @@ class ContinuousBatcher:
         is_number = torch.isfinite(logits).all(dim=-1).tolist()
         try:
             chosen = self._choose(logits, joiners).tolist()
-        except Exception as fault:
-            self._recover(fault, is_behind=True)
+        except Exception as error:
+            self._recover(error, is_behind=True)
             return
         ended = []
         for place, (answer, token) in enumerate(zip(joiners, chosen, strict=True)):
@@ -411,8 +411,8 @@ class ContinuousBatcher:
             logits = self._rows.step(self._next)
             is_behind = True
             self._next = self._choose(logits, self._active)
-        except Exception as fault:
-            self._recover(fault, is_behind=is_behind)
+        except Exception as error:
+            self._recover(error, is_behind=is_behind)
             return
         chosen = self._next.tolist()
         ended = [
@@ -473,20 +473,20 @@ class ContinuousBatcher:
         if self._num_calm % _ROWS_BEFORE_GROWTH == 0 or not self._active:
             self._room = min(self._num_slots, self._room + 1)
 
-    def _recover(self, fault: Exception, *, is_behind: bool) -> None:
+    def _recover(self, error: Exception, *, is_behind: bool) -> None:
         """After a failed step: make room and go on, or give up what is under way.
 
         `is_behind`: the device's rows hold a token that no answer has; they are built anew.
         """
         num_active = len(self._active)
-        is_memory = is_out_of_memory(fault)
+        is_memory = is_out_of_memory(error)
         is_lost = not is_memory or num_active == 1 or self._rows.is_gang
         # The youngest have the least to compute again.
         keep = 0 if is_lost or is_behind else num_active * 3 // 4
         for row in reversed(range(keep, num_active)):
             answer = self._active[row]
             if is_lost:
-                answer.fail(out_of_memory_error(answer) if is_memory else fault)
+                answer.fail(out_of_memory_error(answer) if is_memory else error)
             else:
                 self._put_back([answer])
             self._leave(row)

@@ -75,8 +75,8 @@ class RowLayer(_library.DynamicLayer):  # type: ignore[misc]
         more_end = max(end, min(end + spare, span.last))
         try:
             self._move(max(num_rows, more_rows), start, more_end)
-        except RuntimeError as fault:
-            if not is_out_of_memory(fault) or (num_rows, end) == (more_rows, more_end):
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or (num_rows, end) == (more_rows, more_end):
                 raise
             self._move(num_rows, start, end)
 

@@ -87,9 +87,9 @@ class CudaGraphs:
             # Only this thread is held to the rules: others may copy or ask for memory meanwhile.
             with cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._step(inputs)
-        except RuntimeError as fault:
+        except RuntimeError as error:
             cuda.synchronize()
-            if is_out_of_memory(fault):
+            if is_out_of_memory(error):
                 raise
             self._is_recorded = False
             self._recordings.clear()

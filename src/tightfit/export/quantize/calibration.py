@@ -125,10 +125,10 @@ def default_text() -> Path:
     """
     try:
         from pydoc_data.topics import topics
-    except ImportError as fault:  # some distributions leave it out
+    except ImportError as error:  # some distributions leave it out
         raise InvalidInputError(
             "There is no text to calibrate on.", remedy="name one: --calibrate FILE"
-        ) from fault
+        ) from error
     text = "\n\n".join(topic.strip() for _, topic in sorted(topics.items())).encode()
     key = hashlib.blake2b(text, digest_size=8).hexdigest()
     path = cache_folder() / "calibration" / f"{key}.txt"
@@ -322,11 +322,11 @@ def read_importance(path: Path) -> Importance:
             dataset=str(reader.fields["imatrix.datasets"].contents()[0]),
             num_chunks=int(reader.fields["imatrix.chunk_count"].contents()),
         )
-    except (OSError, ValueError, KeyError, IndexError) as fault:
+    except (OSError, ValueError, KeyError, IndexError) as error:
         raise InvalidInputError(
-            f"{path} cannot be read as an importance file: {fault}.",
+            f"{path} cannot be read as an importance file: {error}.",
             remedy="delete it and run the same command again",
-        ) from fault
+        ) from error
 
 
 def _mean(sums: NDArray[np.float32], counts: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -334,11 +334,11 @@ def open_plain_gguf(path: Path) -> Any:
 
     try:
         reader = gguf.GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError) as fault:
+    except (OSError, ValueError, IndexError, KeyError) as error:
         raise InvalidInputError(
-            f"{path} cannot be read as GGUF: {str(fault).partition(chr(10))[0]}.",
+            f"{path} cannot be read as GGUF: {str(error).partition(chr(10))[0]}.",
             remedy="make the file again: tightfit convert MODEL --to gguf",
-        ) from fault
+        ) from error
     split = reader.fields.get("split.count")
     if split is not None and int(split.contents()) > 1:
         raise InvalidInputError(
@@ -440,10 +440,10 @@ def _quantizer() -> Any:
     """`ggml_quantize_chunk` with its C types. Source: ggml.h."""
     try:
         function = load_library().ggml_quantize_chunk
-    except AttributeError as fault:
+    except AttributeError as error:
         raise SetupError(
             "The installed llama.cpp does not hand out its quantizer.", remedy=REMEDY
-        ) from fault
+        ) from error
     whole, pointer = ctypes.c_int64, ctypes.c_void_p
     function.restype = ctypes.c_size_t
     function.argtypes = [ctypes.c_int, pointer, pointer, whole, whole, whole, pointer]

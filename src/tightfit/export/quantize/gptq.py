@@ -185,11 +185,11 @@ def run_gptq(
                 text=True,
                 start_new_session=True,
             )
-        except OSError as fault:
+        except OSError as error:
             raise SetupError(
-                f"Cannot start {command[0]}: {fault.strerror or fault}.",
+                f"Cannot start {command[0]}: {error.strerror or error}.",
                 remedy="name a Python that has the quantizer: --python /path/to/python",
-            ) from fault
+            ) from error
     try:
         last = _follow(process, report)
         code = process.wait()

@@ -65,12 +65,12 @@ def main(words: list[str]) -> int:
     try:
         quantize = _with_gptqmodel if job.tool == GPTQMODEL else _with_auto_round
         quantize(job, told)
-    except ImportError as fault:
-        _tell(told, problem=str(fault))
+    except ImportError as error:
+        _tell(told, problem=str(error))
         return EXIT_MISSING
-    except (MemoryError, RuntimeError) as fault:
-        _tell(told, problem=str(fault).splitlines()[0] if str(fault) else repr(fault))
-        if isinstance(fault, MemoryError) or "out of memory" in str(fault).lower():
+    except (MemoryError, RuntimeError) as error:
+        _tell(told, problem=str(error).splitlines()[0] if str(error) else repr(error))
+        if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
             return EXIT_MEMORY
         raise
     _tell(told, seconds=time.monotonic() - started, peak_rss_bytes=_peak_rss())

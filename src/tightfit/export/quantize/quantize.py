@@ -137,11 +137,11 @@ def _settings_key(options: QuantizeSettings) -> str:
     if options.calibrate is not None:
         try:
             stat = options.calibrate.stat()
-        except OSError as fault:
+        except OSError as error:
             raise InvalidInputError(
-                f"Cannot read {options.calibrate}: {fault.strerror or fault}.",
+                f"Cannot read {options.calibrate}: {error.strerror or error}.",
                 remedy="--calibrate a file with rows as `train` reads them, or plain text",
-            ) from fault
+            ) from error
         parts.append(f"{options.calibrate.resolve()} {stat.st_size} {stat.st_mtime_ns}")
     return hashlib.blake2b("\x1e".join(parts).encode(), digest_size=8).hexdigest()
 
@@ -182,7 +182,7 @@ def _make(
     path = paths.of[target]
     try:
         made = job.write(target, path)
-    except UserError as fault:
+    except UserError as error:
         if not _has_several_formats(request):
             raise
         return QuantizedModel(
@@ -190,8 +190,8 @@ def _make(
             key="",
             path=str(path),
             standing=QuantizeStatus.FAILED,
-            problem=fault.problem,
-            remedy=fault.remedy,
+            problem=error.problem,
+            remedy=error.remedy,
         )
     size = weight_bytes(path)
     return QuantizedModel(

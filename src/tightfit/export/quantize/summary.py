@@ -164,11 +164,11 @@ def read_summary(path: Path) -> QuantizeSummary | None:
         return QuantizeSummary.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValidationError) as fault:
+    except (OSError, ValidationError) as error:
         raise InvalidInputError(
             f"{path} cannot be read as a summary of quantized models.",
             remedy="--force to make everything anew, or --out another folder",
-        ) from fault
+        ) from error
 
 
 # Size against perplexity as a picture, one point for each quantized model.

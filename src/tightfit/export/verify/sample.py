@@ -107,14 +107,14 @@ def _read_text(path: Path | None) -> str:
         return resources.files("tightfit.catalogue").joinpath(TEXT_FILE).read_text("utf-8")
     try:
         return path.read_text(encoding="utf-8")
-    except FileNotFoundError as fault:
+    except FileNotFoundError as error:
         raise NotFoundError(
             f"There is no file {str(path)!r}.", remedy="--text with a file of plain text"
-        ) from fault
-    except (OSError, UnicodeDecodeError) as fault:
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(
-            f"{path} cannot be read as text: {fault}.", remedy="--text with a UTF-8 text file"
-        ) from fault
+            f"{path} cannot be read as text: {error}.", remedy="--text with a UTF-8 text file"
+        ) from error
 
 
 def _cut(text: str, prompter: Prompter) -> Iterator[Window]:

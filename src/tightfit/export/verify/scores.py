@@ -184,11 +184,11 @@ def _make_folder(num_bytes: int) -> Path:
                 remedy="--tokens with a smaller number, or TIGHTFIT_CACHE=/a/larger/disk",
             )
         return Path(tempfile.mkdtemp(dir=home, prefix="verify-", suffix=".partial"))
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot write in {home}: {fault.strerror or fault}.",
+            f"Cannot write in {home}: {error.strerror or error}.",
             remedy="set TIGHTFIT_CACHE to a folder that is writable and has free space",
-        ) from fault
+        ) from error
 
 
 # Means with 99% intervals, so that a small sample neither fails a good model nor passes a bad.

@@ -110,12 +110,12 @@ class Verdict(Frozen):
     def raise_if_broken(self, *, remedy: str | None = None) -> None:
         """`CheckFailedError` for the first artefact that did not pass."""
         for row in self.rows:
-            faults = [finding for finding in row.findings if finding.level is Level.FAIL]
-            if faults:
-                more = f" (and {len(faults) - 1} more findings)" if len(faults) > 1 else ""
+            errors = [finding for finding in row.findings if finding.level is Level.FAIL]
+            if errors:
+                more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
                 raise CheckFailedError(
-                    f"{row.name} is not {Path(self.reference).name}: {faults[0].text}{more}",
+                    f"{row.name} is not {Path(self.reference).name}: {errors[0].text}{more}",
                     remedy=remedy
-                    or faults[0].remedy
+                    or errors[0].remedy
                     or f"tightfit verify {self.reference} {row.name} --html report.html",
                 )

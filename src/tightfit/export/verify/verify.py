@@ -108,7 +108,7 @@ def verify_models(request: VerifyRequest) -> Verdict:
     finally:
         if reference.scores is not None:
             reference.scores.close()
-    rows += [_unreadable(name, 0, fault) for name, fault in request.broken.items()]
+    rows += [_unreadable(name, 0, error) for name, error in request.broken.items()]
     perplexities = [row.reference_perplexity for row in rows if row.reference_perplexity]
     verdict = Verdict(
         reference=request.reference.name,
@@ -159,10 +159,10 @@ def _compare(request: VerifyRequest, reference: _Reference, artefact: Artefact) 
     size = measure_size(artefact)
     try:
         engine = _open(request, artefact)
-    except (InvalidInputError, DoesNotFitError) as fault:
-        if isinstance(fault, DoesNotFitError):
+    except (InvalidInputError, DoesNotFitError) as error:
+        if isinstance(error, DoesNotFitError):
             raise
-        return _unreadable(artefact.name, size, fault)
+        return _unreadable(artefact.name, size, error)
     try:
         info = engine.info
         words = read_tokenizer_facts(artefact, engine, (TRICKY_TEXT, reference.sample.text))
@@ -277,8 +277,8 @@ def _judge_without_scores(
     return found
 
 
-def _unreadable(name: str, size: int, fault: UserError) -> Comparison:
-    problem = Finding(level=Level.FAIL, text=fault.problem, remedy=fault.remedy)
+def _unreadable(name: str, size: int, error: UserError) -> Comparison:
+    problem = Finding(level=Level.FAIL, text=error.problem, remedy=error.remedy)
     return Comparison(name=name, size_bytes=size, findings=(problem,))
 
 
