@@ -42,12 +42,12 @@ def check_family(family: str, prompter: Any) -> dict[str, Any]:
         collector, _ = ask(batch, prompter, requests)
         collector.wait()
     found = [collector.tokens(n) for n in range(len(requests))]
-    replays = getattr(rows, "_replays", None)
+    graphs = getattr(rows, "_cuda_graphs", None)
     return {
         "same": sum(a == b for a, b in zip(found, expected, strict=True)),
         "of": len(requests),
         "rows": type(rows).__name__,
-        "recordings": replays.num_recordings if replays is not None else 0,
+        "recordings": graphs.num_graphs if graphs is not None else 0,
     }
 
 

@@ -1,1 +1,1 @@
-"""One protocol for answering and scoring, and the engines that speak it."""
+"""One protocol for answering and scoring, and the engines that implement it."""

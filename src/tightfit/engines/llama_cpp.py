@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 KV_VALUE_BYTES = 2
-"""llama.cpp keeps keys and values in fp16 unless told otherwise."""
+"""llama.cpp keeps keys and values in fp16 by default."""
 _NOT_PARAMETERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -60,7 +60,7 @@ class LlamaFile:
     kv_bytes_per_token: int
     """Over all layers. Layers with a sliding window keep less of a long text."""
     context: int | None
-    """Tokens that the model was made for."""
+    """The model's context length."""
     num_vocabulary: int
 
 
@@ -106,7 +106,7 @@ def _tensor_bytes(shape: tuple[int, ...], type_id: int) -> int:
 
     try:
         values, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
-    except (ValueError, KeyError):  # a type younger than the gguf package
+    except (ValueError, KeyError):  # a type that the gguf package does not know yet
         values, num_bytes = 1, 1
     return prod(shape) // values * num_bytes
 
@@ -145,7 +145,7 @@ def _num_vocabulary(header: GgufHeader, embeddings: list[tuple[int, ...]]) -> in
     return tokens.length if isinstance(tokens, LongArray) else _read_int(header, "vocab_size") or 0
 
 
-# From Sampling to the fields of llama.cpp's completion requests.
+# Sampling as fields of a completion request.
 
 RANDOM_SEED = 2**32 - 1
 """llama.cpp draws a seed of its own for this one."""
@@ -180,7 +180,7 @@ def make_completion_body(
 
 
 def choose_samplers(sampling: Sampling) -> list[str]:
-    """Those that change anything. A temperature of 0 leaves one token: nothing may come after."""
+    """Samplers that have an effect. At temperature 0 one token is left: none may follow."""
     chosen = [] if sampling.repetition_penalty == 1.0 else ["penalties"]
     chosen.append("temperature")
     if sampling.temperature <= 0:
@@ -194,27 +194,30 @@ def choose_samplers(sampling: Sampling) -> list[str]:
     return chosen
 
 
-# Text as it comes, cut at a stop text and never shown beyond what may be the head of one.
+# Stop texts in a stream of text.
 
 
 class StopTextFilter:
-    """What `data.prompter.TextStream` does for tokens, for an engine that gives text."""
+    """Holds back text that may be the beginning of a stop text.
+
+    As `data.prompter.TextStream` does for tokens, for an engine that streams text.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._longest = max(map(len, self._stops), default=0)
         self._pieces: list[str] = []
         self._held = ""
-        """The end of what came, not shown yet."""
+        """Received and not shown yet."""
         self.is_stopped = False
 
     @property
     def text(self) -> str:
-        """All that came, cut at a stop text."""
+        """Everything received, cut at a stop text."""
         return "".join(self._pieces) + self._held
 
     def push(self, text: str) -> str:
-        """What can be shown now; often less than came."""
+        """The text that can be shown now."""
         if self.is_stopped:
             return ""
         held = self._held + text
@@ -223,12 +226,12 @@ class StopTextFilter:
             self.is_stopped = True
             self._held = held[: min(found)]
             return self.finish()
-        count = self._head_of_stop(held)
+        count = self._count_held(held)
         self._held = held[len(held) - count :]
         return self._show(held[: len(held) - count])
 
     def finish(self) -> str:
-        """What was held back, now that no more comes."""
+        """The text that was held back, at the end of the stream."""
         held, self._held = self._held, ""
         return self._show(held)
 
@@ -237,19 +240,19 @@ class StopTextFilter:
             self._pieces.append(text)
         return text
 
-    def _head_of_stop(self, text: str) -> int:
-        """Characters at the end that may be the head of a stop text."""
+    def _count_held(self, text: str) -> int:
+        """Characters at the end that may begin a stop text."""
         for count in range(min(self._longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-count:]) for stop in self._stops):
                 return count
         return 0
 
 
-# One request on its way through llama.cpp: its stream of chunks to deltas and an end.
+# One request: llama.cpp's chunks to events.
 
 
 class LlamaAnswer:
-    """A ticket, and all that is known of its answer so far.
+    """A ticket and the state of its answer.
 
     llama.cpp sends nothing for a token that ends inside a character, and names only the token
     that completes it. So the text is llama.cpp's own, tokens are counted by its count, and the
@@ -276,7 +279,7 @@ class LlamaAnswer:
         self._first_token_s: float | None = None
         self._num_new = 0
         self._num_cached = 0
-        self._unseen: list[int] = []
+        self._pending: list[int] = []
         """Tokens whose text could not be shown yet."""
         self._reason: FinishReason | None = None
         self._error: Exception | None = None
@@ -285,16 +288,16 @@ class LlamaAnswer:
         self._cancelled.set()
 
     def run(self, server: Any) -> None:
-        """Block until the answer has ended and the listener knows how."""
+        """Block until the answer has ended and the listener was called."""
         body = make_completion_body(
             self._request.prompt, self._request.sampling, num_new_tokens=self._num_allowed
         )
         try:
             if not self._cancelled.is_set():
                 server.handle_completions(body, self._take)
-        except Exception as error:  # whatever the binding raises is this answer's
+        except Exception as error:  # whatever the binding raises belongs to this answer
             self._error = self._error or error
-        self._tell(self._end())
+        self._emit(self._end())
 
     def _take(self, chunk: dict[str, Any]) -> bool:
         """One chunk of the stream. True ends it; an exception would be lost in the binding."""
@@ -311,7 +314,7 @@ class LlamaAnswer:
         if self._cancelled.is_set():
             return True
         progress = chunk.get("prompt_progress")
-        if progress is not None:  # its token is no token
+        if progress is not None:  # a progress report carries no token
             self._num_cached = int(progress.get("cache", 0))
             return False
         choice, state = chunk["choices"][0], chunk["__verbose"]
@@ -329,14 +332,14 @@ class LlamaAnswer:
             text = self._begin(tokens, text)
         is_end = any(token in self._stops_at for token in tokens)
         if not is_end:
-            self._unseen += self._name_tokens(tokens, text, num_hidden)
+            self._pending += self._name_tokens(tokens, text, num_hidden)
             self._show(self._text.push(text))
         if is_end or self._text.is_stopped:
             self._reason = FinishReason.STOP
         return self._reason is not None
 
     def _begin(self, tokens: list[int], text: str) -> str:
-        """Without the space that SentencePiece puts before a first word, as tokenizers decode."""
+        """Drop the space that SentencePiece puts before a first word, as tokenizers do."""
         has_space = text.startswith(" ") and not self._prompter.decode(tokens).startswith(" ")
         return text[1:] if has_space else text
 
@@ -349,8 +352,8 @@ class LlamaAnswer:
 
     def _show(self, text: str) -> None:
         if text:
-            tokens, self._unseen = tuple(self._unseen), []
-            self._tell(Delta(text=text, tokens=tokens))
+            tokens, self._pending = tuple(self._pending), []
+            self._emit(Delta(text=text, tokens=tokens))
 
     def _end(self) -> Event:
         if self._error is not None:
@@ -359,7 +362,7 @@ class LlamaAnswer:
         if reason is None and self._cancelled.is_set():
             reason = FinishReason.CANCELLED
         if reason is None:
-            return Failed(fault=RuntimeError("llama.cpp ended an answer without saying why"))
+            return Failed(fault=RuntimeError("llama.cpp ended an answer without a reason"))
         self._show(self._text.finish())
         now = time.monotonic()
         return Done(
@@ -373,8 +376,8 @@ class LlamaAnswer:
             finished_s=now,
         )
 
-    def _tell(self, event: Event) -> None:
-        """A listener that fails harms no other request: its own is over."""
+    def _emit(self, event: Event) -> None:
+        """An error in a listener ends its own request only."""
         try:
             self._listener(event)
         except Exception as error:
@@ -383,22 +386,22 @@ class LlamaAnswer:
 
 
 def _as_error(error: dict[str, Any]) -> Exception:
-    said = str(error.get("message", "no reason given")).strip().rstrip(".")
+    message = str(error.get("message", "no reason given")).strip().rstrip(".")
     if int(error.get("code", 500)) < 500:
         return InvalidInputError(
-            f"llama.cpp refuses the request: {said}.", remedy="change the prompt or its settings"
+            f"llama.cpp refuses the request: {message}.", remedy="change the prompt or its settings"
         )
-    return RuntimeError(f"llama.cpp: {said}")
+    return RuntimeError(f"llama.cpp: {message}")
 
 
-# GGUF files answered by llama.cpp in this process, several requests at once.
+# The engine.
 
 CPU_SLOTS, GPU_SLOTS = 4, 8
-"""Enough that reading the weights is shared, few enough that each answer stays quick."""
+"""Enough to share the reading of weights, few enough for quick answers."""
 CPU_BATCH_TOKENS = 128
-"""Of prompts, in one go; a few seconds for a small model, where the default is 2,048."""
+"""Prompt tokens per batch. llama.cpp's 2,048 would block other requests for too long."""
 SPARE_MEMORY_FRACTION = 0.25
-"""Of the free RAM, what slots nobody asked for may take."""
+"""Of the free RAM: what automatically chosen slots may take."""
 SCORED_POSITIONS = 512
 MAX_SOCKET_PATH = 100
 """The kernel allows 108 bytes for a socket's path."""
@@ -406,7 +409,7 @@ MAX_SOCKET_PATH = 100
 
 def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
     """Load a GGUF file. `request.device` is decided: `cpu`, `cuda` or `cuda:N`."""
-    load_library()  # a missing or broken wheel is told here, with its remedy
+    load_library()  # raises for a missing or broken wheel
     file = read_llama_file(request.artefact.path)
     context = choose_context(request.context, file.context)
     is_gpu = request.device != "cpu" or bool(request.hosts)
@@ -448,7 +451,7 @@ class LlamaEngine:
         self._waiting: queue.SimpleQueue[LlamaAnswer | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._under_way: set[LlamaAnswer] = set()
+        self._running: set[LlamaAnswer] = set()
         self._scorer: LlamaModel | None = None
         self._scorer_positions = 0
         self._scorer_lock = threading.Lock()
@@ -483,15 +486,15 @@ class LlamaEngine:
         )
         with self._lock:
             self._check_open()
-            self._under_way.add(answer)
+            self._running.add(answer)
             self._waiting.put(answer)
         return answer
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         if not 0 < len(tokens) <= self._info.max_context:
             raise InvalidInputError(
-                f"{len(tokens):,} tokens are to be scored at once; 1 to "
-                f"{self._info.max_context:,} can be.",
+                f"{len(tokens):,} tokens were given to score; 1 to "
+                f"{self._info.max_context:,} are possible.",
                 remedy="score the text in pieces, or allow more: --context N",
             )
         with self._scorer_lock:
@@ -505,7 +508,7 @@ class LlamaEngine:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                for answer in self._under_way:
+                for answer in self._running:
                     answer.cancel()
                 for _ in self._workers:
                     self._waiting.put(None)
@@ -514,21 +517,21 @@ class LlamaEngine:
                 self._scorer.close()
                 self._scorer = None
         if threading.current_thread() in self._workers:
-            return  # a listener closes: its own request is still to be ended, at the latest at exit
+            return  # called by a listener: a worker cannot join itself
         for worker in self._workers:
             worker.join()
         self._server = None
         atexit.unregister(self.close)
 
     def _work(self) -> None:
-        """Answer one request after the other; llama.cpp joins those of all workers in a batch."""
+        """Answer one request after another; llama.cpp batches those of all workers."""
         while (answer := self._waiting.get()) is not None:
             answer.run(self._server)
             with self._lock:
-                self._under_way.discard(answer)
+                self._running.discard(answer)
 
     def _open_scorer(self, num_tokens: int) -> LlamaModel:
-        """A second view of the same file; its pages are shared with the server's."""
+        """A second model of the same file; its mapped pages are shared with the server's."""
         with self._lock:
             self._check_open()
         if self._scorer is None or num_tokens > self._scorer_positions:
@@ -543,13 +546,11 @@ class LlamaEngine:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UserError(
-                f"{self._info.model} was closed and answers no more.", remedy="open it again"
-            )
+            raise UserError(f"{self._info.model} was closed.", remedy="open it again")
 
 
 def start_server(settings: Any, path: Path) -> Any:
-    """llama.cpp's server without a port: it listens on a socket that is gone at once."""
+    """llama.cpp's server without a port: its socket is deleted at once."""
     import xllamacpp
 
     home = Path(tempfile.mkdtemp(prefix="tightfit-"))  # only this user may enter
@@ -557,13 +558,13 @@ def start_server(settings: Any, path: Path) -> Any:
         socket = home / "llama.sock"
         if len(str(socket).encode()) <= MAX_SOCKET_PATH:
             settings.hostnames = [str(socket)]
-        # Where the folder's name is too long, a loopback port remains; nobody knows its key.
+        # Where the path is too long, it uses a loopback port, protected by a random key.
         settings.api_keys = [secrets.token_hex(32)]
         return xllamacpp.Server(settings)
     except RuntimeError as error:
         raise InvalidInputError(
             f"llama.cpp cannot load {path}: the file is damaged, of a kind that this release "
-            "does not know, or too large for the memory.",
+            "does not support, or too large for the memory.",
             remedy="`tightfit models FILE` shows what is in it; make or fetch it again, or try "
             "a smaller --context or --parallel",
         ) from error
@@ -580,15 +581,15 @@ def _make_settings(request: EngineRequest, *, context: int, slots: int) -> Any:
     settings.n_parallel = slots
     settings.kv_unified = False
     if request.device == "cpu" or not list_gpus():
-        # Others join and cancelled ones leave between two batches: no long prompt may hold them.
+        # Requests join and are cancelled between two batches: a long prompt must not delay them.
         settings.n_batch = settings.n_ubatch = max(CPU_BATCH_TOKENS, slots)
     threads = choose_threads(request.threads)
     settings.cpuparams.n_threads = threads
     settings.cpuparams_batch.n_threads = threads
     settings.n_threads_http = 1
     settings.verbosity = -1
-    settings.warmup = False  # reading the stop tokens does that
-    settings.cache_ram_mib = 0  # prompts are kept in their slots, not copied to RAM beside them
+    settings.warmup = False  # probing the stop tokens warms up
+    settings.cache_ram_mib = 0  # prompts stay in their slots; no second copy in RAM
     settings.cache_idle_slots = False
     settings.endpoint_slots = False
     settings.ui = False
@@ -602,7 +603,7 @@ def _make_settings(request: EngineRequest, *, context: int, slots: int) -> Any:
 
 
 def _choose_slots(file: LlamaFile, context: int, *, is_gpu: bool) -> int:
-    """As many as pay, within a share of the free memory."""
+    """As many as are worthwhile, within a share of the free memory."""
     most = GPU_SLOTS if is_gpu else CPU_SLOTS
     room = read_machine().available_memory_bytes * SPARE_MEMORY_FRACTION
     return max(1, min(most, int(room // max(1, file.kv_bytes_per_token * context))))
@@ -617,7 +618,7 @@ def _name_device(device: str) -> str:
 
 
 def _probe_stop_ids(server: Any) -> frozenset[int]:
-    """llama.cpp's own end tokens: those that it forbids when told to go on. Warms up as well."""
+    """llama.cpp's own end tokens: those that `ignore_eos` forbids. Also warms up."""
     chunks: list[dict[str, Any]] = []
     body = {
         "prompt": [0],

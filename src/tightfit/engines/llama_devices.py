@@ -61,7 +61,7 @@ def choose_threads(asked: int | None) -> int:
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
 
 
-# What stands behind an address of `--hosts`, asked before llama.cpp does.
+# The handshake with an RPC host, done before llama.cpp connects.
 
 HANDSHAKE_SECONDS = 5.0
 _HELLO_COMMAND = 14
@@ -72,18 +72,18 @@ _REPLY = struct.Struct(f"<BBBx{_CAPABILITIES_BYTES}x")
 
 
 def probe_host(address: str, ours: Protocol | None) -> None:
-    """Raise what is wrong with a host, if anything. None: our protocol is not known."""
+    """Raise where a host cannot be used. `ours` is None where our protocol is not known."""
     theirs = _handshake(address)
     if ours is not None and not ours.understands(theirs):
         raise SetupError(
-            f"The rpc-server at {address} is of another llama.cpp release: it speaks protocol "
+            f"The rpc-server at {address} is of another llama.cpp release: it has protocol "
             f"{theirs}, this machine {ours}.",
             remedy="install the same xllamacpp there and here, then on both " + HOW_TO_BUILD,
         )
 
 
 def explain_start(address: str) -> str:
-    """The command that has a host answer at this address."""
+    """How to start a server at this address."""
     host, _, port = address.rpartition(":")
     return (
         f"on {host}, if its network is private, for anyone may use it: "
@@ -108,13 +108,13 @@ def _handshake(address: str) -> Protocol:
         except TimeoutError as error:
             raise SetupError(
                 f"{address} takes connections but does not answer: its rpc-server serves another "
-                "process, one at a time, or it is another program's port.",
+                "process, one at a time, or the port belongs to another program.",
                 remedy="wait for the other process, or name the server's own port",
             ) from error
         except (OSError, ValueError) as error:
             raise SetupError(
-                f"What listens at {address} does not speak as llama.cpp's rpc-server of this "
-                "release.",
+                f"The program at {address} does not answer as llama.cpp's rpc-server of this "
+                "release does.",
                 remedy=explain_start(address),
             ) from error
 
@@ -140,7 +140,8 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     return received
 
 
-# A process around the one that computes with `--hosts`, for llama.cpp ends it with a lost host.
+# The guard: a parent of the process that uses hosts. llama.cpp's RPC backend calls abort() from
+# a thread of its own when a connection breaks, which nothing in that process can catch.
 
 GUARD_VARIABLE = "TIGHTFIT_GUARD"
 """In the guarded process: its guard's process id."""
@@ -148,7 +149,7 @@ _FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGI
 
 
 def join_guard() -> bool:
-    """Whether this process is guarded already; from then on it ends with its guard."""
+    """Whether this process runs under a guard; if so, it ends with it from now on."""
     guard = os.environ.get(GUARD_VARIABLE, "")
     if not guard.isdigit() or os.getppid() != int(guard):
         return False
@@ -157,41 +158,41 @@ def join_guard() -> bool:
 
 
 def run_guarded(command: Sequence[str], hosts: tuple[str, ...]) -> int:
-    """The command's exit code; an error that names the host where one was lost."""
+    """The command's exit code. Raises an error that names the host where one was lost."""
     environment = {**os.environ, GUARD_VARIABLE: str(os.getpid())}
     with subprocess.Popen(command, env=environment) as guarded, _forward_signals(guarded):
         code = guarded.wait()
     if code == -signal.SIGABRT:
         raise describe_lost_host(hosts)
-    if code < 0:  # as if there had been no process between
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):  # which nobody can handle
+    if code < 0:  # end by the same signal
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):  # which have no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
 
 def describe_lost_host(hosts: tuple[str, ...]) -> SetupError:
-    """Which host is gone, as far as can be seen now."""
+    """An error that names the host that no longer answers."""
     for host in hosts:
         try:
             probe_host(host, None)
         except SetupError as error:
             return SetupError(
-                f"A host was lost while it computed. {error.problem}",
-                remedy=f"{explain_start(host)}; then the same command goes on",
+                f"A host was lost during computation. {error.problem}",
+                remedy=f"{explain_start(host)}; then run the same command again",
             )
     return SetupError(
         f"llama.cpp gave up, as it does when a connection breaks; {', '.join(hosts)} can be "
         "reached again.",
-        remedy="the same command goes on    (TIGHTFIT_DEBUG=1 shows llama.cpp's own words)",
+        remedy="run the same command again    (TIGHTFIT_DEBUG=1 shows llama.cpp's messages)",
     )
 
 
 def silence_abort(library: Any) -> None:
-    """Keep llama.cpp's last words and its core dump back: the guard says what happened."""
+    """Suppress llama.cpp's abort message and core dump: the guard reports what happened."""
     if GUARD_VARIABLE not in os.environ or os.environ.get("TIGHTFIT_DEBUG", "0") not in ("", "0"):
         return
-    # A C function that does nothing with a text: Python's own may wait for a lock at that time.
+    # A C function without effect: a Python callback could deadlock on the interpreter lock here.
     nothing = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
     library.ggml_set_abort_callback.argtypes = [ctypes.c_void_p]
     library.ggml_set_abort_callback(nothing)
@@ -200,7 +201,7 @@ def silence_abort(library: Any) -> None:
 
 @contextlib.contextmanager
 def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A terminal sends Ctrl-C to both processes; every other signal comes here alone."""
+    """A terminal sends Ctrl-C to both processes; every other signal reaches only this one."""
 
     def pass_on(number: int, _frame: object) -> None:
         if number != signal.SIGINT or not _has_terminal():
@@ -221,7 +222,7 @@ def _has_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-# Other hosts that lend llama.cpp their memory and cores, through its RPC backend.
+# Hosts as devices of llama.cpp's RPC backend.
 
 DEFAULT_RPC_PORT = 50052
 MAX_HOSTS = 16
@@ -288,16 +289,16 @@ def _register_hosts(hosts: tuple[str, ...]) -> None:
         library.ggml_backend_register(devices)
 
 
-# A host of `--hosts` that is gone without a word, as when it loses power or its cable.
+# Keepalive: a host that lost power or its cable sends nothing, and llama.cpp would wait for ever.
 
 IDLE_SECONDS, INTERVAL_SECONDS, NUM_PROBES = 10, 5, 4
-"""A host is given up after 30 seconds; one that computes is not silent to the kernel."""
+"""A host is given up after 30 seconds. One that computes still answers at TCP level."""
 
 
 def enable_keepalive(hosts: tuple[str, ...]) -> None:
-    """Have the kernel end a connection that nobody answers; llama.cpp would wait for ever.
+    """Let the kernel close connections whose host no longer answers.
 
-    llama.cpp's sockets are found by whom they are connected with.
+    llama.cpp does not expose its sockets; they are found by their peer address.
     """
     if sys.platform != "linux":
         return
@@ -305,7 +306,7 @@ def enable_keepalive(hosts: tuple[str, ...]) -> None:
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             is_socket = stat.S_ISSOCK(entry.stat().st_mode)
-        except OSError:  # closed since, as the folder's own
+        except OSError:  # closed since, as is the descriptor of the listing itself
             continue
         if is_socket:
             _set_keepalive(int(entry.name), peers)

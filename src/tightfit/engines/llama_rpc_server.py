@@ -36,8 +36,8 @@ def serve_devices(endpoint: str, *, num_threads: int) -> None:
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, size, size, pointer)
     start = kind(find_rpc_function("ggml_backend_rpc_start_server"))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python hears nothing while it serves
-    _print_at_once()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python handles no signals while C code serves
+    _flush_lines()
     start(endpoint.encode(), None, num_threads, len(devices), devices)
     raise SetupError(
         f"The rpc-server cannot listen at {endpoint}.",
@@ -45,8 +45,8 @@ def serve_devices(endpoint: str, *, num_threads: int) -> None:
     )
 
 
-def _print_at_once() -> None:
-    """llama.cpp says where it listens through C's stdout, which pipes and files hold back."""
+def _flush_lines() -> None:
+    """llama.cpp prints its address through C's stdout, which is block-buffered into pipes."""
     library = ctypes.CDLL(None)
     stream = ctypes.c_void_p.in_dll(library, "stdout")
     library.setvbuf(stream, None, _LINE_BUFFERED, 0)

@@ -27,7 +27,7 @@ class EngineRequest:
     engine: str = "auto"
     """`auto`, `transformers`, `llama.cpp` or `vllm`."""
     weights: Dtype | None = None
-    """How the weights lie in memory: fp32, bf16, fp16, nf4 or int8. Not for llama.cpp."""
+    """Dtype of the weights in memory: fp32, bf16, fp16, nf4 or int8. Not for llama.cpp."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` (every GPU that can be seen) or `cuda:N`."""
     context: int | None = None
@@ -41,13 +41,13 @@ class EngineRequest:
     template: str | None = None
     """Name or file of another chat template. None: the artefact's."""
     needs_logits: bool = False
-    """Only an engine that gives scores of whole texts will do, as for `verify`."""
+    """Choose only an engine that computes logits of whole texts, as `verify` needs."""
 
 
 def open_engine(request: EngineRequest) -> Engine:
     """Load the artefact with the engine that suits it. `info.why` says which and why.
 
-    Raises `UserError` for all that the user can mend: a missing package, too large a context,
+    Raises `UserError` for what the user can fix: a missing package, too large a context,
     a damaged file, settings that contradict each other.
     """
 
@@ -57,8 +57,10 @@ def open_engine(request: EngineRequest) -> Engine:
     )
     chosen = replace(request, engine=choice.engine, device=choice.device)
     why = choice.why
-    is_unpacked = choice.engine == "transformers" and artefact.kind is ArtefactKind.GGUF
-    if not is_unpacked and not request.needs_logits:  # `verify` looks at the very files it names
+    is_imported = choice.engine == "transformers" and artefact.kind is ArtefactKind.GGUF
+    if (
+        not is_imported and not request.needs_logits
+    ):  # `verify` must read the files that it was given
         staged, said = use_staged(artefact)
         chosen, why = replace(chosen, artefact=staged), " ".join(filter(None, (why, said)))
     if choice.engine == "llama.cpp":
@@ -71,7 +73,7 @@ def open_engine(request: EngineRequest) -> Engine:
         return open_vllm(chosen, why=why)
     from tightfit.engines.transformers.engine import open_transformers
 
-    if is_unpacked:
+    if is_imported:
         chosen = replace(chosen, artefact=_import_gguf_artefact(artefact))
     return open_transformers(chosen, why=why)
 
@@ -92,12 +94,12 @@ def _import_gguf_artefact(artefact: Artefact) -> Artefact:
     return replace(artefact, kind=ArtefactKind.MODEL, path=import_gguf(artefact.path))
 
 
-# What this machine has for running models: packages, GPUs, and whether the two fit together.
+# Installed packages and GPUs.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledEngines:
-    """Packages and GPUs, as far as a choice of engine needs to know them."""
+    """Packages and GPUs, as far as the choice of an engine depends on them."""
 
     has_transformers: bool
     """transformers and torch."""
@@ -112,7 +114,7 @@ class InstalledEngines:
 
 
 def probe_installed(request: EngineRequest) -> InstalledEngines:
-    """Look, and load torch only where the answer depends on it."""
+    """Probe this machine; import torch only where the choice depends on it."""
     from tightfit.hardware.nvml import read_driver
     from tightfit.runtime.llama_cpp import has_llama
 
@@ -153,7 +155,7 @@ def _count_llama_gpus() -> int:
     return len(list_gpus())
 
 
-# Which engine and device an artefact is run with, and the sentence that says why.
+# The choice of engine and device.
 
 ENGINES = ("auto", "transformers", "llama.cpp", "vllm")
 VLLM_GPTQ_BITS = (4, 8)
@@ -164,8 +166,7 @@ VLLM_REMEDY = (
     "or leave --engine out"
 )
 _TORCH_REMEDY = (
-    "install torch's CUDA build (pytorch.org shows the command), or say that the CPU is meant: "
-    "--device cpu"
+    "install torch's CUDA build (pytorch.org shows the command), or choose the CPU: --device cpu"
 )
 
 
@@ -186,7 +187,7 @@ def choose_engine(
     *,
     gptq_bits: int | None = None,
 ) -> EngineChoice:
-    """Pure: the same facts give the same choice. Raises `UserError` where nothing can run it."""
+    """A pure function. Raises `UserError` where no engine can run the artefact."""
     if request.engine not in ENGINES:
         near = did_you_mean(request.engine, ENGINES)
         raise UsageError(
@@ -212,7 +213,7 @@ def _choose_engine_name(
     if request.engine == "vllm":
         _check_vllm(artefact, request, gptq_bits)
     if request.engine == "transformers" and artefact.kind is ArtefactKind.GGUF:
-        return "transformers", "as asked, with the GGUF file's weights unpacked first"
+        return "transformers", "as asked, with the GGUF file's weights dequantized first"
     if request.engine != "auto":
         return request.engine, "as asked"
     if artefact.kind is ArtefactKind.GGUF:
@@ -236,17 +237,17 @@ _KIND_NAMES = {
 def _suits_vllm(
     artefact: Artefact, request: EngineRequest, installed: InstalledEngines, gptq_bits: int | None
 ) -> bool:
-    """Taken unasked only where nothing is lost by it."""
+    """Whether vLLM is chosen by `auto`: only where no capability is lost."""
     is_right_kind = artefact.kind is ArtefactKind.MODEL or (
         artefact.kind is ArtefactKind.GPTQ and gptq_bits in VLLM_GPTQ_BITS
     )
-    is_packed = request.weights is not None and request.weights.is_quantized
+    is_quantized = request.weights is not None and request.weights.is_quantized
     return (
         installed.has_vllm
         and installed.num_torch_gpus > 0
         and request.device in ("auto", "cuda")
         and is_right_kind
-        and not is_packed
+        and not is_quantized
         and not request.needs_logits
     )
 
@@ -254,7 +255,7 @@ def _suits_vllm(
 def _check_vllm(artefact: Artefact, request: EngineRequest, gptq_bits: int | None) -> None:
     remedy = "leave --engine out"
     if request.needs_logits:
-        raise UsageError("vLLM does not give the scores of whole texts.", remedy=remedy)
+        raise UsageError("vLLM does not compute logits of whole texts.", remedy=remedy)
     if artefact.kind is ArtefactKind.GPTQ and gptq_bits not in VLLM_GPTQ_BITS:
         width = f"{gptq_bits} bits" if gptq_bits else "an unnamed number of bits"
         raise UsageError(
@@ -277,9 +278,9 @@ def _check_settings(engine: str, request: EngineRequest) -> None:
                 )
     if engine == "llama.cpp" and request.weights is not None:
         raise UsageError(
-            f"A GGUF file's weights stay as they are; `--weights {request.weights.value}` cannot "
-            "be had.",
-            remedy="leave --weights out, or --engine transformers, which unpacks the file",
+            "llama.cpp runs a GGUF file's weights as stored; "
+            f"`--weights {request.weights.value}` is not possible.",
+            remedy="leave --weights out, or --engine transformers, which dequantizes the file",
         )
     if engine == "vllm" and request.weights is not None and request.weights.is_quantized:
         raise UsageError(
@@ -306,7 +307,7 @@ def _check_packages(engine: str, artefact: Artefact, installed: InstalledEngines
 def _choose_device(
     engine: str, request: EngineRequest, installed: InstalledEngines
 ) -> tuple[str, str]:
-    """The device, and the words for it."""
+    """The device, and its description."""
     if request.device == "cpu":
         if engine == "vllm":
             raise UsageError("vLLM is used on GPUs only here.", remedy="--engine transformers")
@@ -334,7 +335,7 @@ def _fall_back_to_cpu(
     """No GPU can be used: say whether there is none, or one that the software cannot see."""
     library = "this build of llama.cpp" if engine == "llama.cpp" else "the installed torch"
     remedy = (
-        "install a CUDA build of xllamacpp, or say that the CPU is meant: --device cpu"
+        "install a CUDA build of xllamacpp, or choose the CPU: --device cpu"
         if engine == "llama.cpp"
         else _TORCH_REMEDY
     )

@@ -56,7 +56,7 @@ class Done:
     num_new_tokens: int
     """Every token that was computed, the stop token included."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were still there from an earlier request."""
+    """Prompt tokens whose keys and values were reused from an earlier request."""
     submitted_s: float
     first_token_s: float
     finished_s: float
@@ -64,7 +64,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The request could not be answered. The engine itself still lives unless it says otherwise."""
+    """The request failed. The engine goes on with others."""
 
     fault: Exception
     """A `UserError` where the user can put it right."""
@@ -79,10 +79,10 @@ Must be quick: hand the event over and return.
 
 
 class Ticket(Protocol):
-    """A request that was handed in."""
+    """A submitted request."""
 
     def cancel(self) -> None:
-        """End the answer soon, with `FinishReason.CANCELLED`. Harmless when it has ended."""
+        """End the answer soon, with `FinishReason.CANCELLED`. Does nothing once it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class EngineInfo:
     """Requests that are computed at once; more than these wait."""
     num_params: int
     weight_bytes: int
-    """As they lie in memory."""
+    """In memory."""
     kv_bytes_per_token: int
     num_hosts: int = 0
     """Other machines that hold a part of the model."""
@@ -124,7 +124,7 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Hand a request in and return at once; what becomes of it reaches the listener.
+        """Queue a request and return at once; the listener receives its events.
 
         A request that can never run (prompt longer than the context, a token beyond the
         vocabulary) raises `UserError` here. After `close` it raises `UserError` too.
@@ -132,27 +132,27 @@ class Engine(Protocol):
         ...
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Scores of every next token after each of `tokens`: (len(tokens), vocabulary), fp32."""
+        """Logits of the next token after each of `tokens`: (len(tokens), vocabulary), fp32."""
         ...
 
     def tokenize(self, text: str) -> list[int]:
-        """By the engine's own tokenizer; control tokens count wherever they stand; none is added.
+        """By the engine's own tokenizer; control tokens in the text are recognised, none is added.
 
-        llama.cpp has one of its own, which the check after conversion holds against ours.
+        llama.cpp has one of its own; conversion compares it with ours.
         """
         ...
 
     def close(self) -> None:
-        """End every request and give the memory back. Safe to call twice."""
+        """End every request and free the memory. Safe to call twice."""
 
 
-# How long prompt and answer may be together.
+# Context length and checks of a request.
 
 DEFAULT_CONTEXT = 4096
 
 
 def choose_context(asked: int | None, known: int | None) -> int:
-    """Tokens of one request. `known` is what the model was made for; None where it does not say."""
+    """Context in tokens. `known` is the model's own limit; None where its config has none."""
     if asked is None:
         return min(known or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if known is not None and asked > known:
@@ -164,7 +164,7 @@ def choose_context(asked: int | None, known: int | None) -> int:
 
 
 def check_request(request: Request, *, max_context: int, num_vocabulary: int) -> int:
-    """Raise for what can never be answered; otherwise, how many new tokens there is room for."""
+    """The number of new tokens that fit. Raises for a request that can never be answered."""
     num_tokens = len(request.prompt)
     if num_tokens == 0:
         raise InvalidInputError("The prompt is empty.", remedy="send at least one token")
@@ -188,15 +188,15 @@ def check_request(request: Request, *, max_context: int, num_vocabulary: int) ->
     return min(request.sampling.max_new_tokens, max_context - num_tokens)
 
 
-# Blocking, streaming and many-at-once ways to use an engine.
+# Blocking, streaming and batched calls.
 
 
 def answer(engine: Engine, request: Request) -> Done:
-    """The whole answer. Raises the error where there is none."""
+    """The whole answer. Raises the error of a failed request."""
     for event in stream(engine, request):
         if isinstance(event, Done):
             return event
-    raise RuntimeError("the engine ended an answer without saying how")
+    raise RuntimeError("the engine ended an answer without a final event")
 
 
 def stream(engine: Engine, request: Request) -> Iterator[Delta | Done]:
@@ -218,7 +218,7 @@ def stream(engine: Engine, request: Request) -> Iterator[Delta | Done]:
 def answer_all(
     engine: Engine, requests: Iterable[Request], *, in_flight: int | None = None
 ) -> Iterator[tuple[int, Done | Failed]]:
-    """Each request's number and end, in the order in which they end.
+    """Each request's number and final event, in the order in which they end.
 
     Requests are drawn from the iterable only as others end, so that it may be long; never more
     than `in_flight` are handed in, by default twice the engine's slots. One that the engine

@@ -53,7 +53,7 @@ _DTYPES = {Dtype.FP32: "float32", Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmPlan:
-    """All that vLLM is told at the start, and the adapter that goes with every request."""
+    """vLLM's arguments, and the adapter that goes with every request."""
 
     engine: dict[str, Any]
     """Keyword arguments of `AsyncEngineArgs`."""
@@ -145,11 +145,11 @@ def _allowed_rank(adapter: Artefact) -> int:
     return allowed
 
 
-# One request on its way through vLLM: its outputs to deltas and an end.
+# One request: vLLM's outputs to events.
 
 
 class VllmAnswer:
-    """A ticket, and all that is known of its answer so far."""
+    """A ticket and the state of its answer."""
 
     def __init__(self, request: Request, listener: Listener, prompter: Prompter) -> None:
         self.request = request
@@ -160,12 +160,12 @@ class VllmAnswer:
         )
         self._lock = threading.Lock()
         self._is_cancelled = False
-        self._is_told = False
+        self._has_ended = False
         self._end: Callable[[], object] | None = None
         self._submitted_s = time.monotonic()
         self._first_token_s: float | None = None
         self._num_new = self._num_cached = 0
-        self._unseen: list[int] = []
+        self._pending: list[int] = []
 
     def bind(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
         with self._lock:
@@ -191,22 +191,22 @@ class VllmAnswer:
         except asyncio.CancelledError:
             pass
         except Exception as error:
-            self._tell(Failed(fault=error))
+            self._emit(Failed(fault=error))
             return
         self._finish(reason)
 
     def end(self) -> None:
-        """Called when the task is over: one that was cancelled before it began said nothing."""
-        if not self._is_told:
+        """Called when the task is over: one cancelled before it began has sent no event."""
+        if not self._has_ended:
             self._finish(FinishReason.CANCELLED)
 
     def _finish(self, reason: FinishReason) -> None:
         self._show(self._text.finish())
-        self._tell(self._done(reason))
+        self._emit(self._done(reason))
 
-    def _tell(self, event: Event) -> None:
-        """A listener that fails harms no other request."""
-        self._is_told = self._is_told or not isinstance(event, Delta)
+    def _emit(self, event: Event) -> None:
+        """An error in a listener must not affect other requests."""
+        self._has_ended = self._has_ended or not isinstance(event, Delta)
         with contextlib.suppress(Exception):
             self._listener(event)
 
@@ -217,17 +217,17 @@ class VllmAnswer:
         if tokens and self._first_token_s is None:
             self._first_token_s = time.monotonic()
         self._num_new += len(tokens)
-        said = [token for token in tokens if token not in self._stop_ids]
-        self._unseen += said
-        self._show(self._text.push(said))
+        shown = [token for token in tokens if token not in self._stop_ids]
+        self._pending += shown
+        self._show(self._text.push(shown))
         if self._text.is_stopped or part.finish_reason == "stop":
             return FinishReason.STOP
         return FinishReason.LENGTH if part.finish_reason == "length" else None
 
     def _show(self, text: str) -> None:
         if text:
-            tokens, self._unseen = tuple(self._unseen), []
-            self._tell(Delta(text=text, tokens=tokens))
+            tokens, self._pending = tuple(self._pending), []
+            self._emit(Delta(text=text, tokens=tokens))
 
     def _done(self, reason: FinishReason) -> Done:
         now = time.monotonic()
@@ -243,7 +243,7 @@ class VllmAnswer:
         )
 
 
-# vLLM behind the engine protocol, where it is installed on a GPU machine.
+# The engine.
 
 _KV_VALUE_BYTES = 2
 
@@ -318,16 +318,14 @@ class VllmEngine:
         answer = VllmAnswer(request, listener, self._prompter)
         with self._lock:
             if self._is_closed:
-                raise UserError(
-                    f"{self._info.model} was closed and answers no more.", remedy="open it again"
-                )
+                raise UserError(f"{self._info.model} was closed.", remedy="open it again")
             number = f"tightfit-{next(self._numbers)}"
             self._loop.call_soon_threadsafe(self._begin, answer, number, arguments)
         return answer
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         raise UserError(
-            f"vLLM does not give the scores of a text ({len(tokens)} tokens were to be scored).",
+            f"vLLM does not compute logits of a text ({len(tokens)} tokens were given).",
             remedy="--engine transformers",
         )
 

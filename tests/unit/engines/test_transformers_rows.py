@@ -259,7 +259,7 @@ class Stingy:
     """Rows on a device that holds only so many tokens."""
 
     def __init__(self, rows: Any, *, most_tokens: int) -> None:
-        self.is_gang = rows.is_gang
+        self.starts_together = rows.starts_together
         self._rows = rows
         self._most_tokens = most_tokens
         self.lengths: list[int] = []

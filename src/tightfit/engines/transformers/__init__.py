@@ -1,1 +1,1 @@
-"""The transformers engine: loading aside, everything that answers with torch."""
+"""The transformers engine: continuous batching with torch."""

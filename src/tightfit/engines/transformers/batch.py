@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# The next token of every row: greedy, or drawn with that row's own settings and seed.
+# Sampling: the next token of every row, greedy or drawn with the row's own settings and seed.
 
 _MASK = (1 << 64) - 1
 
@@ -111,11 +111,11 @@ def draw_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
     return tokens.gather(-1, place).squeeze(-1)
 
 
-# One request on its way: its tokens to text and events, and when it is over.
+# One request: tokens to text and events, and when it ends.
 
 
 class RunningAnswer:
-    """What is known of an answer that is being computed. Changed by the engine's thread alone."""
+    """The state of an answer in progress. Only the engine's thread changes it."""
 
     def __init__(
         self, request: Request, listener: Listener, prompter: Prompter, *, max_context: int
@@ -125,7 +125,7 @@ class RunningAnswer:
         self.tokens: list[int] = []
         """All new tokens so far, the stop token included."""
         self.seed = random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
-        """Draws are numbered by the tokens before them, so an interrupted answer goes on alike."""
+        """Draws are numbered by token, so that a preempted answer continues with the same ones."""
         self.is_cancelled = False
         self.is_over = False
         self._listener = listener
@@ -142,7 +142,7 @@ class RunningAnswer:
 
     @property
     def so_far(self) -> list[int]:
-        """Prompt and answer: what an answer that had to make room goes on from."""
+        """Prompt and answer so far: what a preempted answer is prefilled with again."""
         return [*self.prompt, *self.tokens]
 
     @property
@@ -155,7 +155,7 @@ class RunningAnswer:
         self.is_cancelled = True
 
     def take(self, token: int) -> bool:
-        """Hand on the next token. True when the answer has ended with it."""
+        """Take the next token. True when the answer ends with it."""
         if not self.tokens:
             self._first_token_s = time.monotonic()
         self.tokens.append(token)
@@ -164,7 +164,7 @@ class RunningAnswer:
         self._pending.append(token)
         piece = self._stream.push([token])
         if piece:
-            self._tell(Delta(text=piece, tokens=self._hand_over()))
+            self._emit(Delta(text=piece, tokens=self._hand_over()))
         if self._stream.is_stopped:
             return self._end(FinishReason.STOP)
         return self._end(FinishReason.LENGTH) if self.num_left <= 0 else False
@@ -175,7 +175,7 @@ class RunningAnswer:
     def fail(self, error: Exception) -> None:
         if not self.is_over:
             self.is_over = True
-            self._tell(Failed(fault=error))
+            self._emit(Failed(fault=error))
 
     def _end(self, reason: FinishReason) -> bool:
         if self.is_over:
@@ -183,9 +183,9 @@ class RunningAnswer:
         self.is_over = True
         rest = "" if self._stream.is_stopped else self._stream.finish()
         if rest or self._pending:
-            self._tell(Delta(text=rest, tokens=self._hand_over()))
+            self._emit(Delta(text=rest, tokens=self._hand_over()))
         now = time.monotonic()
-        self._tell(
+        self._emit(
             Done(
                 reason=reason,
                 text=self._stream.text,
@@ -203,28 +203,28 @@ class RunningAnswer:
         self._pending.clear()
         return tokens
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         try:
             self._listener(event)
-        except Exception:  # whoever listens has gone; other answers must not suffer
+        except Exception:  # a broken listener must not end other answers
             self.is_cancelled = True
 
 
 _Result = TypeVar("_Result")
 _GATHER_SECONDS = 0.002
 _ROWS_BEFORE_GROWTH = 8
-"""Rows that must end in peace before one more is tried."""
+"""Rows that must end without running out of memory before one more is tried."""
 
 
 class ContinuousBatcher:
-    """Computes answers side by side, with rows that suit the family and the device."""
+    """Computes several answers at once on the device's rows."""
 
     def __init__(self, rows: BatchRows, *, num_slots: int, prefill_tokens: int) -> None:
         self._rows = rows
         self._num_slots = num_slots
         self._room = num_slots
-        """Rows that fit just now: less than the slots once memory has run out."""
-        self._num_calm = 0
+        """Rows that fit at present: fewer than the slots once memory has run out."""
+        self._num_ended_since_oom = 0
         self._prefill_tokens = prefill_tokens
         self._active: list[RunningAnswer] = []
         """In the order of the device's rows."""
@@ -249,7 +249,7 @@ class ContinuousBatcher:
             self._wake.notify()
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """Run something with the model to itself, between two steps, and wait for it."""
+        """Run a function between two steps, with the model to itself, and wait for its result."""
         future: Future[Any] = Future()
         with self._wake:
             if self._is_closing:
@@ -278,7 +278,7 @@ class ContinuousBatcher:
                     self._admit()
                     if self._active:
                         self._step()
-        except Exception as error:  # nobody must wait for ever for a thread that is gone
+        except Exception as error:  # no caller may wait for ever for a thread that has ended
             self._end_all(error)
         else:
             self._end_all(None)
@@ -287,7 +287,7 @@ class ContinuousBatcher:
         with self._wake:
             if not (self._active or self._waiting or self._calls):
                 self._wake.wait_for(lambda: self._is_closing or self._waiting or self._calls)
-                # The first of a burst would be read alone, and end a step before the others.
+                # Otherwise the first request of a burst would be prefilled alone.
                 self._wake.wait_for(
                     lambda: self._is_closing or len(self._waiting) >= self._num_slots,
                     timeout=_GATHER_SECONDS,
@@ -329,11 +329,11 @@ class ContinuousBatcher:
         for row in reversed(range(len(self._active))):
             if self._active[row].is_cancelled:
                 self._active[row].end_cancelled()
-                self._leave(row)
+                self._drop_row(row)
 
     def _admit(self) -> None:
         """Prefill as many waiting requests as there is room for."""
-        while not self._active or not self._rows.is_gang:
+        while not self._active or not self._rows.starts_together:
             joiners = self._pick()
             if not joiners:
                 return
@@ -343,10 +343,10 @@ class ContinuousBatcher:
             except Exception as error:
                 self._refuse(joiners, error)
             else:
-                self._welcome(joiners, logits)
+                self._start_rows(joiners, logits)
 
     def _refuse(self, joiners: list[RunningAnswer], error: Exception) -> None:
-        """After a failed prefill: fewer at once, later, or never."""
+        """After a failed prefill: try fewer at once, or fail a request that is too long alone."""
         if not is_out_of_memory(error):
             for answer in joiners:
                 answer.fail(error)
@@ -355,11 +355,11 @@ class ContinuousBatcher:
         else:
             self._put_back(joiners)
             self._room = len(self._active) + len(joiners) // 2
-            self._num_calm = 0
+            self._num_ended_since_oom = 0
         free_memory()
 
     def _pick(self) -> list[RunningAnswer]:
-        """The next of the queue, as long as one prefill of them stays small."""
+        """The next requests of the queue, up to the size of one prefill."""
         picked: list[RunningAnswer] = []
         longest = 0
         with self._wake:
@@ -375,7 +375,7 @@ class ContinuousBatcher:
         with self._wake:
             self._waiting.extendleft(reversed(answers))
 
-    def _welcome(self, joiners: list[RunningAnswer], logits: torch.Tensor) -> None:
+    def _start_rows(self, joiners: list[RunningAnswer], logits: torch.Tensor) -> None:
         """Give the new rows their first tokens."""
         import torch
 
@@ -383,7 +383,7 @@ class ContinuousBatcher:
         self._active.extend(joiners)
         self._next = None
         self._device = logits.device
-        self._remember_prompts(joiners, logits)
+        self._mark_prompt_tokens(joiners, logits)
         is_number = torch.isfinite(logits).all(dim=-1).tolist()
         try:
             chosen = self._choose(logits, joiners).tolist()
@@ -398,7 +398,7 @@ class ContinuousBatcher:
             elif answer.take(token):
                 ended.append(first + place)
         for row in reversed(ended):
-            self._leave(row)
+            self._drop_row(row)
 
     def _step(self) -> None:
         import torch
@@ -421,7 +421,7 @@ class ContinuousBatcher:
             if answer.take(token)
         ]
         for row in reversed(ended):
-            self._leave(row)
+            self._drop_row(row)
 
     def _choose(self, logits: torch.Tensor, answers: list[RunningAnswer]) -> torch.Tensor:
         logits = self._penalize(logits, answers)
@@ -451,7 +451,7 @@ class ContinuousBatcher:
         )
         return logits.index_copy(0, places, penalize(logits[places], seen, by))
 
-    def _remember_prompts(self, joiners: list[RunningAnswer], logits: torch.Tensor) -> None:
+    def _mark_prompt_tokens(self, joiners: list[RunningAnswer], logits: torch.Tensor) -> None:
         import torch
 
         for answer in joiners:
@@ -460,28 +460,28 @@ class ContinuousBatcher:
                 seen[torch.tensor(answer.so_far, device=logits.device)] = True
                 self._seen[id(answer)] = seen
 
-    def _leave(self, row: int) -> None:
-        """Let a row go; the last one takes its place, here as on the device."""
+    def _drop_row(self, row: int) -> None:
+        """Drop a row; the last one takes its place, here and on the device."""
         self._seen.pop(id(self._active[row]), None)
         self._rows.drop(row)
         last = self._active.pop()
         if row < len(self._active):
             self._active[row] = last
         self._next = None
-        # Where memory has run out, more rows are tried again, but seldom: a failure costs much.
-        self._num_calm += 1
-        if self._num_calm % _ROWS_BEFORE_GROWTH == 0 or not self._active:
+        # After running out of memory, rows are added again, but rarely: a failure is expensive.
+        self._num_ended_since_oom += 1
+        if self._num_ended_since_oom % _ROWS_BEFORE_GROWTH == 0 or not self._active:
             self._room = min(self._num_slots, self._room + 1)
 
     def _recover(self, error: Exception, *, is_behind: bool) -> None:
-        """After a failed step: make room and go on, or give up what is under way.
+        """After a failed step: requeue some rows and go on, or fail the answers in progress.
 
         `is_behind`: the device's rows hold a token that no answer has; they are built anew.
         """
         num_active = len(self._active)
         is_memory = is_out_of_memory(error)
-        is_lost = not is_memory or num_active == 1 or self._rows.is_gang
-        # The youngest have the least to compute again.
+        is_lost = not is_memory or num_active == 1 or self._rows.starts_together
+        # The newest rows have the least to recompute.
         keep = 0 if is_lost or is_behind else num_active * 3 // 4
         for row in reversed(range(keep, num_active)):
             answer = self._active[row]
@@ -489,15 +489,15 @@ class ContinuousBatcher:
                 answer.fail(out_of_memory_error(answer) if is_memory else error)
             else:
                 self._put_back([answer])
-            self._leave(row)
+            self._drop_row(row)
         self._room = max(1, num_active * 3 // 4) if not is_lost else self._room
-        self._num_calm = 0
+        self._num_ended_since_oom = 0
         self._next = None
         free_memory()
 
 
 def free_memory() -> None:
-    """Give cached blocks back to the device, so that they can be cut anew."""
+    """Return cached blocks to the device against fragmentation."""
     import gc
 
     import torch

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _library: Any = cache_utils  # half typed
 _SPARE_COLUMNS = 64
-"""Least number of columns to grow by."""
+"""Columns to grow by at least."""
 
 
 @dataclass(slots=True)
@@ -40,18 +40,18 @@ class Span:
 
 
 class RowLayer(_library.DynamicLayer):  # type: ignore[misc]
-    """One layer's buffers. Longer than what is in use, so that a step copies one column only."""
+    """One layer's buffers, with spare columns, so that a step writes only one."""
 
     def __init__(self, span: Span) -> None:
         super().__init__()
         self._span = span
         self._origin = 0
-        """The column that the buffers' first one is."""
+        """The number of the buffers' first column."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write behind the last column; the span moves on once every layer has written."""
+        """Write after the last column; the span advances once every layer has written."""
         span = self._span
         end = span.end + int(key_states.shape[-2])
         if not self.is_initialized:
@@ -64,7 +64,7 @@ class RowLayer(_library.DynamicLayer):  # type: ignore[misc]
         return self.keys[: span.num_rows, :, seen], self.values[: span.num_rows, :, seen]
 
     def fit(self, num_rows: int, start: int, end: int) -> None:
-        """Make the buffers reach over these rows and columns. Safe to repeat after a failure."""
+        """Grow the buffers to these rows and columns. Safe to repeat after a failure."""
         rows, columns = int(self.keys.shape[0]), int(self.keys.shape[-2])
         is_wide = self._origin <= start and end <= self._origin + columns
         if num_rows <= rows and is_wide:
@@ -81,7 +81,7 @@ class RowLayer(_library.DynamicLayer):  # type: ignore[misc]
             self._move(num_rows, start, end)
 
     def place(self, other: RowLayer, *, at: int, count: int) -> None:
-        """Write `count` rows of another layer behind this one's; both end in the same column."""
+        """Append `count` rows of another layer; both end in the same column."""
         theirs, width = other._span, other._span.width
         if not self.is_initialized:
             self._begin(other.keys, other.values)
@@ -125,7 +125,7 @@ class RowLayer(_library.DynamicLayer):  # type: ignore[misc]
         moved = []
         for old in (self.keys, self.values):
             new = old.new_empty((num_rows, old.shape[1], end - start, old.shape[-1]))
-            # What no row has written is masked, but a NaN there would still spread: 0 x NaN.
+            # Unwritten columns are masked, but a NaN in them would still spread: 0 x NaN is NaN.
             new.zero_()
             if old.numel() and span.width:
                 new[:old_rows, :, here] = old[:old_rows, :, seen]
@@ -135,7 +135,7 @@ class RowLayer(_library.DynamicLayer):  # type: ignore[misc]
 
 
 class RowCache(_library.Cache):  # type: ignore[misc]
-    """A `transformers` cache whose rows come and go between steps."""
+    """A `transformers` cache whose rows are added and dropped between steps."""
 
     def __init__(self, *, most_rows: int) -> None:
         self.span = Span(most_rows=most_rows)
@@ -146,7 +146,7 @@ class RowCache(_library.Cache):  # type: ignore[misc]
         return RowLayer(self.span)
 
     def clear(self) -> None:
-        """Give the buffers back now: the cache and its layers refer to each other."""
+        """Free the buffers now: the cache and its layers form a reference cycle."""
         self.layers.clear()
 
     def begin(self, num_rows: int, width: int) -> None:
@@ -162,7 +162,7 @@ class RowCache(_library.Cache):  # type: ignore[misc]
         self.span.last = self.span.end + num_columns
 
     def join(self, fresh: RowCache) -> None:
-        """Put another cache's rows behind these. A failure leaves this cache as it was."""
+        """Append another cache's rows. A failure leaves this cache unchanged."""
         at, count = self.span.num_rows, fresh.span.num_rows
         while len(self.layers) < len(fresh.layers):
             self.layers.append(self._make_layer())
@@ -173,7 +173,7 @@ class RowCache(_library.Cache):  # type: ignore[misc]
         self.span.start = min(self.span.start, self.span.end - fresh.span.width)
 
     def drop(self, row: int) -> None:
-        """Let one row go; the last one takes its place."""
+        """Drop one row; the last one takes its place."""
         last = self.span.num_rows - 1
         if row != last:
             for layer in self.layers:
@@ -182,5 +182,5 @@ class RowCache(_library.Cache):  # type: ignore[misc]
         self.span.num_rows = last
 
     def trim(self, width: int) -> None:
-        """Forget columns on the left that no row uses any more."""
+        """Drop columns on the left that no row uses any more."""
         self.span.start = max(self.span.start, self.span.end - width)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GraphShape = tuple[int, int]
 """Rows and columns."""
 _NUM_WARM_UPS = 2
-"""Libraries choose kernels and take workspaces in their first calls, not to be recorded."""
+"""The first calls choose kernels and allocate workspaces, which must not be captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,41 +36,41 @@ class _CapturedGraph:
 
 
 class CudaGraphs:
-    """A step by shape: recorded where that works, started from Python where it does not.
+    """A decoding step by shape: captured as a CUDA graph where possible, else run eagerly.
 
-    A step is run several times while it is recorded, so it must come to the same each time.
+    The step runs several times during capture, so it must have the same effect each time.
     """
 
-    def __init__(self, step: Callable[[torch.Tensor], torch.Tensor], *, is_recorded: bool) -> None:
+    def __init__(self, step: Callable[[torch.Tensor], torch.Tensor], *, captures: bool) -> None:
         self._step = step
-        self._is_recorded = is_recorded
-        self._recordings: dict[GraphShape, _CapturedGraph] = {}
+        self._captures = captures
+        self._graphs: dict[GraphShape, _CapturedGraph] = {}
         self._pool: Any = None
 
     @property
-    def num_recordings(self) -> int:
-        return len(self._recordings)
+    def num_graphs(self) -> int:
+        return len(self._graphs)
 
     def forget(self) -> None:
-        """The buffers have moved: every recording reads where they were."""
-        self._recordings.clear()
+        """Drop all graphs: the buffers have moved, and graphs hold their old addresses."""
+        self._graphs.clear()
 
     def run(self, shape: GraphShape, tokens: torch.Tensor) -> torch.Tensor:
-        """The step's logits for `tokens`, with idle rows behind them up to the shape's."""
-        if not self._is_recorded:
+        """The step's logits for `tokens`, padded with idle rows to the shape's."""
+        if not self._captures:
             return self._step(_pad(tokens, shape[0])[:, None])
-        if shape not in self._recordings:
-            recording = self._record(shape, tokens)
-            if recording is None:
+        if shape not in self._graphs:
+            captured = self._capture(shape, tokens)
+            if captured is None:
                 return self._step(_pad(tokens, shape[0])[:, None])
-            self._recordings[shape] = recording
-        found = self._recordings[shape]
+            self._graphs[shape] = captured
+        found = self._graphs[shape]
         found.tokens[: len(tokens), 0] = tokens
         found.graph.replay()
         return found.logits
 
-    def _record(self, shape: GraphShape, tokens: torch.Tensor) -> _CapturedGraph | None:
-        """None where a kernel of this model cannot be recorded; nothing is tried from then on."""
+    def _capture(self, shape: GraphShape, tokens: torch.Tensor) -> _CapturedGraph | None:
+        """None where a kernel of this model cannot be captured; capture is then switched off."""
         import torch
 
         inputs = _pad(tokens, shape[0])[:, None].clone()
@@ -84,15 +84,15 @@ class CudaGraphs:
                     self._step(inputs)
             cuda.current_stream().wait_stream(stream)
             cuda.synchronize()
-            # Only this thread is held to the rules: others may copy or ask for memory meanwhile.
+            # thread_local: other threads may copy or allocate during the capture.
             with cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._step(inputs)
         except RuntimeError as error:
             cuda.synchronize()
             if is_out_of_memory(error):
                 raise
-            self._is_recorded = False
-            self._recordings.clear()
+            self._captures = False
+            self._graphs.clear()
             return None
         self._pool = self._pool or graph.pool()
         return _CapturedGraph(graph=graph, tokens=inputs, logits=logits)
@@ -106,7 +106,7 @@ def _pad(tokens: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([tokens, tokens.new_zeros(count - len(tokens))])
 
 
-# Rows of a batch in slots of fixed buffers, so that one step is the same kernels every time.
+# Rows in slots of fixed buffers.
 
 _library: Any = cache_utils  # its classes are only half annotated
 
@@ -134,7 +134,7 @@ class SlotLayer(_library.DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token of every row at its own place; hand out the columns in use."""
+        """Write one token of every row at the row's own length; return the columns in use."""
         cache = self._cache
         count = int(key_states.shape[0])
         rows, places = cache.rows[:count], cache.lengths[:count]
@@ -166,7 +166,7 @@ class SlotCache(_library.Cache):  # type: ignore[misc]
         self.num_slots = 0
         self.num_columns = 0
         self.width = 0
-        """Columns that the step under way looks at."""
+        """Columns that the current step reads."""
         self.lengths = torch.zeros(0, dtype=torch.long, device=device)
         self.rows = torch.zeros(0, dtype=torch.long, device=device)
 
@@ -201,15 +201,15 @@ class SlotCache(_library.Cache):  # type: ignore[misc]
 
 
 class SlotRows(DecoderRows):
-    """Rows in slots; the steps are replayed where the device can."""
+    """Rows in slots; steps are replayed as CUDA graphs on a GPU."""
 
     def __init__(self, model: Any, *, most_rows: int) -> None:
         super().__init__(model, most_rows=most_rows)
         register_grouped_decode()
         model.config._attn_implementation = GROUPED_DECODE
-        self._is_fresh = True
-        """The lengths on the device are not those of the rows."""
-        self._replays = CudaGraphs(self._read_slots, is_recorded=self._device.type == "cuda")
+        self._is_stale = True
+        """The lengths on the device must be written again."""
+        self._cuda_graphs = CudaGraphs(self._read_slots, captures=self._device.type == "cuda")
 
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
         from tightfit.engines.transformers.cache import RowCache
@@ -222,24 +222,24 @@ class SlotRows(DecoderRows):
             self._cache = SlotCache(len(fresh.layers), self._device)
         slots = min(self._most_rows, _round_rows(at + len(prompts)))
         if self._cache.fit(fresh, slots, round_columns(max(lengths) + most_new)):
-            self._replays.forget()
+            self._cuda_graphs.forget()
         self._cache.place(fresh, lengths, at=at)
         fresh.clear()
         self._lengths.extend(lengths)
-        self._is_fresh = True
+        self._is_stale = True
         return logits
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         import torch
 
         cache, count = self._cache, len(self._lengths)
-        if self._is_fresh:
+        if self._is_stale:
             idle = [0] * (cache.num_slots - count)
             cache.lengths.copy_(torch.tensor([*self._lengths, *idle]))
-            self._is_fresh = False
+            self._is_stale = False
         cache.width = min(cache.num_columns, round_columns(max(self._lengths) + 1))
         size = min(cache.num_slots, _round_rows(count))
-        logits = self._replays.run((size, cache.width), tokens)[:count]
+        logits = self._cuda_graphs.run((size, cache.width), tokens)[:count]
         cache.lengths[:count] += 1
         self._lengths = [length + 1 for length in self._lengths]
         return logits
@@ -249,7 +249,7 @@ class SlotRows(DecoderRows):
         if row < len(self._lengths):
             self._cache.move(len(self._lengths), row, last)
             self._lengths[row] = last
-        self._is_fresh = True
+        self._is_stale = True
 
     def _read_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """One token of every row in `tokens`: (rows, 1). Everything it reads stays in place."""
@@ -285,7 +285,7 @@ class SlotRows(DecoderRows):
 
 
 def _round_rows(count: int) -> int:
-    """1, 2, 4, 8, then multiples of 8: idle rows cost little, recordings cost memory."""
+    """1, 2, 4, 8, then multiples of 8: idle rows cost little, graphs cost memory."""
     if count > 8:
         return -(-count // 8) * 8
     return 1 << (count - 1).bit_length()

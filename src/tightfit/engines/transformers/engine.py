@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from tightfit.data.prompter import Prompter
 
 
-# What a loaded model holds and what it can hold beside itself: parameters, bytes, slots.
+# Sizes of a loaded model: parameters, bytes, slots.
 
 
 def count_params(model: Any) -> int:
-    """Parameters of the architecture, whatever they are packed into."""
+    """Parameters of the architecture, also where they are quantized."""
     from tightfit.runtime.gptq import GptqLinear
 
     packed = [module for module in model.modules() if isinstance(module, GptqLinear)]
@@ -56,7 +56,7 @@ def count_params(model: Any) -> int:
 
 
 def count_bytes(model: Any) -> int:
-    """Weights as they lie in memory, with the scales of packed ones; shared ones count once."""
+    """Weights in memory, with scales of quantized ones; shared tensors count once."""
     found: dict[int, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         for part in (tensor, *_scales(tensor)):
@@ -65,7 +65,7 @@ def count_bytes(model: Any) -> int:
 
 
 def _scales(tensor: Any) -> list[Any]:
-    """bitsandbytes keeps them beside the parameter."""
+    """bitsandbytes keeps scales as attributes of the parameter."""
     import torch
 
     state = getattr(tensor, "quant_state", None)
@@ -76,7 +76,7 @@ def _scales(tensor: Any) -> list[Any]:
 
 
 def kv_bytes_per_token(model: Any) -> int:
-    """Keys and values that one token leaves behind, over all layers, as this engine keeps them."""
+    """Keys and values of one token, over all layers, as this engine keeps them."""
     config = model.config.get_text_config(decoder=True)
     heads = int(config.num_attention_heads)
     # Falcon's and Bloom's configs name no key heads, or name them only in some variants.
@@ -98,7 +98,7 @@ def _value_bytes(model: Any) -> int:
 
 
 def find_context(config: Any) -> int | None:
-    """Tokens the model was made for; None where its positions have no end."""
+    """The model's context length; None where its positions are unlimited."""
     if config.is_encoder_decoder:
         return None
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -126,22 +126,21 @@ def _gpus(model: Any) -> set[int]:
     return {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
 
 
-# Scores of every next token of a text, read piece by piece so that they never lie on the device
-# all at once.
+# Logits of a whole text, computed piece by piece so that they never fill the device.
 
 _MAX_LOGITS = 1 << 26
 """Of one piece: 256 MiB in fp32."""
 
 
 def compute_logits(model: Any, tokens: list[int]) -> NDArray[np.float32]:
-    """(tokens, vocabulary) in fp32. Called with the model to itself."""
+    """(tokens, vocabulary) in fp32. Must not run beside a step."""
     import numpy as np
     import torch
 
     from tightfit.engines.transformers.rows import has_plain_cache
 
     device = model.get_input_embeddings().weight.device
-    # The head itself may be packed, and then has no weight to ask.
+    # The head may be quantized, and then has no weight of that shape.
     num_vocabulary = int(model.config.get_text_config().vocab_size)
     scores = np.empty((len(tokens), num_vocabulary), dtype=np.float32)
     is_plain = has_plain_cache(model.config)
@@ -242,7 +241,7 @@ class TransformersEngine:
         self._check_open()
         if self._model.config.is_encoder_decoder:
             raise UsageError(
-                "An encoder-decoder has no scores of a plain text: it reads and writes apart.",
+                "An encoder-decoder has no logits of a plain text: its input and output differ.",
                 remedy="compare its answers instead: tightfit eval",
             )
         wanted = list(tokens)

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     import torch
 
 
-# How much the transformers engine takes at once: what it obeys and what predictions count with.
+# Sizes that the engine obeys and that predictions use.
 
 PREFILL_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Of one prefill; other rows wait for it."""
 PREFILL_COLUMNS = 2048
-"""Of one pass of it; longer prompts are read in several, which bounds the memory it takes."""
+"""Of one pass of it; longer prompts take several, which bounds the memory."""
 COLUMN_STEP = 256
-"""Slots have whole multiples of these columns, each of which is a recording of its own."""
+"""Slots have multiples of these columns; each width has a CUDA graph of its own."""
 ROW_SPARE_FRACTION = 0.25
-"""Rows that are no slots grow their buffers by this share."""
+"""Rows without slots grow their buffers by this share."""
 CPU_SLOTS = 8
 MAX_GPU_SLOTS = 32
 KV_MEMORY_FRACTION = 0.8
@@ -27,21 +27,21 @@ KV_MEMORY_FRACTION = 0.8
 
 
 def round_columns(count: int) -> int:
-    """Columns of a slot that holds so many tokens."""
+    """Columns of a slot that holds `count` tokens."""
     return -(-count // COLUMN_STEP) * COLUMN_STEP
 
 
-# Rows of an encoder-decoder: they start together, and leave one by one.
+# Rows of an encoder-decoder: they start together and end one by one.
 
 
 class EncoderDecoderRows:
     """Encoder outputs and both caches of a batch.
 
     Families count decoder positions in different ways, some from the cache's length alone. All
-    of them are right when every row's answer has the same length, so nobody joins half-way.
+    of them are right when every row's answer has the same length, so no row joins later.
     """
 
-    is_gang = True
+    starts_together = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -118,27 +118,27 @@ class EncoderDecoderRows:
 class BatchRows(Protocol):
     """Rows of a batch on the device."""
 
-    is_gang: bool
-    """Rows start together: none may join while others are under way, nor come back."""
+    starts_together: bool
+    """Rows start together: none may join, or rejoin, while others run."""
 
     @property
     def num_rows(self) -> int: ...
 
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
-        """Read prompts as new rows, behind the others: the scores of their first tokens."""
+        """Prefill prompts as new rows after the others; return the logits of their first tokens."""
         ...
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append one token to every row: the scores of the next ones, fp32."""
+        """Append one token to every row; return the next logits in fp32."""
         ...
 
     def drop(self, row: int) -> None:
-        """Let a row go; the last one takes its place."""
+        """Drop a row; the last one takes its place."""
         ...
 
 
 def open_rows(model: Any, *, most_rows: int) -> BatchRows:
-    """What suits the family: rows that come and go, or rows that start together."""
+    """The kind of rows that the family needs."""
     if model.config.is_encoder_decoder:
         return EncoderDecoderRows(model)
     if not has_plain_cache(model.config):
@@ -162,7 +162,7 @@ def has_plain_cache(config: Any) -> bool:
 class DecoderRows:
     """Rows of a decoder-only family, in one cache."""
 
-    is_gang = False
+    starts_together = False
 
     def __init__(self, model: Any, *, most_rows: int) -> None:
         self._model = model
@@ -173,7 +173,7 @@ class DecoderRows:
         self._extra = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self._lengths: list[int] = []
         self._length_tensor: Any = None
-        """The same numbers on the device; None after rows have come or gone."""
+        """The same on the device; None after rows were added or dropped."""
         self._cache: Any = None
 
     @property
@@ -260,7 +260,7 @@ class DecoderRows:
 class SingleRow:
     """One row of a family that keeps more than keys and values: a state, a convolution."""
 
-    is_gang = True
+    starts_together = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
