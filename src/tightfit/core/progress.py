@@ -6,3 +6,5 @@ from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
 """Called with a task's name, how much of it is done, and of how much."""
+CountProgress = Callable[[int, int], None]
+"""The same of one task: how much is done, and of how much."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tightfit import __version__
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.progress import CountProgress, Progress
 from tightfit.core.strategy import MAX_SEQ_LEN
 from tightfit.core.training import DataSource
 from tightfit.data.encode import EncodeRequest, encode_dataset
@@ -28,7 +29,7 @@ from tightfit.evaluate.metrics import (
     choose_metrics,
     read_questions,
 )
-from tightfit.evaluate.model_outputs import CountCallback, GenerateRequest, RowLosses
+from tightfit.evaluate.model_outputs import GenerateRequest, RowLosses
 from tightfit.evaluate.scored_models import (
     EvalPrompt,
     EvalTarget,
@@ -56,14 +57,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# Before and after: columns of row scores to means, intervals and paired differences.
+# From row scores to means, intervals and paired differences.
 
 _LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnResult:
-    """What one model did, row by row."""
+    """The results of one model, by row."""
 
     losses: RowLosses | None
     texts: tuple[str, ...]
@@ -73,7 +74,7 @@ class ColumnResult:
 def compare_columns(
     columns: Mapping[str, ColumnResult], kinds: Sequence[ScoreKind]
 ) -> tuple[MetricScore, ...]:
-    """One line per number: each model's, and the difference where there are two."""
+    """One entry per score: each model's, and the difference of tuned and base."""
     import numpy as np
 
     metrics: list[MetricScore] = []
@@ -97,7 +98,7 @@ def compare_columns(
 def list_answers(
     questions: Sequence[Question], columns: Mapping[str, ColumnResult]
 ) -> list[AnswerRow]:
-    """The answers of all models side by side, for people to read."""
+    """The answers of all models by question."""
     if not any(column.texts for column in columns.values()):
         return []
     return [
@@ -138,7 +139,7 @@ def _metric(
 
 
 def _perplexity(loss: MetricScore) -> MetricScore:
-    """The loss as e to its power; a difference of such numbers has no interval of its own here."""
+    """exp(loss). No interval is estimated for its difference."""
 
     def raised(interval: Interval) -> Interval:
         return Interval(
@@ -164,9 +165,6 @@ MAX_DEFAULT_NEW_TOKENS = 512
 SPARE_TOKENS = 32
 """Beyond the longest gold answer, where the user does not say how much may be generated."""
 
-StageCallback = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and of how much."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateRequest:
@@ -176,7 +174,7 @@ class EvaluateRequest:
     """A run folder, an adapter folder, or a model."""
     data: str
     metrics: tuple[Metric, ...] = ()
-    """Empty: what suits the data."""
+    """Empty: chosen by the data."""
     databases: Path | None = None
     limit: int | None = None
     batch: int = DEFAULT_BATCH
@@ -187,8 +185,8 @@ class EvaluateRequest:
     template: str | None = None
     """None: the run's own, else the tokenizer's."""
     save_to: Path | None = None
-    """None: the run's `eval` folder; nothing is written for a model that is no run."""
-    report: StageCallback | None = None
+    """None: the run's `eval` folder; without a run, nothing is written."""
+    report: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,22 +211,22 @@ class _Job:
 
     @property
     def notes(self) -> list[str]:
-        """What does not show in the numbers."""
-        described, told = self.store.description, []
+        """Caveats of the scores."""
+        described, notes = self.store.description, []
         if described.num_truncated:
-            told.append(
+            notes.append(
                 f"loss: {described.num_truncated:,} rows are cut to {described.seq_len:,} tokens"
             )
         num_long = sum(len(item.prompt_ids) > self.longest_prompt for item in self.questions)
         if num_long:
-            told.append(
+            notes.append(
                 f"answers: {num_long:,} prompts are too long for the model and lose their beginning"
             )
-        return told + self.scorer.notes
+        return notes + self.scorer.notes
 
 
 def evaluate_model(request: EvaluateRequest) -> Scores:
-    """Score it. All that can be wrong with files and data is found before weights are loaded."""
+    """Score the model. Files and data are checked before weights are loaded."""
     started = time.monotonic()
     job = _prepare(request)
     run = job.target.run
@@ -275,7 +273,7 @@ def _prepare(request: EvaluateRequest) -> _Job:
         raise InvalidInputError(
             f"{request.data} is plain text and asks for no answers.", remedy="--metric loss"
         )
-    databases = request.databases or _databases_beside(Path(request.data).expanduser())
+    databases = request.databases or _databases_next_to(Path(request.data).expanduser())
     scorer = Scorer(metrics, questions, databases=databases)
     return _Job(
         target=target,
@@ -309,7 +307,7 @@ def _generation(
 
 
 def _measure(
-    job: _Job, contestant: ScoredModel, watch: Callable[[str], CountCallback | None]
+    job: _Job, contestant: ScoredModel, watch: Callable[[str], CountProgress | None]
 ) -> ColumnResult:
     losses = None
     if Metric.LOSS in job.metrics:
@@ -350,14 +348,14 @@ def _summarize(
     )
 
 
-def _databases_beside(data: Path) -> Path | None:
+def _databases_next_to(data: Path) -> Path | None:
     """A folder `databases` beside the data file, as the demo data has it."""
     folder = data.parent / "databases"
     return folder if folder.is_dir() else None
 
 
-def _for_stage(report: StageCallback | None, column: str) -> Callable[[str], CountCallback | None]:
-    def of_stage(what: str) -> CountCallback | None:
+def _for_stage(report: Progress | None, column: str) -> Callable[[str], CountProgress | None]:
+    def of_stage(what: str) -> CountProgress | None:
         if report is None:
             return None
         return lambda done, of: report(f"{column}: {what}", done, of)

@@ -24,30 +24,30 @@ from tightfit.evaluate.sql import (
 )
 from tightfit.evaluate.sql_sandbox import QueryError, QueryLimits
 
-# Questions of a data file: the prompt as training would show it, and the gold answer.
+# Questions of a data file.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One row to be answered: all before its last answer, and that answer."""
+    """One row: the messages before its last answer, and that answer as gold."""
 
     place: str
     values: Mapping[str, Any]
-    """The row itself, for what it says besides: a database's name."""
+    """The whole row, which may name a database."""
     messages: tuple[Message, ...]
-    """All that is said before the answer."""
+    """Everything before the answer."""
     prompt_ids: tuple[int, ...]
     gold: str
     num_gold_tokens: int
 
     @property
     def prompt(self) -> str:
-        """The messages as people read them."""
+        """The messages as plain text."""
         return "\n\n".join(message.content for message in self.messages)
 
 
 def read_questions(source: DataSource, prompter: Prompter) -> tuple[str, list[Question]]:
-    """The format of the rows, and a question for each that asks for something."""
+    """The format of the rows, and a question for each row that has an answer."""
     questions: list[Question] = []
     formats: dict[str, None] = {}
     for row, row_format in read_source(open_source(source), ReadMeter()):
@@ -70,18 +70,18 @@ def read_questions(source: DataSource, prompter: Prompter) -> tuple[str, list[Qu
     return "+".join(formats), questions
 
 
-# Scores of one answer against its gold text: exact match and ROUGE.
+# Exact match and ROUGE.
 
 ROUGE_NAMES = ("rouge1", "rouge2", "rougeL")
 
 
 def match_exactly(answer: str, gold: str) -> bool:
-    """Every character alike, but for white space around them."""
+    """Equal but for white space around the text."""
     return answer.strip() == gold.strip()
 
 
 def match_loosely(answer: str, gold: str) -> bool:
-    """The same words in the same order, whatever white space is between them."""
+    """Equal but for white space between words."""
     return answer.split() == gold.split()
 
 
@@ -106,12 +106,12 @@ def make_rouge() -> Callable[[str, str], dict[str, float]]:
     return score
 
 
-_SQL_SHARE = 0.9
-_NUM_LOOKED_AT = 100
+_SQL_FRACTION = 0.9
+_NUM_SAMPLED = 100
 
 
 class Metric(str, Enum):
-    """What can be measured."""
+    """A metric."""
 
     LOSS = "loss"
     """Mean negative log-likelihood of the answers' tokens, and perplexity."""
@@ -148,11 +148,11 @@ SCORE_KINDS = {
         ScoreKind(name="exact_words", title="exact, spaces aside"),
     ),
 }
-"""By metric: the numbers it gives, the telling ones first."""
+"""By metric: its scores, the most informative first."""
 
 
 def choose_metrics(data_format: str, questions: Sequence[Question]) -> tuple[Metric, ...]:
-    """What suits the data: loss always, and what its answers can be held against."""
+    """The metrics that suit the data: always loss, and one that compares answers."""
     if not questions:
         return (Metric.LOSS,)
     if data_format == "dialogue-summary":
@@ -163,18 +163,18 @@ def choose_metrics(data_format: str, questions: Sequence[Question]) -> tuple[Met
 
 
 def _asks_for_sql(questions: Sequence[Question]) -> bool:
-    looked_at = questions[:_NUM_LOOKED_AT]
+    sampled = questions[:_NUM_SAMPLED]
     num_sql = sum(
         extract_query(item.gold) is not None
         and (database_of(item.values) is not None or bool(find_tables(item.prompt)))
-        for item in looked_at
+        for item in sampled
     )
-    return num_sql >= _SQL_SHARE * len(looked_at)
+    return num_sql >= _SQL_FRACTION * len(sampled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerScore:
-    """Everything measured of one answer. A score that this row cannot have is left out."""
+    """All scores of one answer. A score that this row cannot have is left out."""
 
     values: dict[str, float]
     query: str | None = None
@@ -246,10 +246,10 @@ class Scorer:
                 tasks.append(None)
             else:
                 tasks.append(task)
-        self._tell_of_gold([task for task in tasks if task is not None], errors)
+        self._note_gold_errors([task for task in tasks if task is not None], errors)
         return tasks
 
-    def _tell_of_gold(self, tasks: Sequence[SqlTask], errors: Sequence[str]) -> None:
+    def _note_gold_errors(self, tasks: Sequence[SqlTask], errors: Sequence[str]) -> None:
         if not tasks:
             raise InvalidInputError(
                 f"None of the {len(errors):,} gold answers can be run as a query; "

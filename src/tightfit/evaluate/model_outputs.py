@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tightfit.core.progress import CountProgress
 from tightfit.data.token_store import EncodedRow, TokenStore
 from tightfit.runtime.attention import needs_padding_mask
 from tightfit.runtime.devices import is_out_of_memory
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
-
-
-CountCallback = Callable[[int, int], None]
-"""Told how many are done, and of how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +31,7 @@ def generate_answers(
     model: Any,
     prompts: Sequence[Sequence[int]],
     request: GenerateRequest,
-    watch: CountCallback | None = None,
+    watch: CountProgress | None = None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, up to and without the stop token.
 
@@ -80,7 +77,7 @@ def _generate(
 
 
 def _greedy(model: Any, request: GenerateRequest) -> Any:
-    """Plain greedy search, whatever sampling or penalties the model's own config asks for."""
+    """Greedy search, whatever sampling or penalties the model's generation config has."""
     import transformers
 
     own = model.generation_config
@@ -125,10 +122,10 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-# Loss over encoded rows, by row, so that means and their spread can be had from it.
+# Loss by row, from which means and intervals are computed.
 
 MAX_LOGITS = 1 << 28
-"""Values of one batch's logits: 1 GiB in fp32. Sets how many tokens go together."""
+"""Values of one batch's logits: 1 GiB in fp32. Limits the tokens per batch."""
 IGNORED = -100
 
 
@@ -141,11 +138,11 @@ class RowLosses:
 
     @property
     def mean(self) -> float:
-        """Every token weighs the same, whichever row it stands in."""
+        """Over tokens, not over rows."""
         return float(self.sums.sum() / self.num_tokens.sum())
 
 
-def measure_loss(model: Any, store: TokenStore, watch: CountCallback | None = None) -> RowLosses:
+def measure_loss(model: Any, store: TokenStore, watch: CountProgress | None = None) -> RowLosses:
     """One pass over all rows, without gradients, in eval mode."""
     import numpy as np
     import torch
@@ -165,9 +162,9 @@ def measure_loss(model: Any, store: TokenStore, watch: CountCallback | None = No
 def measure_loss_by_logits(
     score: Callable[[Sequence[int]], NDArray[np.float32]],
     store: TokenStore,
-    watch: CountCallback | None = None,
+    watch: CountProgress | None = None,
 ) -> RowLosses:
-    """The same from an engine's scores, row by row."""
+    """The same from an engine's logits."""
     import numpy as np
 
     sums = np.zeros(len(store))
@@ -206,7 +203,7 @@ def _row_sums(rows: list[EncodedRow], model: Any, store: TokenStore) -> NDArray[
     if not needs_padding_mask(model.config):
         del inputs["attention_mask"]
     logits = model(**inputs).logits
-    if not is_pair:  # a position predicts the token behind it
+    if not is_pair:  # a position predicts the next token
         logits, labels = logits[:, :-1], labels[:, 1:]
     is_trained = labels != IGNORED
     losses = cross_entropy(logits[is_trained].float(), labels[is_trained], reduction="none")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.progress import CountProgress
 from tightfit.core.sampling import Sampling
 from tightfit.core.training import TrainOn
 from tightfit.data.formats import Message
@@ -19,7 +20,6 @@ from tightfit.data.token_store import TokenStore
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import Engine, Failed, Request, answer_all
 from tightfit.evaluate.model_outputs import (
-    CountCallback,
     GenerateRequest,
     RowLosses,
     generate_answers,
@@ -44,7 +44,7 @@ DEFAULT_SEQ_LEN = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTarget:
-    """An artefact, and how the data is to be read for it."""
+    """An artefact, and how its data is encoded."""
 
     artefact: Artefact
     base: Path | None = None
@@ -84,9 +84,9 @@ def find_eval_target(name: str) -> EvalTarget:
 def _as_trained(target: EvalTarget, run: RunFolder) -> EvalTarget:
     """With the run's own base model, template and reading of the data."""
     plan = run.read_plan()
-    assert plan.training is not None  # or it would be no artefact
+    assert plan.training is not None  # find_artefact has checked it
     base = target.base or locate_model(plan.training.model_path)
-    # The plan's length is that of the longest row it trained on; what is scored may be longer.
+    # The plan's length is that of its longest training row; rows to score may be longer.
     longest = max(plan.strategy.seq_len, plan.data.seq_len if plan.data else 0)
     return replace(
         target,
@@ -107,19 +107,19 @@ def _read_max_positions(folder: Path) -> int | None:
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
-        return None  # loading the model says what is wrong with it
+        return None  # loading the model reports the problem
     if config.get("model_type") == "t5":  # its `n_positions` is no limit
         return None
     stated = config.get("max_position_embeddings", config.get("n_positions"))
     return stated if isinstance(stated, int) and stated > 0 else None
 
 
-# The models that an evaluation compares, one after another: torch modules, or loaded engines.
+# The models, loaded one after another.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalPrompt:
-    """One question, as messages and as the tokens that training would show."""
+    """One question, as messages and as tokens of the training template."""
 
     messages: Sequence[Message]
     tokens: Sequence[int]
@@ -128,27 +128,27 @@ class EvalPrompt:
 class ScoredModel(Protocol):
     """One model in memory."""
 
-    def measure_loss(self, store: TokenStore, watch: CountCallback | None) -> RowLosses | None:
-        """Losses by row; None where the engine cannot give them for this kind of model."""
+    def measure_loss(self, store: TokenStore, watch: CountProgress | None) -> RowLosses | None:
+        """Losses by row; None where the engine cannot compute them for this kind of model."""
         ...
 
     def answer(
-        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountCallback | None
+        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountProgress | None
     ) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTorchModel:
-    """A model as training has it."""
+    """A torch module, run as in training."""
 
     model: Any
     prompter: Prompter
 
-    def measure_loss(self, store: TokenStore, watch: CountCallback | None) -> RowLosses | None:
+    def measure_loss(self, store: TokenStore, watch: CountProgress | None) -> RowLosses | None:
         return measure_loss(self.model, store, watch)
 
     def answer(
-        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountCallback | None
+        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountProgress | None
     ) -> list[str]:
         tokens = generate_answers(self.model, [item.tokens for item in asked], request, watch)
         return [self.prompter.decode(answer).strip() for answer in tokens]
@@ -156,17 +156,17 @@ class ScoredTorchModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredEngine:
-    """An artefact as its users will meet it: its own tokenizer, template and stop tokens."""
+    """An artefact run by an engine, with its own tokenizer, template and stop tokens."""
 
     engine: Engine
 
-    def measure_loss(self, store: TokenStore, watch: CountCallback | None) -> RowLosses | None:
+    def measure_loss(self, store: TokenStore, watch: CountProgress | None) -> RowLosses | None:
         if store.description.is_encoder_decoder:
             return None
         return measure_loss_by_logits(self.engine.logits, store, watch)
 
     def answer(
-        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountCallback | None
+        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountProgress | None
     ) -> list[str]:
         engine = self.engine
         room = max(engine.info.max_context - request.max_new_tokens, 1)
@@ -187,7 +187,7 @@ class ScoredEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredModels:
-    """The target's columns, and one for each artefact beside it."""
+    """The target's columns, and one for each artefact of `--beside`."""
 
     target: EvalTarget
     with_base: bool
@@ -206,7 +206,7 @@ class ScoredModels:
         return self.request.weights.value
 
     def __iter__(self) -> Iterator[tuple[str, ScoredModel]]:
-        """Column name and model. A model is valid until the next one is asked for."""
+        """Column name and model. A model is valid until the next iteration."""
         if needs_engine(self.target.artefact):
             with self._opened(self.target.artefact) as contestant:
                 yield MODEL, contestant
@@ -229,7 +229,7 @@ class ScoredModels:
             return
         if base is not None and self.with_base:
             yield BASE, self._load(base)
-            gc.collect()  # the first is gone before the second comes
+            gc.collect()  # free the first before the second is loaded
         yield MODEL if base is None else TUNED, self._load(artefact.path)
 
     def _load(self, folder: Path) -> Any:
@@ -278,7 +278,7 @@ def open_scored_models(
 
 
 def choose_load(artefact: Artefact, device: torch.device) -> LoadRequest:
-    """As the run had it; on a CPU unpacked weights are fp32, which is fast and exact there.
+    """As in the run; on a CPU unquantized weights are fp32, which is fast and exact there.
 
     Attention is torch's own: the attention of packed training keeps no key-value cache.
     """

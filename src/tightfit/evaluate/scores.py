@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# A score with its 95% interval, by resampling rows.
+# Bootstrap intervals.
 
 NUM_RESAMPLES = 2000
 _SEED = 20_240_501
@@ -103,7 +103,7 @@ class Scores(Frozen):
 
 
 class ModelAnswer(Frozen):
-    """What one model said to one question."""
+    """One model's answer to one question."""
 
     text: str
     scores: dict[str, float]
@@ -123,7 +123,7 @@ class AnswerRow(Frozen):
 
 
 def ensure_writable(folder: Path) -> None:
-    """Make the folder now, so that a place that cannot be written costs no evaluation."""
+    """Make the folder before the evaluation, so that a read-only one costs no time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

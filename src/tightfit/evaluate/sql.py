@@ -33,7 +33,7 @@ from tightfit.evaluate.sql_sandbox import (
     run_query,
 )
 
-# SQL as text: the query inside an answer, cut out by a small stated rule; no parser.
+# SQL as text: a simple rule finds the query in an answer; no parser.
 
 _TAGGED = re.compile(r"\[SQL\](.*?)(?:\[/SQL\]|\Z)", re.IGNORECASE | re.DOTALL)
 _FENCED = re.compile(r"```[ \t]*\w*[ \t]*\n?(.*?)(?:```|\Z)", re.DOTALL)
@@ -49,7 +49,7 @@ _CREATE_TABLE = re.compile(r"\bCREATE\s+TABLE\b", re.IGNORECASE)
 _SKIPPED = re.compile(
     r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]\n]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL
 )
-"""Quoted text, quoted names and comments: what is in there is not structure."""
+"""Quoted text, quoted names and comments."""
 _STRING = re.compile(r"'((?:[^']|'')*)'|\"((?:[^\"]|\"\")*)\"")
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
 
@@ -62,7 +62,7 @@ class Literals(NamedTuple):
 
 
 def extract_query(answer: str) -> str | None:
-    """The one query that an answer gives; None where it gives none, or several statements.
+    """The query in an answer; None where there is none, or several statements.
 
     Looked for in this order: between `[SQL]` and `[/SQL]`; in the first code fence;
     in the whole answer from its first SELECT or WITH. The query ends at the first `;`
@@ -131,7 +131,7 @@ def _closing(masked: str, opening: int) -> int | None:
     return None
 
 
-# When two results are the same: rows as a multiset, order only where it was asked for.
+# Comparison of results: multisets of rows, or sequences where the gold query is ordered.
 
 RELATIVE_TOLERANCE = 1e-6
 ABSOLUTE_TOLERANCE = 1e-9
@@ -153,7 +153,7 @@ def rows_agree(gold: QueryRows, found: QueryRows, *, is_ordered: bool) -> bool:
 
 
 def _group(rows: QueryRows) -> dict[_Row, list[_Row]]:
-    """Rows by all that must be equal exactly; inside, sorted by their numbers.
+    """Rows grouped by the values that must be equal exactly, sorted by their numbers.
 
     So equal multisets meet pairwise. They could miss each other only where two rows differ
     by less than the tolerance in one number and by more in a later one.
@@ -182,7 +182,7 @@ def _is_number(value: Value) -> bool:
     return isinstance(value, int | float)
 
 
-# Synthetic rows: databases made from a schema alone, filled so that wrong queries show.
+# Synthetic databases, filled so that wrong queries give other results.
 
 _T = TypeVar("_T")
 
@@ -263,7 +263,7 @@ def _fill(connection: sqlite3.Connection, table: str, pool: _Pool) -> None:
         row = {name: pool.draw(declared) for _, name, declared, *_ in columns}
         if len(keys) == 1:
             row[keys[0]] = number
-        # Other keys draw the same value twice now and then.
+        # Other keys may draw a value twice.
         connection.execute(f"INSERT OR IGNORE INTO {quoted} VALUES ({marks})", [*row.values()])
 
 
@@ -289,7 +289,7 @@ _Opener = Callable[[], AbstractContextManager[Sandbox]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlTask:
-    """A question's gold query and the databases it is asked of."""
+    """A question's gold query and the databases that it runs on."""
 
     gold: str
     openers: tuple[_Opener, ...]
@@ -299,19 +299,19 @@ class SqlTask:
 
     @property
     def finds_nothing(self) -> bool:
-        """No database has a row that the gold query finds: then little is proved."""
+        """The gold query finds no row in any database, which proves little."""
         return not any(value is not None for rows in self.results for row in rows for value in row)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlVerdict:
-    """What became of one answer."""
+    """The result of one answer."""
 
     is_right: bool
     query: str | None
-    """As cut out of the answer; None where it holds none."""
+    """As found in the answer; None where there is none."""
     problem: str | None = None
-    """Why it is wrong, where it did not even give rows."""
+    """Why it gave no rows."""
 
 
 def make_task(
@@ -322,7 +322,7 @@ def make_task(
     folder: Path | None,
     limits: QueryLimits,
 ) -> SqlTask:
-    """The task that a data row stands for, its gold query already run.
+    """The task of a data row, with its gold query already run.
 
     The database is `folder`'s file that the row names by `db_id` or `database`; without
     a folder it is made from the CREATE TABLE statements of the prompt, with synthetic

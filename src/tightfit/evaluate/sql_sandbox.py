@@ -1,4 +1,4 @@
-"""Run a query that nobody has read: it can look at one database, for a while, and do no more."""
+"""Run an untrusted query: read-only, on one database, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _ALLOWED = {
     sqlite3.SQLITE_SELECT,
     sqlite3.SQLITE_READ,
     sqlite3.SQLITE_FUNCTION,
-    sqlite3.SQLITE_RECURSIVE,  # ends by the clock, like any long query
+    sqlite3.SQLITE_RECURSIVE,  # stopped by the time limit, like any long query
 }
 _FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
 _PADDING_FUNCTIONS = {"printf", "format"}
-"""They count to any width in one go, past every clock: allowed only with a harmless format."""
+"""They can pad to any width in one call, past the time limit: only harmless formats pass."""
 _PADDING_WORD = re.compile("printf|format", re.IGNORECASE)
 _HARMLESS_PADDING = re.compile(
     r"\b(?:printf|format)\s*\(\s*'(?:[^'*\d]|(?<!\d)\d{1,3}(?!\d))*'\s*[,)]", re.IGNORECASE
 )
 _MAX_VALUE_BYTES = 1 << 20
 _HEAP_BYTES = 1 << 28
-"""SQLite's own ceilings, for one value and for this process: a single function can make a
-gigabyte, and the clock is looked at only between functions."""
+"""SQLite's limits for one value and for this process: a single function call can make a
+gigabyte, and the time limit is checked only between calls."""
 _STEPS_PER_LOOK = 1000
 _MAX_TEXT = 1 << 20
 
@@ -50,7 +50,7 @@ class QueryLimits:
 
 
 class QueryError(Exception):
-    """The query gives no rows to compare: not SQL, forbidden, too slow, too many."""
+    """The query gives no rows to compare: not SQL, forbidden, too slow, too many rows."""
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def open_sandbox(path: Path) -> Iterator[Sandbox]:
 
 
 def lock(connection: sqlite3.Connection) -> Sandbox:
-    """Take away everything but reading, for good."""
+    """Permanently forbid everything but reading."""
     connection.execute(f"PRAGMA hard_heap_limit = {_HEAP_BYTES}")
     connection.execute("PRAGMA query_only = ON")
     connection.execute("PRAGMA trusted_schema = OFF")
@@ -85,7 +85,7 @@ def lock(connection: sqlite3.Connection) -> Sandbox:
 
 
 def run_query(sandbox: Sandbox, query: str, limits: QueryLimits) -> QueryRows:
-    """The rows of one query, or `QueryError` with the reason; nothing else escapes."""
+    """The rows of one query, or `QueryError` with the reason; no other exception leaves it."""
     if len(query) > _MAX_TEXT:
         raise QueryError("the query is too long")
     deadline = time.monotonic() + limits.seconds

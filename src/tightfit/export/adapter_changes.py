@@ -41,7 +41,7 @@ Source: peft's LoraConfig, `init_lora_weights`."""
 
 @dataclass(slots=True, kw_only=True)
 class AdapterChanges:
-    """The base model without values, wearing its adapter."""
+    """The base model without values, with the adapter loaded."""
 
     model: Any
     """The base model's modules inside peft's, base values on the meta device."""
@@ -54,7 +54,7 @@ class AdapterChanges:
     saved: dict[str, Any] = field(default_factory=dict)
     """Parameters that were trained whole."""
     based: dict[str, Any] = field(default_factory=dict)
-    """Base values that the adapter brings itself: a grown vocabulary, trained biases."""
+    """Base values stored in the adapter: a resized vocabulary, trained biases."""
     ties: tuple[frozenset[str], ...] = ()
     """Names that share one matrix in the base."""
     vocab_size: int | None = None
@@ -70,7 +70,7 @@ class AdapterChanges:
         return next((tie for tie in self.ties if name in tie), frozenset({name}))
 
     def base_value(self, name: str) -> torch.Tensor | None:
-        """What the adapter brings as the base's own value."""
+        """The base value stored in the adapter, if any."""
         for partner in sorted(self.partners(name)):
             if partner in self.based:
                 found: torch.Tensor = self.based[partner]
@@ -78,12 +78,12 @@ class AdapterChanges:
         return None
 
     def apply(self, name: str, stored: torch.Tensor | None) -> torch.Tensor:
-        """The parameter as the adapter has it, in fp32. `stored` is the base's, and is used up."""
+        """The merged parameter in fp32. `stored` is the base's, and is overwritten."""
         if name in self.saved:
             whole: torch.Tensor = self.saved[name]
             return whole.float()
-        brought = self.base_value(name)
-        value = stored if brought is None else brought
+        own_value = self.base_value(name)
+        value = stored if own_value is None else own_value
         if value is None or tuple(value.shape) != self.shapes[name]:
             raise InvalidInputError(
                 f"The adapter changes {name} of shape {self.shapes[name]}, and the base has "
@@ -91,7 +91,7 @@ class AdapterChanges:
                 remedy="name the base model that the adapter was trained on in its "
                 "adapter_config.json",
             )
-        value = value.float().clone() if brought is not None else value.float()
+        value = value.float().clone() if own_value is not None else value.float()
         for layer, attribute in self.layers.get(name, ()):
             value = _merge_layer(layer, attribute, value, name)
         return value
@@ -101,7 +101,7 @@ def read_changes(adapter: Path, base: Path) -> AdapterChanges:
     """peft's layers with the adapter's values, around a base that holds none."""
     import torch
 
-    silence_libraries()  # before the import that makes libraries talk
+    silence_libraries()  # before the import that prints warnings
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 
     config = _check_config(adapter, PeftConfig)
@@ -119,7 +119,7 @@ def read_changes(adapter: Path, base: Path) -> AdapterChanges:
     changes.vocab_size = None if stated == _num_embeddings(model) else _num_embeddings(model)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft speaks of ties, which are settled below
+            warnings.simplefilter("ignore")  # peft warns about ties, which are handled below
             peft_model: Any = get_peft_model(
                 model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
             )
@@ -139,7 +139,7 @@ def read_changes(adapter: Path, base: Path) -> AdapterChanges:
 
 
 def _keep_adapter_values(peft_model: Any) -> None:
-    """peft sends an adapter's values to the device of its base layer, where here they would end."""
+    """Keep the adapter's values: peft would move them to the meta device of the base layer."""
     for module in peft_model.modules():
         if hasattr(module, "_move_adapter_to_device_of_base_layer"):
             module._move_adapter_to_device_of_base_layer = lambda *_, **__: None
@@ -190,7 +190,7 @@ def _merge_layer(layer: Any, attribute: str, value: torch.Tensor, name: str) -> 
     try:
         setattr(owner, attribute, torch.nn.Parameter(value, requires_grad=False))
         if has_bias:
-            biases[ADAPTER] = False  # its turn comes when the bias is read
+            biases[ADAPTER] = False  # merged when the bias is read
         layer.merge(adapter_names=[ADAPTER])
         merged: torch.Tensor = getattr(owner, attribute).data
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -207,7 +207,7 @@ def _merge_layer(layer: Any, attribute: str, value: torch.Tensor, name: str) -> 
 
 
 def _check_config(adapter: Path, peft_config: Any) -> Any:
-    """Adapters that can be added to a base; each other kind is refused by its name."""
+    """The adapter's config. Raises for kinds that cannot be merged."""
     try:
         config = peft_config.from_pretrained(str(adapter))
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -233,7 +233,7 @@ def _check_config(adapter: Path, peft_config: Any) -> Any:
             else "use the adapter as it is: tightfit chat ADAPTER",
         )
     config.inference_mode = True
-    # Values come from the file: whatever start was asked for is over.
+    # Values come from the file: no initialisation is wanted.
     config.init_lora_weights = True
     return config
 
@@ -303,7 +303,7 @@ def _mismatch_error(adapter: Path, base: Path, why: str) -> InvalidInputError:
     )
 
 
-# Which tensors a merged model has, where each comes from, and what becomes of tied ones.
+# The plan: which tensors the merged model has, where each comes from, and ties.
 
 SAME_FRACTION = 1e-6
 """Of the largest value: two halves of a tie that differ by less are one matrix still."""
@@ -332,7 +332,7 @@ class MergePlan:
 def plan_merge(
     changes: AdapterChanges, stored: StoredWeights, dtype: torch.dtype | None
 ) -> MergePlan:
-    """`dtype` for every number with a point; None: each as the base has it."""
+    """`dtype` of every floating-point tensor; None: as in the base."""
     plan = MergePlan()
     for key, tensor in stored.tensors.items():
         name = resolve_name(key, changes)
@@ -375,7 +375,7 @@ def _tied_outputs(
     if changes.model.config.is_encoder_decoder:
         raise InvalidInputError(
             f"The adapter changes {touched[0]}, and the model uses that matrix in "
-            f"{len(partners)} places, which cannot be told apart in its files.",
+            f"{len(partners)} places, which its files do not distinguish.",
             remedy="use the adapter as it is: tightfit chat ADAPTER; or train it again without "
             "embeddings",
         )
@@ -410,7 +410,7 @@ def _add_unstored(plan: MergePlan, changes: AdapterChanges, dtype: torch.dtype |
     plan.missing = tuple(missing)
 
 
-# Host memory that a merge will take, and how it gives back what it took.
+# Host memory of a merge.
 
 FP32_BYTES = 4
 _COPIES = 2
@@ -420,13 +420,13 @@ _DORA_COPIES = 4
 
 
 ALLOCATOR_BYTES = 64 << 20
-"""What the C library keeps of freed matrices until it is told: see `release_freed_memory`."""
+"""Freed matrices that the C library keeps until `release_freed_memory`."""
 RELEASE_BYTES = 64 << 20
 """Written between two such calls."""
 
 
 def estimate_merge_bytes(changes: AdapterChanges, stored: StoredWeights, plan: MergePlan) -> int:
-    """Beside what the process holds before: the adapter, and the costliest matrix on its way.
+    """On top of the process's memory: the adapter, and the most expensive matrix.
 
     Each matrix is there as stored, in fp32 with its copies while the adapter is added, and as
     written. Leaves out the page cache, which the system gives back on demand.
@@ -455,7 +455,7 @@ def estimate_whole_bytes(stored: StoredWeights, plan: MergePlan, adapter_bytes: 
 
 
 def release_freed_memory() -> None:
-    """Hand freed matrices back to the system, where the C library is glibc.
+    """Return freed matrices to the system, where the C library is glibc.
 
     It would keep those below 32 MiB in a heap that their mixed sizes break into pieces, and a
     merge would grow with the model after all. Source: malloc_trim(3).

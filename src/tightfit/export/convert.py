@@ -15,8 +15,9 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
 from tightfit.core.frozen import Frozen
+from tightfit.core.progress import Progress
 from tightfit.core.units import render_bytes
-from tightfit.export.gguf_writer import GgufPlan, StageCallback, plan_gguf, write_gguf
+from tightfit.export.gguf_writer import GgufPlan, plan_gguf, write_gguf
 from tightfit.export.meta_checkpoint import MetaPlan, plan_meta, write_meta
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.runtime.artefacts import Artefact, ArtefactKind, find_artefact
@@ -25,7 +26,7 @@ from tightfit.runtime.output_folder import check_file_target, check_room, check_
 
 
 class SourceKind(str, Enum):
-    """How the weights lie on the disk."""
+    """The format of the weights on disk."""
 
     META = "meta"
     HF = "hf"
@@ -48,15 +49,15 @@ class ConvertSource:
     kind: SourceKind
     path: Path
     home: Path
-    """The folder that the result goes into unless told otherwise."""
+    """Default folder of the result."""
     stem: str
-    """What the result's file is called after."""
+    """The result's file is named after it."""
     title: str
     """What the model is called."""
 
 
 def find_convert_source(name: str) -> ConvertSource:
-    """Look at the files; refuse what cannot be converted by what it is."""
+    """Find the model; raise for kinds that cannot be converted."""
     path = Path(name).expanduser()
     here = path.absolute()
     if (path / "params.json").is_file() and not (path / "config.json").is_file():
@@ -76,7 +77,7 @@ def find_convert_source(name: str) -> ConvertSource:
         home, stem = artefact.run.path.absolute(), artefact.path.name
         title = home.name
     else:
-        # An id of the hub's cache, whose folder is called by a number.
+        # A model of the hub's cache, whose folder is named by a commit hash.
         home = here.parent if path.exists() else Path.cwd()
         stem = title = here.name if path.exists() else name.rsplit("/", 1)[-1]
     kind = SourceKind.HF
@@ -86,7 +87,7 @@ def find_convert_source(name: str) -> ConvertSource:
 
 
 def choose_format(source: ConvertSource, wanted: str | None) -> str:
-    """`gguf` or `hf`; the other one of the two where nothing is said."""
+    """`gguf` or `hf`; by default the one that the source is not."""
     to = wanted or ("gguf" if source.kind is SourceKind.HF else "hf")
     if to == source.kind.value:
         remedy = (
@@ -134,13 +135,13 @@ def _require_plain(artefact: Artefact) -> None:
         )
     if artefact.kind is not ArtefactKind.MODEL:
         raise InvalidInputError(
-            f"{artefact.name} is quantized ({artefact.kind.value}), and its values cannot be had "
-            "back.",
+            f"{artefact.name} is quantized ({artefact.kind.value}), and its original values are "
+            "lost.",
             remedy="convert the model that it was made from",
         )
 
 
-# Models from one format to another: Meta's own, Hugging Face's, llama.cpp's.
+# The conversion.
 
 _TORCH_NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _ConvertPlan = GgufPlan | MetaPlan | UnpackPlan
@@ -156,7 +157,7 @@ class GgufRequest:
     """`f32`, `f16` or `bf16`: of the matrices. Vectors and norms stay 32 bit."""
     tokenizer: Path | None = None
     """A folder with another tokenizer than the source's own."""
-    report: StageCallback | None = None
+    report: Progress | None = None
     force: bool = False
     """Replace a target that exists."""
 
@@ -175,7 +176,7 @@ def convert_meta(
     *,
     dtype: str | None = None,
     force: bool = False,
-    report: StageCallback | None = None,
+    report: Progress | None = None,
 ) -> Path:
     """Meta's params.json, consolidated.*.pth and tokenizer.model as a Hugging Face folder."""
     check_target(target, force=force, sources=(source,))
@@ -189,9 +190,9 @@ def convert_gguf_to_hf(
     *,
     dtype: str | None = None,
     force: bool = False,
-    report: StageCallback | None = None,
+    report: Progress | None = None,
 ) -> Path:
-    """A GGUF file as a Hugging Face folder; quantized values are unpacked."""
+    """A GGUF file as a Hugging Face folder; quantized values are dequantized."""
     check_target(target, force=force, sources=(source,))
     write_unpacked(plan_unpack(source, _torch_dtype(dtype)), target, watch=report)
     return target
@@ -205,7 +206,7 @@ class ConvertForecast(Frozen):
 
 
 class ConvertResult(Frozen):
-    """What came of it."""
+    """The result of a conversion."""
 
     source: str
     source_kind: SourceKind
@@ -224,7 +225,7 @@ class ConvertResult(Frozen):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertRequest:
-    """What `tightfit convert` was asked."""
+    """A source, a format and how to write it."""
 
     source: str
     to: str | None = None
@@ -232,8 +233,8 @@ class ConvertRequest:
     target: Path | None = None
     force: bool = False
     announce: Callable[[ConvertSource, Path, ConvertForecast], None] | None = None
-    """Told before anything is written."""
-    report: StageCallback | None = None
+    """Called with source, target and forecast before anything is written."""
+    report: Progress | None = None
 
 
 def convert_model(request: ConvertRequest) -> ConvertResult:
@@ -271,7 +272,7 @@ def convert_model(request: ConvertRequest) -> ConvertResult:
 
 
 def _require_ending(target: Path) -> None:
-    """Every program knows these files by their ending, this one too."""
+    """Programs recognise GGUF files by their ending."""
     if target.suffix.lower() != ".gguf":
         raise UsageError(
             f"{target} does not end in .gguf.", remedy=f"--out {shlex.quote(f'{target}.gguf')}"
@@ -303,7 +304,7 @@ def _check_resources(target: Path, forecast: ConvertForecast) -> None:
         )
 
 
-def _write(plan: _ConvertPlan, target: Path, report: StageCallback | None) -> list[str]:
+def _write(plan: _ConvertPlan, target: Path, report: Progress | None) -> list[str]:
     if isinstance(plan, GgufPlan):
         return write_gguf(plan, target, report)
     if isinstance(plan, MetaPlan):

@@ -40,7 +40,7 @@ _END_BY_TEXT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """One way of telling llama.cpp how to cut text into these tokens."""
+    """One description of a tokenizer in llama.cpp's terms."""
 
     model: str
     """`gpt2`: merges over bytes; `llama`: scores over characters; `t5`: most likely pieces."""
@@ -65,7 +65,7 @@ class Vocabulary:
     adds_space: bool
     templates: Mapping[str, str]
     strips_right: bool
-    """Control tokens swallow the spaces behind them, as Phi-3's do."""
+    """Control tokens strip the spaces after them, as Phi-3's do."""
     notes: tuple[str, ...]
 
 
@@ -228,7 +228,7 @@ def _as_pieces(
 
 
 def _check_distinct(tokens: Sequence[str], folder: Path) -> None:
-    """llama.cpp ends the whole process where two tokens say the same."""
+    """llama.cpp aborts the process where two tokens have the same text."""
     seen: dict[str, int] = {}
     for number, token in enumerate(tokens):
         first = seen.setdefault(token, number)
@@ -335,7 +335,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# Finds how llama.cpp cuts text as the model's own tokenizer does, by asking llama.cpp.
+# The check: which scheme makes llama.cpp tokenize as the model's own tokenizer does.
 
 TEXTS = (
     "Hello world, how's it going? I'VE been told she'll DON'T we'd they're I'm.",
@@ -350,17 +350,17 @@ TEXTS = (
     "🚀 😶\u200d🌫️ 👩\u200d👩\u200d👧 ✅🦙🦙 \u200b\ufeff\u00a0nbsp\u2003em\u3000wide …—–‘’“”",
     "''''''```````\"\"\"\"......!!!!!!?????? ------======= ///\\\\\\ ~~~ ^^^ $$$ ### @@@ <<>> [[]]",
 )
-"""Unicode, numbers, spaces, code, contractions: where ways of cutting differ."""
+"""Unicode, numbers, spaces, code, contractions: where tokenizers differ."""
 _EDGES = {
     "text that begins with a space": "  leading and trailing ",
     "letters with separate accents (llama.cpp does not compose them)": "cafe\u0301 n\u0303o",
 }
-"""Where llama.cpp is known to go its own way in a whole kind of tokenizers; worth a note."""
+"""Known differences of llama.cpp for a whole kind of tokenizers; worth a note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where llama.cpp cuts otherwise."""
+    """The first difference of llama.cpp's tokens."""
 
     text: str
     ours: tuple[int, ...]
@@ -394,7 +394,7 @@ def settle_scheme(
 def compare_scheme(
     vocabulary: Vocabulary, scheme: Scheme, encode: Callable[[str], list[int]]
 ) -> tuple[Difference | None, list[str]]:
-    """Where llama.cpp, told this scheme, and the tokenizer part ways; and at which edges."""
+    """The first difference of llama.cpp with this scheme, and the known edges that differ."""
     from tightfit.runtime.llama_cpp import LlamaModel
 
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.core.progress import Progress
 from tightfit.core.units import MIB
 from tightfit.export.gguf_tokenizer import read_vocabulary, settle_scheme, write_vocabulary
 from tightfit.runtime.gguf.config import add_rope, make_rope_tensors, read_rope
@@ -67,7 +68,7 @@ def write_architecture(writer: Any, model_type: str, config: Any) -> list[str]:
 
 
 def rotary_dim(config: Any) -> int:
-    """How much of a head is turned; all of it in most models."""
+    """Rotary dimensions of a head; all of it in most models."""
     fraction = read_rope(config).get("partial_rotary_factor")
     if fraction is None:
         fraction = getattr(config, "partial_rotary_factor", None)
@@ -141,7 +142,7 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _require_period(config: Any, period: int) -> None:
-    """llama.cpp knows only every n-th layer to attend to all."""
+    """llama.cpp supports full attention only in every n-th layer."""
     for at, kind in enumerate(_layer_types(config)):
         if (kind == "full_attention") != (at % period == period - 1):
             raise InvalidInputError(
@@ -151,7 +152,7 @@ def _require_period(config: Any, period: int) -> None:
             )
 
 
-# Which tensors a GGUF file holds, made from which of the folder's, in which format.
+# Tensors of the file.
 
 VALUE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 _LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
@@ -176,7 +177,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorJob:
-    """What decides the plan."""
+    """Inputs of the plan."""
 
     model_type: str
     family: Family
@@ -237,7 +238,7 @@ def convert_values(values: Tensor, planned: PlannedTensor) -> Tensor:
         values = planned.change(values)
     wanted = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[planned.dtype]
     converted = values.to(wanted).contiguous()
-    # A sum is finite only where every value is, and is far quicker than asking each.
+    # A finite sum proves that all values are finite, and is much faster than testing each.
     has_doubt = not math.isfinite(float(converted.sum(dtype=torch.float32)))
     if has_doubt and not torch.isfinite(converted).all():
         raise _unstorable(planned, is_given=not bool(torch.isfinite(values).all()))
@@ -326,10 +327,8 @@ def iterate_bytes(planned: list[PlannedTensor]) -> Iterator[tuple[PlannedTensor,
         yield tensor, done
 
 
-# A Hugging Face folder written as one GGUF file, tensor by tensor.
+# The file, tensor by tensor.
 
-StageCallback = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, of how much."""
 TOKEN_BYTES = 2048
 """Of one token and its merges while they are read, checked and written. Measured."""
 LIBRARY_BYTES = 120 * MIB
@@ -338,7 +337,7 @@ LIBRARY_BYTES = 120 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufPlan:
-    """A conversion thought through, nothing written yet."""
+    """A planned conversion."""
 
     model_type: str
     config: Any
@@ -392,7 +391,7 @@ def plan_gguf(
     )
 
 
-def write_gguf(plan: GgufPlan, target: Path, watch: StageCallback | None = None) -> list[str]:
+def write_gguf(plan: GgufPlan, target: Path, watch: Progress | None = None) -> list[str]:
     """Write the file; returns what a user should know."""
     check_room(target, plan.disk_bytes)
     embedding = next(tensor for tensor in plan.tensors if tensor.name == "token_embd.weight")
@@ -423,7 +422,7 @@ def _make_writer(path: Path, plan: GgufPlan) -> Any:
     return writer
 
 
-def _write_tensors(writer: Any, plan: GgufPlan, watch: StageCallback | None) -> None:
+def _write_tensors(writer: Any, plan: GgufPlan, watch: Progress | None) -> None:
     """The list of tensors first, then each one read, changed, written and forgotten."""
     import gguf
     import numpy as np
@@ -474,7 +473,7 @@ def _load_config(source: Path) -> Any:
 
 def _tokenizer_folder(folder: Path) -> Path:
     if (folder / "tokenizer.json").is_file() or not has_slow_tokenizer(folder):
-        return folder  # without any tokenizer the reader of it says what is missing
+        return folder  # reading the tokenizer reports what is missing
     return import_tokenizer(folder)
 
 

@@ -17,6 +17,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import CheckFailedError, InvalidInputError, SetupError, UsageError
 from tightfit.core.files import publish_folder, write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.progress import Progress
 from tightfit.core.units import render_bytes
 from tightfit.export.adapter_changes import (
     ADAPTER,
@@ -49,9 +50,8 @@ if TYPE_CHECKING:
 
 
 WEIGHTS = "weights"
-StageCallback = Callable[[str, int, int], None]
 MergeCheck = Callable[[Artefact, Artefact], Verdict]
-"""The adapter and what was made of it, to a verdict."""
+"""Compares the adapter with the merged model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,20 +67,20 @@ class MergeRequest:
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     force: bool = False
     check: MergeCheck | None = None
-    """What must approve of the result before it gets its name; None: nothing does."""
+    """The result gets its final name only if this passes. None: no check."""
     announce: Callable[[MergeForecast], None] | None = None
-    """Told what it will take before anything is written."""
-    report: StageCallback | None = None
+    """Called with the forecast before anything is written."""
+    report: Progress | None = None
 
 
 class MergeForecast(Frozen):
     """What a merge will take."""
 
     host_bytes: PositiveInt
-    """Most memory of this process."""
+    """Peak memory of this process."""
     disk_bytes: PositiveInt
     is_streamed: bool
-    """False: the whole model is in memory, as its files hold matrices that must be put together."""
+    """False: the whole model is loaded, because its files hold adapted matrices in parts."""
 
 
 class MergeResult(Frozen):
@@ -121,7 +121,7 @@ class MergeResult(Frozen):
 
 
 def merge_adapter(request: MergeRequest) -> MergeResult:
-    """Write the merged model; with a check, only what passes it gets the wanted name."""
+    """Write the merged model. With a check, only a result that passes gets the wanted name."""
     artefact, base = _check_request(request)
     start = time.monotonic()
     import torch
@@ -273,7 +273,7 @@ def _write_streamed(
 
 
 def _cast(value: torch.Tensor, output: Output) -> torch.Tensor:
-    """Once, at the end. What 16 bit cannot hold is found here and not in someone's answers."""
+    """Cast once, at the end, and raise for values that the dtype cannot hold."""
     made = value.to(output.dtype)
     if bool(made.isfinite().all()):
         return made
@@ -283,7 +283,7 @@ def _cast(value: torch.Tensor, output: Output) -> torch.Tensor:
             remedy="--dtype bf16, or --dtype fp32",
         )
     raise InvalidInputError(
-        f"{output.name} has values that are no numbers: the adapter or its base is damaged.",
+        f"{output.name} has NaN or infinity: the adapter or its base is damaged.",
         remedy="merge an earlier checkpoint, or train again with a lower learning rate",
     )
 
@@ -299,7 +299,7 @@ def _write_template(artefact: Artefact, work: Path) -> None:
 def _settle_config(
     config: dict[str, Any], changes: AdapterChanges, plan: MergePlan
 ) -> dict[str, Any]:
-    """The base's config, true of the new weights."""
+    """The base's config, updated for the new weights."""
     stored = _name_dtypes(plan)[0]
     settled = dict(config)
     field = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
@@ -364,7 +364,7 @@ def _check_result(request: MergeRequest, work: Path) -> tuple[Verdict | None, Pa
     return verdict, request.target
 
 
-# A merge with the whole model in memory, for files that hold the adapted matrices in parts.
+# Merging with the whole model in memory, for files that hold the adapted matrices in parts.
 
 
 def write_whole(
@@ -393,7 +393,7 @@ def write_whole(
         _merge_in_place(layer)
         if request.report is not None:
             request.report("layers", number, len(layers))
-    merged = adapted.merge_and_unload()  # every layer is merged: this only takes peft's away
+    merged = adapted.merge_and_unload()  # merged already: this only removes peft's wrappers
     merged.config.use_cache = True
     merged.save_pretrained(
         str(work), max_shard_size=request.max_shard_bytes, safe_serialization=True

@@ -119,7 +119,7 @@ class MetaShards:
         return values
 
     def _open(self) -> None:
-        self._shards = []  # let the old maps go first
+        self._shards = []  # close the old maps first
         self._shards = [load_pickle(path) for path in self._paths]
         self._held = 0
 
@@ -176,7 +176,7 @@ def _check_files(paths: list[Path], folder: Path) -> None:
             remedy="fetch all of the model's files",
         )
     for path in paths:
-        # A zip's table stands at its end, so a file that is cut short has none.
+        # A zip's directory is at its end, so a truncated file has none.
         if not zipfile.is_zipfile(path):
             raise InvalidInputError(
                 f"{path} is cut short, or no file of torch.", remedy="fetch the file again"
@@ -187,7 +187,7 @@ def _first_gap(numbers: list[int]) -> int:
     return next(i for i in range(len(numbers) + 1) if i not in numbers)
 
 
-# Meta's tokenizer.model, SentencePiece's or tiktoken's format, as a tokenizer.json.
+# The tokenizer: tokenizer.model, SentencePiece's or tiktoken's format, as a tokenizer.json.
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _NUM_SPECIAL = 256
@@ -360,7 +360,7 @@ def _write(folder: Path, document: dict[str, Any], named: dict[str, str]) -> Non
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-# Meta's original Llama checkpoints as a Hugging Face folder, tensor by tensor.
+# The folder.
 
 TOKENIZER_BYTES = 400 * MIB
 """A vocabulary of 128k tokens and its merges while the tokenizer is built. Measured."""
@@ -377,7 +377,7 @@ _FACTOR, _FACTOR_OF_SMALL = 8.0, 32.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetaPlan:
-    """A Meta folder understood, nothing written yet."""
+    """A planned conversion of a Meta folder."""
 
     source: Path
     shards: MetaShards

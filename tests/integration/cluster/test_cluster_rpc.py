@@ -206,8 +206,8 @@ def test_what_is_no_server_is_told_before_anything_is_computed(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (b"SSH-2.0-OpenSSH_9.2\r\n" * 2, ("does not speak",)),
-        (b"", ("does not speak",)),
+        (b"SSH-2.0-OpenSSH_9.2\r\n" * 2, ("does not answer",)),
+        (b"", ("does not answer",)),
         (bytes([28]) + bytes(7) + bytes([3, 6, 0]) + bytes(25), ("another llama.cpp", "3.6")),
     ],
 )

@@ -1,1 +1,1 @@
-"""Fewer bits: GGUF, GPTQ and bitsandbytes, and what each of them loses."""
+"""Quantization to GGUF, GPTQ and bitsandbytes formats."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import atomic_file, cache_folder, write_atomic
+from tightfit.core.progress import CountProgress
 from tightfit.core.strategy import MAX_SEQ_LEN
 from tightfit.core.training import DataSource, TrainOn
 from tightfit.data.encode import EncodeRequest, encode_dataset
@@ -98,7 +99,7 @@ def _open(request: CalibrationRequest) -> tuple[TokenStore, str, tuple[str, ...]
 
 
 def _run_store(run: RunFolder) -> TokenStore | None:
-    """The run's rows as they were trained on; None where the cache has let go of them."""
+    """The run's rows as they were trained on; None where the cache no longer has them."""
     try:
         return TokenStore(Path(run.read_tokens().train))
     except UserError:
@@ -139,7 +140,7 @@ def default_text() -> Path:
 
 
 def _fill_rows(store: TokenStore, *, num_rows: int, length: int) -> NDArray[np.int32]:
-    """Rows of the data one behind another, in an order of chance, cut into equal lengths."""
+    """Shuffled rows of the data, concatenated and cut into equal lengths."""
     import numpy as np
 
     order = np.random.default_rng(0).permutation(len(store))
@@ -157,7 +158,6 @@ def _fill_rows(store: TokenStore, *, num_rows: int, length: int) -> NDArray[np.i
 
 # Importance of matrix inputs, cached as a file in llama.cpp's own format.
 
-RowCallback = Callable[[int, int], None]
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 """Endings of llama.cpp's own importance files. Source: tools/imatrix/imatrix.cpp."""
@@ -207,10 +207,10 @@ def measure_importance(
     *,
     architecture: str,
     device: torch.device | None = None,
-    report: RowCallback | None = None,
+    report: CountProgress | None = None,
 ) -> Path:
     """The importance file of a model on this text; found in the cache or measured now."""
-    path = _place(folder, calibration, architecture)
+    path = _cache_path(folder, calibration, architecture)
     if path.is_file():
         return path
     import torch
@@ -226,7 +226,7 @@ def measure_importance(
 
 
 def collect_sums(
-    model: PreTrainedModel, rows: NDArray[np.int32], *, report: RowCallback | None = None
+    model: PreTrainedModel, rows: NDArray[np.int32], *, report: CountProgress | None = None
 ) -> _Sums:
     """Run the rows through the model's layers; the head is left out, as llama.cpp does."""
     import torch
@@ -235,7 +235,7 @@ def collect_sums(
     whole: Any = model
     was_training = whole.training
     whole.eval()
-    body: Any = whole.base_model  # without the head: its scores are not asked for
+    body: Any = whole.base_model  # without the head, whose logits are not needed
     device = next(whole.parameters()).device
     with _hooked(model, sums), torch.inference_mode():
         for number, row in enumerate(rows, start=1):
@@ -267,7 +267,7 @@ def _hooked(model: PreTrainedModel, sums: _Sums) -> Iterator[None]:
 def name_tensors(
     sums: Mapping[str, _Tally], architecture: str, num_layers: int
 ) -> dict[str, _Tally]:
-    """By the names the tensors have in a GGUF file; what has none there is left out."""
+    """Renamed to GGUF tensor names; modules without one are left out."""
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -330,7 +330,7 @@ def read_importance(path: Path) -> Importance:
 
 
 def _mean(sums: NDArray[np.float32], counts: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Means by input; an expert that never saw a token weighs all inputs alike."""
+    """Means by input; an expert that saw no token weighs all inputs equally."""
     import numpy as np
 
     counts = counts.reshape(-1, 1)
@@ -344,8 +344,8 @@ def _num_layers(model: PreTrainedModel) -> int:
     return int(config.num_hidden_layers)
 
 
-def _place(folder: Path, calibration: Calibration, architecture: str) -> Path:
-    """By what the weights and the text are; a change of either has a file of its own."""
+def _cache_path(folder: Path, calibration: Calibration, architecture: str) -> Path:
+    """The cache file, named by the weights and the text."""
     digest = hashlib.blake2b(digest_size=10)
     for path in sorted(folder.iterdir()):
         if path.suffix in (".safetensors", ".bin") or path.name == "config.json":

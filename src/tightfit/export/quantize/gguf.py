@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import atomic_file
+from tightfit.core.progress import CountProgress
 from tightfit.export.convert import GgufRequest, convert_to_gguf
 from tightfit.export.formats import Q2_K, Q3_K_M, Q4_K_M, Q5_K_M, Q6_K, Q8_0, ExportFormat
 from tightfit.export.quantize.calibration import Importance, measure_importance, read_importance
@@ -78,7 +79,7 @@ _SEVENTY_LAYERS = {"llama": 80, "qwen2": 80, "olmo": 80, "deci": 80, "jais2": 68
 
 
 class Role(Enum):
-    """What a tensor does, as far as the rules ask."""
+    """The role of a tensor in the rules."""
 
     OUTPUT = "output"
     EMBEDDING = "embedding"
@@ -114,7 +115,7 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the rules ask of a model."""
+    """The facts of a model that the rules use."""
 
     architecture: str
     num_layers: int
@@ -138,14 +139,14 @@ class Mixture:
     """A type for each tensor that is quantized."""
 
     types: Mapping[str, str]
-    """By tensor; what is missing stays as it is."""
+    """By tensor; others keep their type."""
     fallen: Mapping[str, str]
-    """Tensors whose width refused the wanted type, and that type."""
+    """Tensors whose width does not fit the wanted type, and that type."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Place:
-    """How far the file has been walked through."""
+class _Counts:
+    """Counts of tensors seen so far."""
 
     num_values: int
     values_done: int = 0
@@ -157,14 +158,14 @@ def choose_mixture(
 ) -> Mixture:
     """llama.cpp's type for each tensor of a file of this kind."""
     is_tied = all(tensor.name != "output.weight" for tensor in tensors)
-    place = _Place(num_values=sum(role_of(t.name) is Role.VALUE for t in tensors))
+    counts = _Counts(num_values=sum(role_of(t.name) is Role.VALUE for t in tensors))
     types: dict[str, str] = {}
     fallen: dict[str, str] = {}
-    # The rules count layers as they come in the order of llama.cpp's own map.
+    # The rules count layers in the order of llama.cpp's tensor map.
     for tensor in sorted(tensors, key=lambda t: (_layer(t.name), t.name)):
         if not is_quantized(tensor):
             continue
-        wanted = _choose(tensor, model, target, place, is_tied=is_tied)
+        wanted = _choose(tensor, model, target, counts, is_tied=is_tied)
         types[tensor.name] = fit_width(wanted, tensor.width)
         if types[tensor.name] != wanted:
             fallen[tensor.name] = wanted
@@ -172,7 +173,7 @@ def choose_mixture(
 
 
 def is_quantized(tensor: TensorShape) -> bool:
-    """Matrices but norms, routers, positions and a few small ones."""
+    """Whether it is a matrix other than norms, routers, positions and a few small ones."""
     if sum(size > 1 for size in tensor.shape[:-1]) < 1 or not tensor.name.endswith("weight"):
         return False
     is_kept = tensor.name in _KEPT_WHOLE or any(part in tensor.name for part in _KEPT)
@@ -196,7 +197,7 @@ def role_of(name: str) -> Role:
 
 
 def _choose(
-    tensor: TensorShape, model: ModelFacts, target: ExportFormat, place: _Place, *, is_tied: bool
+    tensor: TensorShape, model: ModelFacts, target: ExportFormat, counts: _Counts, *, is_tied: bool
 ) -> str:
     kind, role = target.ggml_type, role_of(tensor.name)
     if role is Role.OUTPUT or (is_tied and role is Role.EMBEDDING):
@@ -204,26 +205,26 @@ def _choose(
         is_wide = model.architecture == "falcon" or is_odd or kind == "Q8_0"
         return "Q8_0" if is_wide else "Q6_K"
     if role is Role.VALUE:
-        place.values_done += 1
-        return _value_type(kind, model, target, place)
+        counts.values_done += 1
+        return _value_type(kind, model, target, counts)
     if role is Role.KEY:
         return "Q8_0" if model.num_experts == 8 else kind
     if role is Role.DOWN:
-        layer = _layer(tensor.name) if model.num_experts > 1 else place.downs_done
-        place.downs_done += 1
+        layer = _layer(tensor.name) if model.num_experts > 1 else counts.downs_done
+        counts.downs_done += 1
         return _down_type(kind, model, target, layer)
     if role is Role.ATTENTION_OUTPUT and model.architecture != "falcon":
         return _attention_output_type(kind, model, target)
     return kind
 
 
-def _value_type(kind: str, model: ModelFacts, target: ExportFormat, place: _Place) -> str:
-    number = place.values_done - 1
+def _value_type(kind: str, model: ModelFacts, target: ExportFormat, counts: _Counts) -> str:
+    number = counts.values_done - 1
     if target is Q2_K:
         kind = "Q4_K" if model.heads_per_kv_head >= 4 else "Q3_K"
     elif target is Q3_K_M:
         kind = "Q5_K" if number < 2 else "Q4_K"
-    elif target in (Q4_K_M, Q5_K_M) and _is_sensitive(number, place.num_values):
+    elif target in (Q4_K_M, Q5_K_M) and _is_sensitive(number, counts.num_values):
         kind = "Q6_K"
     if model.is_seventy and kind in ("Q3_K", "Q4_K"):
         kind = "Q5_K"
@@ -266,25 +267,22 @@ def _layer(name: str) -> int:
 # The file, tensor by tensor.
 
 SLICE_VALUES = 1 << 20
-"""Values a thread takes at a time: a tensor of any size so needs no more memory than this."""
+"""Values that a thread quantizes at a time, which bounds the memory for any tensor."""
 _PLAIN = ("F32", "F16", "BF16")
 _LEFT_OUT = ("split.no", "split.count", "split.tensors.count")
-"""As llama.cpp does: the new file is one file."""
-
-ValueCallback = Callable[[int, int], None]
-"""Told of values done and values in all."""
+"""Dropped as llama.cpp does: the result is one file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequantizeRequest:
-    """What to turn into what."""
+    """A source file, a target file and its format."""
 
     source: Path
     target: Path
     kind: ExportFormat
     importance: Importance | None = None
     num_threads: int = 1
-    report: ValueCallback | None = None
+    report: CountProgress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +293,7 @@ class Requantized:
     """Those that were quantized."""
     num_params: int
     fallen: Mapping[str, str]
-    """Tensors too odd in width for the type they should have had, and that type."""
+    """Tensors whose width does not fit the wanted type, and that type."""
     types: Mapping[str, str]
     num_weighted: int
     """Tensors rounded by importance."""
@@ -348,8 +346,8 @@ def open_plain_gguf(path: Path) -> Any:
     packed = [t for t in reader.tensors if len(shape_of(t)) > 1 and not _is_plain(t)]
     if packed:
         raise InvalidInputError(
-            f"{path} is quantized already ({packed[0].tensor_type.name}); rounding it a second "
-            "time would lose more than its size shows.",
+            f"{path} is quantized already ({packed[0].tensor_type.name}); quantizing it again "
+            "would lose more than its size shows.",
             remedy="name the model it was made from, or its F16, BF16 or F32 GGUF file",
         )
     return reader
@@ -415,7 +413,7 @@ def widen(values: NDArray[Any]) -> NDArray[np.float32]:
 def quantize_rows(
     values: NDArray[np.float32], kind: Any, importance: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
-    """Rows in a ggml type, by ggml. The lock of the interpreter is free meanwhile."""
+    """Rows in a ggml type, by ggml. Runs without the interpreter lock."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES
 
@@ -475,7 +473,7 @@ def _write(reader: Any, writer: Any, mixture: Mixture, request: RequantizeReques
 
 
 def _release_pages(reader: Any) -> None:
-    """Hand the pages of the mapped source back, or the whole file would count as ours."""
+    """Release the mapped source's pages, or the whole file would count as resident."""
     mapped = getattr(reader.data, "_mmap", None)
     if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
@@ -532,7 +530,7 @@ def _checked(rows: NDArray[np.float32], name: str) -> NDArray[np.float32]:
 
     if not np.isfinite(rows).all():
         raise InvalidInputError(
-            f"The tensor {name} holds values that are no numbers, which no format can store.",
+            f"The tensor {name} holds NaN or infinity, which no format can store.",
             remedy="the training diverged or the file is damaged: take an earlier checkpoint",
         )
     return rows
@@ -615,7 +613,7 @@ def _text(reader: Any, key: str) -> str:
 
 
 def _dtype() -> Any:
-    """Of no consequence beside a raw type, but asked for; not uint8, which means bytes."""
+    """Required by gguf but unused with a raw type; uint8 would mean raw bytes."""
     import numpy as np
 
     return np.dtype(np.float32)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tightfit.core.errors import DoesNotFitError, SetupError, UserError
 from tightfit.core.files import partial_path, publish_folder, write_atomic
+from tightfit.core.progress import CountProgress
 from tightfit.estimate.weights import largest_layer
 from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize import gptq_worker
@@ -130,20 +131,18 @@ def choose_group_size(widths: Collection[int], *, bits: int) -> int:
 
 
 def explain_group_size(widths: Collection[int], chosen: int) -> str | None:
-    """What to tell where it is not the usual 128."""
+    """A note where the group size is not the usual 128."""
     if chosen == GROUP_SIZES[0]:
         return None
-    said = "one scale per row" if chosen == WHOLE_ROW else f"groups of {chosen}"
+    groups = "one scale per row" if chosen == WHOLE_ROW else f"groups of {chosen}"
     odd = [width for width in widths if width % GROUP_SIZES[0]]
     if chosen == GROUP_SIZES[-1] and min(widths) < SMALL_WIDTH:
-        return f"GPTQ with {said}: a model this small loses too much with {GROUP_SIZES[0]}."
-    return f"GPTQ with {said}: {min(odd):,} inputs do not divide into groups of {GROUP_SIZES[0]}."
+        return f"GPTQ with {groups}: a model this small loses too much with {GROUP_SIZES[0]}."
+    return f"GPTQ with {groups}: {min(odd):,} inputs do not divide into groups of {GROUP_SIZES[0]}."
 
 
 # The worker process.
 
-LayerCallback = Callable[[int, int], None]
-"""Layers done, of how many."""
 
 PYTHON_VARIABLE = "TIGHTFIT_GPTQ_PYTHON"
 """Names the Python of an environment of the quantizer's own."""
@@ -157,18 +156,18 @@ STOP_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptqMeasurement:
-    """What a finished worker measured of itself."""
+    """What the worker measured."""
 
     seconds: float
     peak_rss_bytes: int
 
 
 def run_gptq(
-    job: GptqJob, work: Path, *, python: str | None = None, report: LayerCallback | None = None
+    job: GptqJob, work: Path, *, python: str | None = None, report: CountProgress | None = None
 ) -> GptqMeasurement:
-    """Quantize in a process of its own. On any way out of here that process has ended.
+    """Quantize in a process of its own, which has ended when this returns or raises.
 
-    Run again after an interruption with the same job, it goes on behind the last whole layer.
+    Run again after an interruption with the same job, it resumes after the last finished layer.
     """
     _prepare(job, work)
     job_path = work / "job.json"
@@ -212,7 +211,7 @@ def worker_command(python: str | None, job_path: Path) -> list[str]:
 
 
 def _prepare(job: GptqJob, work: Path) -> None:
-    """What another job left in the same place must not be taken for ours."""
+    """Delete what another job left in this folder."""
     work.mkdir(parents=True, exist_ok=True)
     try:
         earlier = json.loads((work / "job.json").read_bytes())
@@ -223,24 +222,24 @@ def _prepare(job: GptqJob, work: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _follow(process: subprocess.Popen[str], report: LayerCallback | None) -> dict[str, float]:
-    """Read what the worker tells until it closes its end; its last words."""
+def _follow(process: subprocess.Popen[str], report: CountProgress | None) -> dict[str, float]:
+    """Read the worker's JSON lines until it closes its end; return the last one."""
     last: dict[str, float] = {}
     assert process.stdout is not None
     for line in process.stdout:
         try:
-            told = json.loads(line)
+            message = json.loads(line)
         except ValueError:
             continue
-        if "done" in told and report is not None:
-            report(int(told["done"]), int(told["of"]))
-        elif "done" not in told:
-            last = told
+        if "done" in message and report is not None:
+            report(int(message["done"]), int(message["of"]))
+        elif "done" not in message:
+            last = message
     return last
 
 
 def _stop_worker(process: subprocess.Popen[str]) -> None:
-    """Close its stdin, which it takes for the end of us; then by signal, the group as a whole."""
+    """Close its stdin, at which it ends; after a while, kill its process group."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             with suppress(OSError):
@@ -267,15 +266,15 @@ def _worker_error(code: int, last: dict[str, float], job: GptqJob, log_path: Pat
         )
     return SetupError(
         f"{job.tool} stopped with code {code}: {problem.rstrip('.')}.",
-        remedy=f"see {log_path}; run the same command again to go on behind the last whole layer",
+        remedy=f"see {log_path}; the same command resumes after the last finished layer",
     )
 
 
 def _last_line(path: Path) -> str:
-    """What a log ends with, colours left out."""
+    """The last line of the log."""
     with suppress(OSError):
         lines: Sequence[str] = deque(path.read_text(errors="replace").splitlines(), maxlen=40)
-        spoken = [line.strip() for line in lines if line.strip()]
-        if spoken:
-            return spoken[-1][-300:]
-    return "it said nothing"
+        printed = [line.strip() for line in lines if line.strip()]
+        if printed:
+            return printed[-1][-300:]
+    return "it printed nothing"

@@ -45,7 +45,7 @@ class GptqJob:
     tool: str = AUTO_ROUND
     device: str = "auto"
     key: str = ""
-    """Of the model's and the rows' content: what was done for others is not taken up again."""
+    """Of the model's and the rows' content: a job with another key does not resume this one."""
 
 
 def read_job(path: Path) -> GptqJob:
@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
     # Run by its path, this folder would come first in the search for modules.
     here = Path(__file__).resolve().parent
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != here]
-    told = _take_stdout()
+    output = _take_stdout()
     _end_with_parent(int(words[1]))
     job = read_job(Path(words[0]))
     started = time.monotonic()
@@ -64,16 +64,16 @@ def main(words: list[str]) -> int:
         os.environ[name] = "1"
     try:
         quantize = _with_gptqmodel if job.tool == GPTQMODEL else _with_auto_round
-        quantize(job, told)
+        quantize(job, output)
     except ImportError as error:
-        _tell(told, problem=str(error))
+        _report(output, problem=str(error))
         return EXIT_MISSING
     except (MemoryError, RuntimeError) as error:
-        _tell(told, problem=str(error).splitlines()[0] if str(error) else repr(error))
+        _report(output, problem=str(error).splitlines()[0] if str(error) else repr(error))
         if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
             return EXIT_MEMORY
         raise
-    _tell(told, seconds=time.monotonic() - started, peak_rss_bytes=_peak_rss())
+    _report(output, seconds=time.monotonic() - started, peak_rss_bytes=_peak_rss())
     return 0
 
 
@@ -103,7 +103,7 @@ def gptqmodel_arguments(job: GptqJob) -> dict[str, Any]:
     return {"bits": job.bits, "group_size": job.group_size, "sym": True, "desc_act": False}
 
 
-def _with_auto_round(job: GptqJob, told: TextIO) -> None:
+def _with_auto_round(job: GptqJob, output: TextIO) -> None:
     os.environ["AR_RESUME_DIR"] = job.resume
     import numpy as np
 
@@ -112,7 +112,7 @@ def _with_auto_round(job: GptqJob, told: TextIO) -> None:
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _follow_bars(told)
+    _follow_bars(output)
     device = _device(job, torch.cuda.is_available())
     tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True)
     tokenizer.pad_token = None  # or its places in our rows, which hold none, would be left out
@@ -124,11 +124,11 @@ def _with_auto_round(job: GptqJob, told: TextIO) -> None:
     _settle(Path(job.out), job)
 
 
-def _with_gptqmodel(job: GptqJob, told: TextIO) -> None:
+def _with_gptqmodel(job: GptqJob, output: TextIO) -> None:
     import numpy as np
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    _follow_bars(told)
+    _follow_bars(output)
     rows = np.load(job.rows, allow_pickle=False).tolist()
     samples = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
     model = GPTQModel.load(job.model, QuantizeConfig(**gptqmodel_arguments(job)))
@@ -228,7 +228,7 @@ def _narrow(tensor: Any) -> Any:
     return tensor.half() if is_wide else tensor
 
 
-def _follow_bars(told: TextIO) -> None:
+def _follow_bars(output: TextIO) -> None:
     """Both libraries show layers done by tqdm: pass its counts on."""
     import importlib
 
@@ -238,13 +238,13 @@ def _follow_bars(told: TextIO) -> None:
         return
     update = bar.update
 
-    def tell_update(self: Any, n: float = 1) -> Any:
+    def report_update(self: Any, n: float = 1) -> Any:
         result = update(self, n)
         if "quantizing" in str(self.desc).lower() and self.total:
-            _tell(told, done=min(int(self.n), int(self.total)), of=int(self.total))
+            _report(output, done=min(int(self.n), int(self.total)), of=int(self.total))
         return result
 
-    bar.update = tell_update
+    bar.update = report_update
 
 
 def _take_stdout() -> TextIO:
@@ -270,9 +270,9 @@ def _end_with_parent(parent_pid: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _tell(told: TextIO, **facts: object) -> None:
-    told.write(json.dumps(facts) + "\n")
-    told.flush()
+def _report(output: TextIO, **facts: object) -> None:
+    output.write(json.dumps(facts) + "\n")
+    output.flush()
 
 
 def _peak_rss() -> int:

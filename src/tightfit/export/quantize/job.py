@@ -15,6 +15,7 @@ import psutil
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, SetupError, UsageError
+from tightfit.core.progress import Progress
 from tightfit.core.units import MIB, render_bytes
 from tightfit.core.validation import printable
 from tightfit.export.formats import GPTQ_TOOLS, CalibrationUse, ExportFormat
@@ -44,9 +45,9 @@ class QuantizeSource:
 
     artefact: Artefact
     name: str
-    """What the results are called after."""
+    """The results are named after it."""
     home: Path
-    """Where they go unless told."""
+    """Default folder of the results."""
     spec: ModelSpec
 
     @property
@@ -83,7 +84,7 @@ class OutputPaths:
     home: Path
     of: Mapping[ExportFormat, Path]
     summary: Path | None
-    """None: one result, which lies beside the user's own files."""
+    """None: for a single result next to the user's own files."""
 
 
 def find_quantize_source(name: str, formats: Sequence[ExportFormat]) -> QuantizeSource:
@@ -171,7 +172,7 @@ def _model_name(artefact: Artefact) -> str:
 
 
 def _default_folder(artefact: Artefact) -> Path:
-    """A run's own folder; else beside the model; a cached hub id's results go here."""
+    """In the run; else next to the model; for a cached hub id the current folder."""
     if artefact.run is not None:
         return artefact.run.path / QUANTIZED
     named = Path(artefact.name).expanduser()
@@ -196,8 +197,6 @@ def _check_ending(out: Path, wanted: ExportFormat) -> None:
 
 # The job and its writers.
 
-StageCallback = Callable[[str, int, int], None]
-"""Called with the stage's name, how much is done, and of how much."""
 PROCESS_BYTES = 620 * MIB
 """A process with torch, transformers and the quantizer loaded; measured on Linux, CPU build."""
 CPU_FLOPS = 60e9
@@ -257,7 +256,7 @@ class QuantizeJob:
         source: QuantizeSource,
         folder: Path,
         options: QuantizeSettings,
-        report: StageCallback | None,
+        report: Progress | None,
     ) -> None:
         self.source = source
         self.folder = folder

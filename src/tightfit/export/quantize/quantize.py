@@ -11,13 +11,13 @@ from pathlib import Path
 
 from tightfit import __version__
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
+from tightfit.core.progress import Progress
 from tightfit.export.formats import LIMITS, ExportFormat
 from tightfit.export.quantize.job import (
     OutputPaths,
     QuantizeJob,
     QuantizeSettings,
     QuantizeSource,
-    StageCallback,
     choose_output_paths,
     find_quantize_source,
     weight_bytes,
@@ -38,12 +38,12 @@ from tightfit.runtime.output_folder import REJECTED, check_room
 from tightfit.runtime.output_folder import check_target as check_folder
 
 QuantizeCheck = Callable[[Artefact, Sequence[Artefact]], Verdict]
-"""The original and what was made of it, to a verdict with a row for each."""
+"""Compares the original with its quantized versions; the verdict has a row for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeRequest:
-    """What to make, of what, and how."""
+    """A model, the formats to make from it, and how."""
 
     model: str
     formats: Sequence[ExportFormat]
@@ -52,16 +52,16 @@ class QuantizeRequest:
     check: QuantizeCheck | None = None
     """None: results are not checked."""
     force: bool = False
-    """Replace results that are there."""
+    """Replace existing results."""
     announce: Callable[[Mapping[ExportFormat, QuantizeForecast]], None] | None = None
-    """Told what is left to make, and what it will take, before anything is written."""
-    report: StageCallback | None = None
+    """Called with the forecasts of what is left to make, before anything is written."""
+    report: Progress | None = None
 
 
 def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
-    """Make and check every target.
+    """Make and check every format.
 
-    With several formats, one that cannot be made does not keep the others from it, and what an
+    With several formats, one that cannot be made does not stop the others, and what an
     interrupted call has finished is not made again.
     """
     source = find_quantize_source(request.model, request.formats)
@@ -96,7 +96,7 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
 def _open_summary(
     request: QuantizeRequest, source: QuantizeSource, paths: OutputPaths
 ) -> QuantizeSummary:
-    """What is known of earlier calls, if it is of the same weights."""
+    """The summary of earlier calls on the same weights, or a new one."""
     key = source.stamp
     found = _read_earlier(paths, force=request.force)
     if found is not None and found.key == key:
@@ -132,7 +132,7 @@ def _has_several_formats(request: QuantizeRequest) -> bool:
 
 
 def _settings_key(options: QuantizeSettings) -> str:
-    """With the same one, a result need not be made again."""
+    """A digest of the settings; a result with the same one need not be made again."""
     parts = [str(options.num_rows), str(options.iters), options.tool, str(options.with_importance)]
     if options.calibrate is not None:
         try:
@@ -155,7 +155,7 @@ def _check_place(path: Path, target: ExportFormat, source: QuantizeSource, *, fo
         check_folder(path, force=force, sources=(source.path,))
         return
     if path.resolve() == source.path.resolve() or path.is_dir():
-        raise UsageError(f"{path} is no place for the result.", remedy="--out another name")
+        raise UsageError(f"{path} cannot be the result.", remedy="--out another name")
     if path.exists() and not force:
         raise UsageError(
             f"{path} is there already.", remedy="--out another name, or --force to replace it"
@@ -221,7 +221,7 @@ def _note_calibration(summary: QuantizeSummary, job: QuantizeJob) -> QuantizeSum
 def _check(
     check: QuantizeCheck, source: QuantizeSource, summary: QuantizeSummary
 ) -> QuantizeSummary:
-    """All unchecked results in one go, so that the original is asked once."""
+    """Check all new results at once, so that the original is loaded once."""
     open_rows = [
         row
         for row in summary.rows
@@ -239,7 +239,7 @@ def _check(
 
 
 def _apply_comparison(row: QuantizedModel, comparison: Comparison) -> QuantizedModel:
-    """A result that failed loses its name, so that nobody takes it for a model."""
+    """A result that failed is renamed, so that it is not taken for a good model."""
     if comparison.is_good:
         has_limit = comparison.kind is not None and LIMITS[comparison.kind].top1 is not None
         standing = QuantizeStatus.GOOD if has_limit else QuantizeStatus.REPORTED
@@ -255,7 +255,7 @@ def _apply_comparison(row: QuantizedModel, comparison: Comparison) -> QuantizedM
 
 
 def _plot_summary(paths: OutputPaths, summary: QuantizeSummary) -> QuantizeSummary:
-    """The picture of size against quality, where several stand beside each other."""
+    """Plot size against quality where there are several results."""
     scored = [row for row in summary.rows if row.check and row.check.perplexity is not None]
     if paths.summary is None or len(scored) < 2:
         return summary

@@ -39,7 +39,7 @@ _CLOSE = 1e-5
 
 
 def compare_settings(reference: Artefact, other: Artefact) -> list[Finding]:
-    """Rope differences fail: they may show only beyond the sample's length. Others warn."""
+    """RoPE differences fail: they may show only beyond the sample's length. Others warn."""
     config = _read_config(reference)
     if config is None or reference.kind is ArtefactKind.GGUF:
         return []
@@ -84,7 +84,7 @@ def _compare_gguf(config: dict[str, Any], header: GgufHeader) -> Iterator[Findin
     architecture = stated.get("general.architecture")
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        return  # by kind of layer, as in Gemma 3: the scores have to do
+        return  # by kind of layer, as in Gemma 3: only the scores can show a difference
     theta = rope.get("rope_theta", config.get("rope_theta"))
     found = stated.get(f"{architecture}.rope.freq_base")
     if theta is not None and found is not None and not _same(float(theta), found):
@@ -125,7 +125,7 @@ def _short(value: Any) -> str:
 
 
 def read_stored_dtype(artefact: Artefact) -> str | None:
-    """`fp32`, `bf16`, `fp16`: what most of a plain folder's bytes are. None: packed, or GGUF."""
+    """The dtype of most bytes of an unquantized folder. None: quantized, or GGUF."""
     if artefact.kind not in (ArtefactKind.MODEL, ArtefactKind.ADAPTER):
         return None
     from tightfit.runtime.tensor_files import StoredWeights
@@ -152,12 +152,12 @@ def measure_size(artefact: Artefact) -> int:
     return total
 
 
-# Which tensors of a failed artefact are to blame, and what was done to them.
+# Diagnosis: which tensors of a failed artefact differ, and how.
 
 Read = Callable[[str], "torch.Tensor | None"]
 MOST_NAMED = 4
 FAR_FRACTION = 0.5
-"""Of a tensor's own size: no rounding that still works moves one this far."""
+"""Of a tensor's norm: no usable quantization moves it this far."""
 CLOSE_FRACTION = 0.02
 
 
@@ -181,7 +181,7 @@ def diagnose(reference: Artefact, other: Artefact, *, far: float = FAR_FRACTION)
             what = _describe(one.float(), two.float(), far)
             if what is not None:
                 bad.setdefault(what, []).append(name)
-    return [_tell(what, tensors) for what, tensors in bad.items()]
+    return [_make_finding(what, tensors) for what, tensors in bad.items()]
 
 
 def _describe(one: torch.Tensor, two: torch.Tensor, far: float) -> str | None:
@@ -207,7 +207,7 @@ def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
     return float((one - two).norm()) <= CLOSE_FRACTION * float(one.norm())
 
 
-def _tell(what: str, names: list[str]) -> Finding:
+def _make_finding(what: str, names: list[str]) -> Finding:
     shown = ", ".join(names[:MOST_NAMED])
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     is_attention = all("q_proj" in name or "k_proj" in name for name in names)
@@ -245,14 +245,14 @@ def _open(artefact: Artefact) -> tuple[list[str], Read]:
     return list(whole.tensors), whole.read
 
 
-# In which dtype unquantized artefacts are compared: fp32 where it fits, so that noise is least.
+# The dtype in which unquantized artefacts are compared: fp32 where it fits, for least noise.
 
 _ROOM_FRACTION = 0.7
 """Of the free memory that weights may take; the rest is for scores and arithmetic."""
 
 
 def choose_weights(artefact: Artefact, wanted: Dtype | None, device: str) -> Dtype | None:
-    """For a folder with plain weights, or an adapter on one. None: packed, so as it is."""
+    """For an unquantized folder, or an adapter on one. None: as stored."""
     if artefact.kind not in (ArtefactKind.MODEL, ArtefactKind.ADAPTER):
         return None
     if wanted is not None:

@@ -34,9 +34,9 @@ def write_verdict_html(verdict: Verdict, path: Path) -> None:
 def render_verdict_html(verdict: Verdict) -> str:
     """Nothing is fetched; every text of a model or file is escaped."""
     state = "pass" if verdict.is_good else "fail"
-    told = "all pass" if verdict.is_good else "not all pass"
+    result = "all pass" if verdict.is_good else "not all pass"
     body = (
-        f'<h1>Check against {escape(verdict.reference)} <span class="state {state}">{told}</span>'
+        f'<h1>Check against {escape(verdict.reference)} <span class="state {state}">{result}</span>'
         f"</h1>\n<p>{verdict.num_tokens:,} tokens of {escape(verdict.text)}, in windows of "
         f"{verdict.window}; {escape(verdict.dtype)} on {escape(verdict.device)}; "
         f"{escape(verdict.checked_at)}, tightfit {escape(verdict.tightfit)}</p>\n"
@@ -111,10 +111,10 @@ def _plots(verdict: Verdict) -> Iterator[str]:
     )
     yield "<h2>Distance from the reference</h2>\n<p>Mean KL divergence in nats per token; each step of the scale is ten times the last.</p>\n"  # noqa: E501
     floor = log10(LEAST_KL)
-    told = [(row, max(LEAST_KL, abs(row.mean_kl or LEAST_KL))) for row in measured]
+    shown = [(row, max(LEAST_KL, abs(row.mean_kl or LEAST_KL))) for row in measured]
     yield _bars(
-        [(row, log10(kl) - floor, f"{row.mean_kl or 0:.2g}") for row, kl in told],
-        most=max(log10(kl) - floor for _, kl in told) or 1.0,
+        [(row, log10(kl) - floor, f"{row.mean_kl or 0:.2g}") for row, kl in shown],
+        most=max(log10(kl) - floor for _, kl in shown) or 1.0,
     )
     if verdict.reference_perplexity is not None:
         yield "<h2>Size and perplexity</h2>\n<p>Lower and further left is better.</p>\n"
@@ -125,7 +125,7 @@ def _bars(rows: Sequence[tuple[Comparison, float, str]], *, most: float) -> str:
     height = BAR_HEIGHT * len(rows) + 8
     room = WIDTH - LABEL_WIDTH - 90
     drawn = ""
-    for number, (row, value, told) in enumerate(rows):
+    for number, (row, value, figure) in enumerate(rows):
         y = 4 + BAR_HEIGHT * number
         width = max(1.0, room * min(1.0, value / most))
         colour = GOOD if row.is_good else BAD
@@ -134,7 +134,7 @@ def _bars(rows: Sequence[tuple[Comparison, float, str]], *, most: float) -> str:
             f'<text x="{LABEL_WIDTH - 8}" y="{y + 16}" text-anchor="end">{label}</text>'
             f'<rect x="{LABEL_WIDTH}" y="{y + 2}" width="{width:.1f}" height="{BAR_HEIGHT - 7}" '
             f'rx="2" fill="{colour}"/>'
-            f'<text class="soft" x="{LABEL_WIDTH + width + 8:.1f}" y="{y + 16}">{told}</text>'
+            f'<text class="soft" x="{LABEL_WIDTH + width + 8:.1f}" y="{y + 16}">{figure}</text>'
         )
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{drawn}</svg>\n'
 

@@ -17,17 +17,17 @@ FP32_LOGIT_LIMIT = 3e-4
 
 Sums in another order alone: a merged SmolLM2-135M, 30 layers deep, is up to 1.2e-4 off its adapter
 on 512 tokens and 2.4e-4 on 2,048 (benchmarks/results/artefacts.json). The limit was 1e-4 first, and
-was raised after that merge, sound by every other measure, had failed it."""
+was raised after that merge, good by every other measure, had failed it."""
 FP32_SCORE = 10.0
 NOISE_FACTOR = 8.0
-"""Rounding errors of one value, times this, is what they may add up to in a score."""
+"""How many rounding errors of one value may add up in a logit."""
 EPSILON = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 NONSENSE_PERPLEXITY = 10.0
-"""Times the reference's: no width of rounding does that to a model that still works."""
+"""Times the reference's: no quantization does that to a model that still works."""
 NONSENSE_ENTROPY = 0.98
 """Of the largest possible: every token as likely as any other."""
 LEAST_POSITIONS = 64
-"""Fewer places than these prove nothing."""
+"""Fewer positions than these prove nothing."""
 
 _GGUF_WIDTH = re.compile(r"(?:IQ|TQ|Q)(\d)")
 _PLAIN_GGUF = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -62,19 +62,19 @@ def read_step(word: str) -> StepKind:
 
 
 def find_noise(stored: str, score: float) -> float:
-    """What rounding the weights to `stored` may change in a score of this size."""
+    """How much rounding the weights to `stored` may change a logit of this size."""
     epsilon = EPSILON.get(_PLAIN_GGUF.get(stored, stored), EPSILON["bf16"])
     return max(NOISE_FACTOR * epsilon * score, FP32_LOGIT_LIMIT * max(1.0, score / FP32_SCORE))
 
 
 WORST_FACTOR = 3.0
-"""The worst of some hundred million scores, against what rounding does to most."""
+"""The largest of some hundred million differences, relative to the usual rounding."""
 MAKE_AGAIN = "make this one again from the reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What was done, and the noise that comes with it."""
+    """The kind of step, and its noise."""
 
     kind: StepKind
     stored: str
@@ -83,7 +83,7 @@ class Step:
 
 
 def judge(found: ScoreComparison, summary: Summary, step: Step) -> list[Finding]:
-    """Nothing is failed that could be chance: the whole 99% interval has to be beyond."""
+    """Findings. Only a 99% interval that is wholly beyond the limit fails."""
     nonsense = list(_find_nonsense(summary))
     if nonsense:
         return [*nonsense, *_explain(summary, step)]
@@ -133,13 +133,13 @@ def _judge_limits(summary: Summary, limits: Limits, step: Step) -> Iterator[Find
             f"{of}."
         )
     change = summary.perplexity_change
-    told = f"Perplexity rose by {change.value:.1%} ({change.low:.1%} to {change.high:.1%})"
+    rise = f"Perplexity rose by {change.value:.1%} ({change.low:.1%} to {change.high:.1%})"
     if limits.perplexity is not None and change.low > limits.perplexity:
-        yield _fail(f"{told}; {limits.perplexity:.1%} is the most{of}.")
+        yield _fail(f"{rise}; {limits.perplexity:.1%} is the most{of}.")
     elif limits.usual_perplexity is not None and change.value > limits.usual_perplexity:
         yield Finding(
             level=Level.WARNING,
-            text=f"{told}, more than such a step usually costs ({limits.usual_perplexity:.0%}).",
+            text=f"{rise}, more than such a step usually costs ({limits.usual_perplexity:.0%}).",
             remedy="calibrate on data like your own, or keep more bits",
         )
 
@@ -158,7 +158,7 @@ def _judge_exact(found: ScoreComparison, summary: Summary, step: Step) -> Iterat
 
 
 def _explain(summary: Summary, step: Step) -> Iterator[Finding]:
-    """A token that sees itself alone has no use for positions, queries or keys."""
+    """At the first position attention is trivial: an error there lies outside attention."""
     is_first_right = summary.first_max_diff <= 2 * step.noise
     if is_first_right and summary.max_diff > 10 * max(summary.first_max_diff, step.noise):
         yield Finding(

@@ -26,7 +26,7 @@ from tightfit.runs.run_folder import RunFolder
 WINDOW = 512
 """Tokens that are read in one go."""
 LEAST_WINDOW = 32
-"""A rest shorter than this is left out."""
+"""A shorter remainder is left out."""
 TEXT_FILE = "check_text.txt"
 PROMPTS = (
     "What is the capital of France?",
@@ -37,7 +37,7 @@ PROMPTS = (
     "Explain in two sentences why ice floats.",
 )
 NUM_RUN_PROMPTS = 4
-RUN_SHARE = 0.5
+RUN_FRACTION = 0.5
 """Of the tokens, from the run's own rows where there are some."""
 
 Prompt = tuple[Message, ...]
@@ -67,7 +67,7 @@ def make_sample(
     windows: list[Window] = []
     sources = []
     if text is None and run is not None and not prompter.tokenizer.is_encoder_decoder:
-        windows = list(_limit(_run_windows(run), int(num_tokens * RUN_SHARE)))
+        windows = list(_limit(_run_windows(run), int(num_tokens * RUN_FRACTION)))
         sources += ["rows of the run"] if windows else []
     content = _read_text(text)
     room = num_tokens - sum(map(len, windows))
@@ -118,7 +118,7 @@ def _read_text(path: Path | None) -> str:
 
 
 def _cut(text: str, prompter: Prompter) -> Iterator[Window]:
-    """Windows side by side, each begun as the tokenizer begins a text."""
+    """Consecutive windows, each with the tokenizer's own start tokens."""
     tokenizer = prompter.tokenizer
     first = [] if tokenizer.begins_with is None else [tokenizer.token_id(tokenizer.begins_with)]
     start = [number for number in first if number is not None]
@@ -129,7 +129,7 @@ def _cut(text: str, prompter: Prompter) -> Iterator[Window]:
 
 
 def _run_windows(run: RunFolder) -> Iterator[Window]:
-    """Rows as they were trained on or held back; none where the cache has let go of them."""
+    """Rows as they were trained on or held back; none where the cache no longer has them."""
     with contextlib.suppress(UserError, OSError):
         folders = run.read_tokens()
         store = TokenStore(Path(folders.eval or folders.train))
@@ -150,7 +150,7 @@ def _limit(windows: Iterator[Window], most: int) -> Iterator[Window]:
 
 
 def _run_prompts(run: RunFolder) -> list[Prompt]:
-    """Questions of the run's rows, those held back first."""
+    """Questions of the run's rows, validation rows first."""
     with contextlib.suppress(UserError, OSError):
         training = run.read_plan().training
         sources = [] if training is None else sorted(training.data, key=lambda s: s.split)
@@ -172,16 +172,16 @@ def _rows_before_answers(path: str) -> Iterator[Prompt]:
             yield tuple(messages)
 
 
-# Greedy answers of an engine, and where two engines' answers part.
+# Greedy answers, and where two engines' answers differ.
 
 ANSWER_TOKENS = 48
 LEAST_STOPPED = 3
-"""Answers that end by themselves before their absence says something."""
+"""Answers of the reference that must stop by themselves for the test to mean anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came back for one prompt."""
+    """The answer to one prompt."""
 
     text: str
     tokens: tuple[int, ...]
@@ -202,7 +202,7 @@ def ask_all(engine: Engine, prompts: Sequence[Prompt], watch: Callable[[], None]
 def compare_answers(
     prompts: Sequence[Prompt], reference: Sequence[Answer], other: Sequence[Answer]
 ) -> tuple[tuple[AnswerComparison, ...], list[Finding]]:
-    """The answers side by side, and what they say about ends."""
+    """Pairs of answers, and findings about stop tokens."""
     rows = []
     for prompt, one, two in zip(prompts, reference, other, strict=True):
         rows.append(
@@ -215,11 +215,11 @@ def compare_answers(
                 other_stopped=two.is_stopped,
             )
         )
-    return tuple(rows), list(_judge_ends(rows))
+    return tuple(rows), list(_judge_stops(rows))
 
 
-def _judge_ends(rows: Sequence[AnswerComparison]) -> list[Finding]:
-    """A model that says the same and then does not stop has lost its end."""
+def _judge_stops(rows: Sequence[AnswerComparison]) -> list[Finding]:
+    """A model that gives the same answer and does not stop has lost its stop token."""
     runs_on = [
         row
         for row in rows
@@ -232,7 +232,7 @@ def _judge_ends(rows: Sequence[AnswerComparison]) -> list[Finding]:
     never = len(ended) >= LEAST_STOPPED and not any(row.other_stopped for row in rows)
     if not runs_on and not never:
         return []
-    told = (
+    finding = (
         f"gives the same answer to {runs_on[0].prompt[:40]!r} and runs on where the reference stops"
         if runs_on
         else f"never ends an answer by itself; the reference ends {len(ended)} of {len(rows)}"
@@ -240,7 +240,7 @@ def _judge_ends(rows: Sequence[AnswerComparison]) -> list[Finding]:
     return [
         Finding(
             level=Level.FAIL,
-            text=f"It {told}.",
+            text=f"It {finding}.",
             remedy="the end-of-turn token is lost: compare eos_token_id in generation_config.json "
             "and tokenizer_config.json with the reference's, and make this one again",
         )
@@ -264,7 +264,7 @@ def _ask(engine: Engine, prompt: Prompt, watch: Callable[[], None]) -> Answer:
         elif isinstance(event, Failed):
             if not isinstance(event.fault, InvalidInputError):
                 raise event.fault
-            watch()  # scores that are no numbers; they are judged where scores are
+            watch()  # non-finite logits are judged with the scores
             return _NONE
         elif isinstance(event, Done):
             watch()
@@ -273,7 +273,7 @@ def _ask(engine: Engine, prompt: Prompt, watch: Callable[[], None]) -> Answer:
 
 
 def _first_difference(one: Answer, two: Answer) -> int | None:
-    """By tokens where both engines tell them, else by characters' agreement."""
+    """The first token that differs."""
     if one.text == two.text and one.is_stopped == two.is_stopped:
         return None
     pairs = enumerate(zip(one.tokens, two.tokens, strict=False))

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 _IN_MEMORY_BYTES = 256 << 20
 _ROWS_AT_ONCE = 64
 WindowCallback = Callable[[int], None]
-"""Told after each window how many places it had."""
+"""Called after each window with its number of positions."""
 Window = tuple[int, ...]
 
 
 class ScoreStore:
-    """The reference's scores, fp32: in memory while they are few, else in a file of the cache."""
+    """The reference's logits in fp32: in memory while they are few, else in a cache file."""
 
     def __init__(self, windows: Sequence[Window], num_vocabulary: int) -> None:
         import numpy as np
@@ -46,7 +46,7 @@ class ScoreStore:
         self.scores = np.memmap(self._folder / "scores.f32", np.float32, "w+", shape=shape)
 
     def close(self) -> None:
-        """Give disk and memory back."""
+        """Free disk and memory."""
         del self.scores
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -60,33 +60,33 @@ class ScoreStore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreComparison:
-    """By place of the text, artefact against reference."""
+    """By position of the text, artefact compared with reference."""
 
     kl: NDArray[np.float64]
     """KL(reference || artefact)."""
     is_same: NDArray[np.bool_]
     """Both have the same most likely token."""
     gap: NDArray[np.float64]
-    """Between the reference's two best scores."""
+    """Between the reference's two largest logits."""
     max_diff: NDArray[np.float64]
-    """Largest |difference| of scores at this place."""
+    """Largest |difference| of logits at this position."""
     entropy_fraction: NDArray[np.float64]
     """Of the artefact's distribution, as a share of the largest possible."""
     is_first: NDArray[np.bool_]
-    """First place of a window, where a token sees itself alone."""
+    """First position of a window, where a token attends only to itself."""
     reference_loss: NDArray[np.float64]
     """-log p of the token that follows, where one does."""
     loss: NDArray[np.float64]
     score: float
-    """Typical size of the reference's largest scores."""
+    """Typical size of the reference's largest logits."""
     num_common: int
-    """Tokens that both have scores for."""
+    """Tokens that both have logits for."""
     num_vocabulary: int
     reference_vocabulary: int
 
 
 def record_scores(engine: Engine, windows: Sequence[Window], watch: WindowCallback) -> ScoreStore:
-    """The reference's scores of every window."""
+    """Compute the reference's logits of every window."""
     first = engine.logits(windows[0])
     store = ScoreStore(windows, first.shape[1])
     start = 0
@@ -99,7 +99,7 @@ def record_scores(engine: Engine, windows: Sequence[Window], watch: WindowCallba
 
 
 def compare_scores(engine: Engine, store: ScoreStore, watch: WindowCallback) -> ScoreComparison:
-    """The artefact's scores of the same windows, never all of them in memory."""
+    """Compare the artefact's logits of the same windows, one window in memory at a time."""
     import numpy as np
 
     parts: list[dict[str, Any]] = []
@@ -134,7 +134,7 @@ def _compare(
     *,
     is_start: bool,
 ) -> dict[str, Any]:
-    """Rows may differ in width by rows that pad the vocabulary: the common tokens count."""
+    """Vocabularies may be padded differently: only common tokens are compared."""
     import numpy as np
 
     width = min(reference.shape[1], other.shape[1])
@@ -191,12 +191,12 @@ def _make_folder(num_bytes: int) -> Path:
         ) from error
 
 
-# Means with 99% intervals, so that a small sample neither fails a good model nor passes a bad.
+# Means with 99% intervals, so that a small sample decides nothing by chance.
 
 Z99 = 2.5758
 """Of the normal distribution, both sides."""
 BLOCK = 16
-"""Neighbouring places lean the same way: they count as one when the spread is taken."""
+"""Neighbouring positions are correlated: the spread is taken over blocks of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,17 +210,17 @@ class Mean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a verdict rests on."""
+    """The measurements behind a verdict."""
 
     num_positions: int
     top1: Mean
     settled_top1: Mean
-    """Without disagreements where the reference itself could hardly decide."""
+    """Without disagreements at near-ties of the reference."""
     kl: Mean
     max_kl: float
     max_diff: float
     first_max_diff: float
-    """At the first place of each window alone."""
+    """At the first position of each window."""
     perplexity: float
     reference_perplexity: float
     perplexity_change: Mean
@@ -229,7 +229,7 @@ class Summary:
 
 
 def summarise(found: ScoreComparison, *, noise: float) -> Summary:
-    """`noise`: differences of scores below it mean nothing."""
+    """`noise`: differences of logits below it are rounding."""
     import numpy as np
 
     is_settled = found.is_same | (found.gap <= 2 * noise)
@@ -253,7 +253,7 @@ def summarise(found: ScoreComparison, *, noise: float) -> Summary:
 
 
 def estimate_mean(values: NDArray[np.float64]) -> Mean:
-    """By the spread of blocks of neighbouring places."""
+    """From the spread of blocks of neighbouring positions."""
     import numpy as np
 
     value = float(values.mean())

@@ -30,7 +30,7 @@ TRICKY_TEXT = (
     "naïve café Straße Ελληνικά Привет 你好世界 こんにちは 한국어 العربية עברית हिन्दी 🙂👩‍🚀 ¼ № ™ "
     "https://example.org/a?b=c&d=%20 --- ... !!! ??? \\n \\t 0x1F $100.00 @user `code` ~/.profile "
 )
-"""Where ways of cutting text differ."""
+"""Text on which tokenizers differ."""
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MUST_MATCH = ("bos_token", "eos_token")
 _SHOWN = 40
@@ -38,7 +38,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFacts:
-    """All of it, taken while the engine was open."""
+    """Template, tokens and special tokens of one artefact."""
 
     name: str
     rendered: tuple[str | None, ...]
@@ -52,9 +52,9 @@ class TokenizerFacts:
     stated_stops: frozenset[int] | None
     """Of generation_config.json alone, which other programs rely on. None: there is none."""
     is_gguf: bool
-    """llama.cpp ends answers at more tokens than the file names: it knows their usual names."""
+    """llama.cpp also stops at tokens whose usual names it knows."""
     vocabulary: str | None
-    """Digest of words and merges, where there is a tokenizer.json of the model's own."""
+    """Digest of vocabulary and merges, where the model has a tokenizer.json."""
 
 
 def read_tokenizer_facts(
@@ -76,11 +76,11 @@ def read_tokenizer_facts(
         for key in _NAMED
         if (name := tokenizer.names.get(key)) is not None
     }
-    told = [text for text in rendered if text]
+    shown = [text for text in rendered if text]
     return TokenizerFacts(
         name=artefact.name,
         rendered=tuple(rendered),
-        tokens=tuple(tuple(engine.tokenize(text)) for text in (*texts, *told)),
+        tokens=tuple(tuple(engine.tokenize(text)) for text in (*texts, *shown)),
         prompts=tuple(prompts),
         specials=named,
         stop_ids=frozenset(prompter.stop_ids) | _read_gguf_stops(artefact),

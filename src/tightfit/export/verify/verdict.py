@@ -1,4 +1,4 @@
-"""Verdict: what a check of artefacts against their reference found, as it is kept and shown."""
+"""Verdict: the saved result of comparing artefacts with their reference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AnswerComparison(Frozen):
 
 
 class Comparison(Frozen):
-    """One artefact held against the reference. None: could not be measured."""
+    """One artefact compared with the reference. None: could not be measured."""
 
     name: str
     format: str = ""
@@ -52,9 +52,9 @@ class Comparison(Frozen):
     """Of the weights on disk."""
     kind: StepKind | None = None
     num_positions: NonNegativeInt = 0
-    """Places in the text where scores were compared."""
+    """Positions of the text at which logits were compared."""
     top1_fraction: float | None = None
-    """Share of places where both would write the same token."""
+    """Share of positions with the same most likely token."""
     top1_low: float | None = None
     top1_high: float | None = None
     """99% interval of it."""
@@ -68,7 +68,7 @@ class Comparison(Frozen):
     """0.01: 1% worse than the reference."""
     perplexity_change_low: float | None = None
     perplexity_change_high: float | None = None
-    """99% interval of it, place by place against the reference."""
+    """99% interval of it, paired by position."""
     num_same_answers: NonNegativeInt = 0
     num_prompts: NonNegativeInt = 0
     answers: tuple[AnswerComparison, ...] = ()
@@ -105,17 +105,17 @@ class Verdict(Frozen):
     """UTC, ISO 8601."""
     tightfit: str
     saved_to: str | None = None
-    """RUN/checks/NAME.json, where the check was of something in a run."""
+    """RUN/checks/NAME.json, where the reference belongs to a run."""
 
     def raise_if_broken(self, *, remedy: str | None = None) -> None:
         """`CheckFailedError` for the first artefact that did not pass."""
         for row in self.rows:
-            errors = [finding for finding in row.findings if finding.level is Level.FAIL]
-            if errors:
-                more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
+            failures = [finding for finding in row.findings if finding.level is Level.FAIL]
+            if failures:
+                more = f" (and {len(failures) - 1} more findings)" if len(failures) > 1 else ""
                 raise CheckFailedError(
-                    f"{row.name} is not {Path(self.reference).name}: {errors[0].text}{more}",
+                    f"{row.name} is not {Path(self.reference).name}: {failures[0].text}{more}",
                     remedy=remedy
-                    or errors[0].remedy
+                    or failures[0].remedy
                     or f"tightfit verify {self.reference} {row.name} --html report.html",
                 )

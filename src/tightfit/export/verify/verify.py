@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from tightfit import __version__
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.progress import Progress
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import Engine, EngineInfo
 from tightfit.export.formats import StepKind
@@ -59,32 +60,31 @@ from tightfit.runtime.artefacts import Artefact, ArtefactKind
 DEFAULT_TOKENS = 2048
 CHECKS_FOLDER = "checks"
 LEAST_SAME_ANSWERS = 0.75
-"""Of a model that has no scores; near-ties may part the rest."""
-StageCallback = Callable[[str, int, int], None]
+"""Of a model without logits; near-ties may change the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyRequest:
-    """What to hold against what."""
+    """Which artefacts to compare with which reference."""
 
     reference: Artefact
     others: tuple[Artefact, ...]
     broken: Mapping[str, UserError] = field(default_factory=dict)
-    """By name: artefacts that could not even be found whole; they get a row of their own."""
+    """By name: artefacts that could not be read; each gets a row."""
     text: Path | None = None
     """None: the package's own, and rows of the run where there is one."""
     prompts: tuple[str, ...] | None = None
     """None: a few of our own, and of the run. Empty: none."""
     num_tokens: int = DEFAULT_TOKENS
     steps: Mapping[str, StepKind] = field(default_factory=dict)
-    """By the artefact's name, where the kind is not to be told from the formats."""
+    """By the artefact's name, where the kind is not derived from the formats."""
     weights: Dtype | None = None
     """Of unquantized artefacts in memory. None: fp32 where it fits, else as stored."""
     device: str = "auto"
     threads: int | None = None
     saves: bool = True
     """Keep the verdict in the run's folder, where there is a run."""
-    report: StageCallback | None = None
+    report: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ def _compare(request: VerifyRequest, reference: _Reference, artefact: Artefact) 
 def _add_text_checks(
     row: Comparison, reference: _Reference, words: TokenizerFacts, answers: list[Answer]
 ) -> Comparison:
-    told, ends = compare_answers(reference.sample.prompts, reference.answers, answers)
+    compared, stops = compare_answers(reference.sample.prompts, reference.answers, answers)
     differing = compare_tokenizers(reference.words, words)
     failed = {
         part: any(finding.level is Level.FAIL for finding in found)
@@ -215,13 +215,13 @@ def _add_text_checks(
     }
     return row.model_copy(
         update={
-            "answers": told,
-            "num_same_answers": sum(answer.first_difference is None for answer in told),
+            "answers": compared,
+            "num_same_answers": sum(answer.first_difference is None for answer in compared),
             "template_same": not failed["template"],
             "tokenizer_same": not failed["tokenizer"],
             "specials_same": not failed["specials"],
-            "stops_like_reference": not ends,
-            "findings": (*(f for found in differing.values() for f in found), *ends),
+            "stops_like_reference": not stops,
+            "findings": (*(f for found in differing.values() for f in found), *stops),
         }
     )
 
@@ -262,8 +262,7 @@ def _add_scores(
 def _judge_without_scores(
     row: Comparison, reference: Artefact, artefact: Artefact
 ) -> list[Finding]:
-    """Of an encoder-decoder, whose scores no engine gives: its values, where they are to be the
-    same, and its answers."""
+    """An encoder-decoder has no logits here: its values, where they must be equal, and answers."""
     if row.kind is not StepKind.EXACT:
         return []
     rounding = 4 * max(EPSILON.get(row.format, 0.0), EPSILON["fp32"])
@@ -289,7 +288,7 @@ def _open(request: VerifyRequest, artefact: Artefact) -> Engine:
         weights=weights,
         device=request.device,
         slots=1,
-        # Only llama.cpp takes them, and the others of a chain may run elsewhere.
+        # Only llama.cpp takes threads; other artefacts may run on other engines.
         threads=request.threads if artefact.kind is ArtefactKind.GGUF else None,
         needs_logits=True,
     )
@@ -307,12 +306,12 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no word for what is not finite; the findings say it."""
+    """JSON has no infinity; the findings report it."""
     return value if abs(value) < float("inf") else None
 
 
 def _save(request: VerifyRequest, verdict: Verdict) -> Verdict:
-    """Into the run that the reference is of: what others say of a run is not its own check."""
+    """Save in the reference's run, where it has one."""
     run = request.reference.run
     if run is None:
         return verdict
