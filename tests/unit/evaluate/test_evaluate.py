@@ -217,7 +217,7 @@ def test_a_place_that_cannot_be_written_is_found_first(
     llama: Path, sql_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tightfit.evaluate.evaluate.gather_contestants", lambda *_, **__: pytest.fail("loaded")
+        "tightfit.evaluate.evaluate.open_scored_models", lambda *_, **__: pytest.fail("loaded")
     )
     (tmp_path / "file").touch()
 
@@ -239,7 +239,7 @@ def test_a_missing_database_is_found_before_anything_is_loaded(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tightfit.evaluate.evaluate.gather_contestants", lambda *_, **__: pytest.fail("loaded")
+        "tightfit.evaluate.evaluate.open_scored_models", lambda *_, **__: pytest.fail("loaded")
     )
     path = tmp_path / "rows.jsonl"
     row = {"db_id": "zoo", "question": "How many?", "context": "", "answer": "SELECT 1"}
