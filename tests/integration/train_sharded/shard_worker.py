@@ -165,7 +165,7 @@ def _describe_wrapping(trainer: Trainer) -> dict[str, Any]:
 def _overflow_on_one_rank(part: Part) -> dict[str, Any]:
     """fp16: an infinity in the last rank's shard alone; all must skip and lower their scale."""
     trainer = part.trainer(sharding="fsdp", compute="fp16")
-    engine = trainer.engine
+    engine: Any = trainer.engine
     trainer.train(0, 2)
     before = engine.scaler.get_scale()
     kept = [_local(p).clone() for p in engine.module.parameters()]
