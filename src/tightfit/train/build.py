@@ -228,7 +228,7 @@ def _not_finite(loss: float, engine: TrainEngine) -> DivergedError:
     if broken is not None:
         return DivergedError(
             f"{problem}: the weight {broken} holds values that are not finite.",
-            remedy="download the model's files again, or use another checkpoint of it",
+            remedy="fetch the model's files again, or use another checkpoint of it",
         )
     if engine.strategy.compute is Dtype.FP32:
         return DivergedError(

@@ -57,9 +57,9 @@ def find_trace_obstacle(strategy: Strategy) -> str:
     if strategy.compile:
         return "compiled layers allocate what the compiler decides"
     if strategy.offload is not Offload.NONE:
-        return "fake tensors cannot tell GPU memory from the host memory it offloads to"
+        return "fake tensors cannot tell the card from the host it offloads to"
     if strategy.weights.is_quantized and strategy.sharding.shards_weights:
-        return "quantized weights cannot be split into fake shards"
+        return "packed weights cannot be cut into fake shards"
     if num_tokens > MAX_TRACED_TOKENS:
         return (
             f"a batch of {num_tokens:,} tokens is more than a trace follows ({MAX_TRACED_TOKENS:,})"
