@@ -359,6 +359,7 @@ def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> _Gathered:
     whole = _model_bytes(spec, strategy)
     if sharding is Sharding.ZERO3:
         live = min(whole, ZERO3_LIVE_VALUES * value + layer)
+        # `train/zero.py` sets reduce buckets of hidden_size ** 2 values.
         reduced = live + gradients // 2 + 2 * spec.hidden_size**2 * value
         return _Gathered(forward=live, loss=live, backward=reduced, backward_end=reduced)
     outside = count_params_outside_blocks(spec) * value

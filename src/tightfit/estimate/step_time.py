@@ -692,6 +692,7 @@ def _payload(job: MicroBatch, num_trainable: int) -> comms.Payload:
     strategy = job.strategy
     if strategy.weights.is_quantized:
         packed = job.work.packed_weights(strategy.weights)
+        # Half a byte per 4-bit value, and its scales.
         weight_bytes = {Dtype.INT8: 1.0}.get(strategy.weights, 0.53) * packed
         weight_bytes += 2.0 * (job.work.num_params - packed)
     else:

@@ -280,7 +280,7 @@ class _Settler:
             if num_even >= run.period and not num_misplaced:
                 back = run.grown_at - place
                 return RepeatedRun(base_at=run.base_at - back, grown_at=place, period=run.period)
-        raise CannotExtend("layers that look equal do not follow each other by equal steps")
+        raise CannotExtend("identical layers do not follow each other by equal steps")
 
     @property
     def _length(self) -> int:
