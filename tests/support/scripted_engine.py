@@ -113,9 +113,9 @@ class ScriptedEngine:
     def _answer(self, ticket: ScriptedTicket, began_s: float) -> Event:
         prompt = "".join(map(chr, ticket.request.prompt))
         if prompt == "!":
-            return Failed(fault=RuntimeError("the script says so"))
+            return Failed(error=RuntimeError("the script says so"))
         if prompt == "?":
-            return Failed(fault=InvalidInputError("The script says so.", remedy="mend it"))
+            return Failed(error=InvalidInputError("The script says so.", remedy="mend it"))
         sampling, text, reason = ticket.request.sampling, "", FinishReason.LENGTH
         first_s = None
         while ticket.num_computed < sampling.max_new_tokens:

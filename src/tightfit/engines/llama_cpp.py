@@ -357,12 +357,12 @@ class LlamaAnswer:
 
     def _end(self) -> Event:
         if self._error is not None:
-            return Failed(fault=self._error)
+            return Failed(error=self._error)
         reason = self._reason
         if reason is None and self._cancelled.is_set():
             reason = FinishReason.CANCELLED
         if reason is None:
-            return Failed(fault=RuntimeError("llama.cpp ended an answer without a reason"))
+            return Failed(error=RuntimeError("llama.cpp ended an answer without a reason"))
         self._show(self._text.finish())
         now = time.monotonic()
         return Done(

@@ -66,7 +66,7 @@ class Done:
 class Failed:
     """The request failed. The engine goes on with others."""
 
-    fault: Exception
+    error: Exception
     """A `UserError` where the user can put it right."""
 
 
@@ -207,7 +207,7 @@ def stream(engine: Engine, request: Request) -> Iterator[Delta | Done]:
         while True:
             event = events.get()
             if isinstance(event, Failed):
-                raise event.fault
+                raise event.error
             yield event
             if isinstance(event, Done):
                 return
@@ -258,5 +258,5 @@ def _submit_numbered(
     try:
         return engine.submit(request, listen)
     except UserError as error:
-        ended.put((number, Failed(fault=error)))
+        ended.put((number, Failed(error=error)))
         return None

@@ -191,7 +191,7 @@ class VllmAnswer:
         except asyncio.CancelledError:
             pass
         except Exception as error:
-            self._emit(Failed(fault=error))
+            self._emit(Failed(error=error))
             return
         self._finish(reason)
 

@@ -178,7 +178,7 @@ class ScoredEngine:
         texts = [""] * len(asked)
         for count, (place, done) in enumerate(answer_all(engine, requests), start=1):
             if isinstance(done, Failed):
-                raise done.fault
+                raise done.error
             texts[place] = done.text.strip()
             if watch is not None:
                 watch(count, len(asked))

@@ -133,10 +133,10 @@ class InFlightChunks:
     ) -> None:
         if isinstance(end, Done):
             chunk.answers[key] = make_answer(prompt, key.sample, end, is_raw=self._farm.is_raw)
-        elif isinstance(end.fault, UserError):
-            chunk.fail(key, end.fault)
+        elif isinstance(end.error, UserError):
+            chunk.fail(key, end.error)
         else:
-            raise end.fault
+            raise end.error
 
     def close(self, chunk: InFlightChunk, commit: Commit) -> None:
         # Another may have the same number: taken from us while we were frozen, then left to us.

@@ -39,14 +39,14 @@ class Collector:
     def done(self, number: int) -> Done:
         last = self.events[number][-1]
         if isinstance(last, Failed):
-            raise last.fault
+            raise last.error
         assert isinstance(last, Done)
         return last
 
     def fault(self, number: int) -> Exception:
         last = self.events[number][-1]
         assert isinstance(last, Failed), last
-        return last.fault
+        return last.error
 
     def tokens(self, number: int) -> list[int]:
         deltas = [event for event in self.events[number] if isinstance(event, Delta)]

@@ -111,7 +111,7 @@ def test_closing_a_stream_cancels() -> None:
 def test_a_fault_is_raised() -> None:
     class Faulty(Puppet):
         def submit(self, request: Request, listener: Listener) -> Handed:
-            listener(Failed(fault=ArithmeticError("no")))
+            listener(Failed(error=ArithmeticError("no")))
             return super().submit(request, listener)
 
     with pytest.raises(ArithmeticError):

@@ -175,7 +175,7 @@ class RunningAnswer:
     def fail(self, error: Exception) -> None:
         if not self.is_over:
             self.is_over = True
-            self._emit(Failed(fault=error))
+            self._emit(Failed(error=error))
 
     def _end(self, reason: FinishReason) -> bool:
         if self.is_over:

@@ -262,8 +262,8 @@ def _ask(engine: Engine, prompt: Prompt, watch: Callable[[], None]) -> Answer:
         if isinstance(event, Delta):
             tokens.extend(event.tokens)
         elif isinstance(event, Failed):
-            if not isinstance(event.fault, InvalidInputError):
-                raise event.fault
+            if not isinstance(event.error, InvalidInputError):
+                raise event.error
             watch()  # non-finite logits are judged with the scores
             return _NONE
         elif isinstance(event, Done):

@@ -204,7 +204,7 @@ def _advance(side: PartialAnswer, event: Event) -> PartialAnswer:
     if isinstance(event, Delta):
         return replace(side, text=side.text + event.text)
     if isinstance(event, Failed):
-        return replace(side, error=event.fault)
+        return replace(side, error=event.error)
     return replace(side, text=event.text, done=event)
 
 

@@ -89,9 +89,9 @@ def generate_answers(
         for number, end in answer_all(engine, feed.requests()):
             prompt, sample = feed.asked.pop(number)
             if isinstance(end, Failed):
-                if not isinstance(end.fault, UserError):
-                    raise end.fault
-                feed.failures.append(FailedAnswer(prompt, sample, end.fault))
+                if not isinstance(end.error, UserError):
+                    raise end.error
+                feed.failures.append(FailedAnswer(prompt, sample, end.error))
             elif end.reason is not FinishReason.CANCELLED:
                 journal.add(
                     AnswerKey(prompt.index, sample), make_row(prompt, sample, end, job.is_raw)

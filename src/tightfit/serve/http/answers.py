@@ -383,7 +383,7 @@ async def _gather(job: EngineJob, num_answers: int) -> list[Done]:
 def _done(event: Event) -> Done:
     """The end of an answer, or why there is none."""
     if isinstance(event, Failed):
-        raise to_api_error(event.fault) from event.fault
+        raise to_api_error(event.error) from event.error
     assert isinstance(event, Done)
     if event.reason is FinishReason.CANCELLED:  # not by this request: the engine is being closed
         raise shutting_down_error()

@@ -52,7 +52,7 @@ class EngineJob:
                 ticket = self._engine.submit(request, self._listener(index))
             except Exception as error:  # those after it were never handed in
                 for unsent in range(index, len(self._requests)):
-                    self._pass_on(unsent, Failed(fault=error))
+                    self._pass_on(unsent, Failed(error=error))
                 self._cancel_tickets()
                 raise
             with self._lock:
