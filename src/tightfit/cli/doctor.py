@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import typer
 
+from tightfit.api.doctor import doctor as api_doctor
 from tightfit.cli.flags.catalogue import DoctorFlags
 from tightfit.cli.terminal.output import show_json
-from tightfit.hardware.checkup import run_checkup
 
 
 def doctor(flags: DoctorFlags) -> None:
     """Run the checks and print them; the exit code tells the worst."""
-    checkup = run_checkup()
+    checkup = api_doctor(flags)
     if flags.as_json:
         show_json(checkup.model_dump(mode="json"))
     else:

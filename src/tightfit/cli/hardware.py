@@ -8,13 +8,14 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from tightfit.api.hardware import hardware as api_hardware
 from tightfit.cli.flags.catalogue import HardwareFlags
 from tightfit.cli.terminal.output import show_json
 from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
-from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.errors import SetupError
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import GB, GIB, TERA, render_bytes, render_seconds, render_usd
-from tightfit.hardware.catalogue import GpuRecord, describe_gpu, list_gpus, match_gpu, search_gpus
+from tightfit.hardware.catalogue import GpuRecord
 from tightfit.hardware.inventory import (
     ClusterNode,
     Inventory,
@@ -24,7 +25,6 @@ from tightfit.hardware.inventory import (
     list_assumptions,
     list_inventory_rows,
 )
-from tightfit.hardware.resolve import probe_inventory, resolve_hardware
 from tightfit.hardware.types import Cluster, Gpu, NodeGroup
 
 # GPUs and clusters as text.
@@ -305,42 +305,15 @@ def _render_errors(inventory: Inventory) -> Iterator[RenderableType]:
 
 def hardware(flags: HardwareFlags) -> None:
     """Show the catalogue, one card, or what `--on` means."""
-    if flags.each and flags.on is None:
-        raise UsageError(
-            "--each lists the nodes of a cluster.", remedy="tightfit hardware --on slurm --each"
-        )
-    if flags.on is not None:
-        if flags.name is not None:
-            raise UsageError(
-                "A GPU name and --on ask for two different things.",
-                remedy=f"tightfit hardware {flags.name}, or tightfit hardware --on {flags.on}",
-            )
-        _show_cluster(flags, flags.on)
-    elif flags.name is None:
-        _show_list(list_gpus(), as_json=flags.as_json)
+    result = api_hardware(flags)
+    if result.inventory is not None:
+        _show_inventory(flags, result.inventory)
+    elif result.cluster is not None:
+        _show_cluster(result.cluster, as_json=flags.as_json)
+    elif result.record is not None:
+        _show_gpu(result.record, as_json=flags.as_json)
     else:
-        _search_or_show(flags.name, as_json=flags.as_json)
-
-
-def _search_or_show(word: str, *, as_json: bool) -> None:
-    """One card where the word names one; else all that contain it."""
-    found = search_gpus(word)
-    try:
-        match = match_gpu(word)
-    except NotFoundError:
-        inside = [gpu for gpu in found if _folded(word) in _folded(gpu.name)]
-        if not inside:
-            raise
-        _show_list(inside, as_json=as_json)
-        return
-    if match.others and len(found) > 1:
-        _show_list(found, as_json=as_json)
-    else:
-        _show_gpu(match.gpu.name, as_json=as_json)
-
-
-def _folded(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+        _show_list(list(result.gpus), as_json=flags.as_json)
 
 
 def _show_list(gpus: list[Gpu], *, as_json: bool) -> None:
@@ -351,8 +324,7 @@ def _show_list(gpus: list[Gpu], *, as_json: bool) -> None:
     show_gpus(gpus)
 
 
-def _show_gpu(name: str, *, as_json: bool) -> None:
-    record = describe_gpu(name)
+def _show_gpu(record: GpuRecord, *, as_json: bool) -> None:
     if as_json:
         show_json(
             {
@@ -367,18 +339,8 @@ def _show_gpu(name: str, *, as_json: bool) -> None:
     show_gpu(record)
 
 
-def _show_cluster(flags: HardwareFlags, text: str) -> None:
-    inventory = probe_inventory(text)
-    if inventory is not None:
-        _show_inventory(flags, inventory)
-        return
-    if flags.each:
-        raise UsageError(
-            "--each lists the nodes of a cluster that runs Slurm or Kubernetes.",
-            remedy="tightfit hardware --on slurm --each, or without --each",
-        )
-    cluster = resolve_hardware(text)
-    if flags.as_json:
+def _show_cluster(cluster: Cluster, *, as_json: bool) -> None:
+    if as_json:
         show_json(cluster.model_dump(mode="json"))
         return
 

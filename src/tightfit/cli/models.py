@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.padding import Padding
 
+from tightfit.api.models import ModelsResult
+from tightfit.api.models import models as api_models
 from tightfit.cli.flags.catalogue import ModelsFlags
 from tightfit.cli.terminal.output import show_json
 from tightfit.cli.terminal.screen import (
@@ -21,11 +23,9 @@ from tightfit.cli.terminal.screen import (
     render_notes,
     show,
 )
-from tightfit.core.errors import NotFoundError
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_bytes, render_count
-from tightfit.models.catalogue import CatalogueRow, load_row
-from tightfit.models.resolve import list_models, resolve_model, search_models
+from tightfit.models.catalogue import CatalogueRow
 from tightfit.models.spec import ModelSpec, explain_parameter_count
 
 # Models as text.
@@ -132,34 +132,14 @@ def _render_sources(spec: ModelSpec, row: CatalogueRow | None) -> Iterator[Rende
 
 def models(flags: ModelsFlags) -> None:
     """Show the catalogue, the rows that contain a word, or one model."""
-    if flags.name is None:
-        _show_list(list(list_models()), as_json=flags.as_json)
-        return
-    found = search_models(flags.name)
-    try:
-        spec = resolve_model(flags.name)
-    except NotFoundError:
-        if not found:
-            raise
-        _show_list(found, as_json=flags.as_json)
-        return
-    # `qwen2.5` also leads to one model by its alias; whoever types a part of many names searches.
-    if len(found) > 1 and not _is_exact(flags.name, spec):
-        _show_list(found, as_json=flags.as_json)
+    result = api_models(flags)
+    if result.is_search:
+        _show_list(result, as_json=flags.as_json)
     else:
-        _show_one(spec, as_json=flags.as_json)
+        _show_one(result.models[0], result.rows[0], as_json=flags.as_json)
 
 
-def _is_exact(name: str, spec: ModelSpec) -> bool:
-    """The name is the model's own, with or without its owner and the `-hf` of converted ones."""
-    if not spec.source.startswith("catalogue:"):
-        return True
-    known = {spec.name.lower(), spec.name.lower().rpartition("/")[2]}
-    return bool({name.lower(), f"{name.lower()}-hf"} & known)
-
-
-def _show_list(rows: list[CatalogueRow], *, as_json: bool) -> None:
-    specs = [load_row(row) for row in rows]
+def _show_list(result: ModelsResult, *, as_json: bool) -> None:
     if as_json:
         told = [
             {
@@ -172,16 +152,16 @@ def _show_list(rows: list[CatalogueRow], *, as_json: bool) -> None:
                 "config_kind": row.config_kind,
                 "config_source": row.config_source,
             }
-            for row, spec in zip(rows, specs, strict=True)
+            for row, spec in zip(result.rows, result.models, strict=True)
+            if row is not None
         ]
         show_json({"models": told})
         return
 
-    show_models(specs)
+    show_models(result.models)
 
 
-def _show_one(spec: ModelSpec, *, as_json: bool) -> None:
-    row = next((row for row in list_models() if spec.source == f"catalogue:{row.model}"), None)
+def _show_one(spec: ModelSpec, row: CatalogueRow | None, *, as_json: bool) -> None:
     if as_json:
         show_json(
             {
