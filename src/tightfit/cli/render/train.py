@@ -84,16 +84,10 @@ def _describe_time(plan: Plan) -> str:
 
 
 def _describe_memory(plan: Plan) -> str:
-    gpu, host = plan.estimate.gpu, plan.estimate.host
-    what = "a process" if plan.hardware.node.gpu.is_cpu else "per GPU"
-    summary = (
-        f"{render_bytes(gpu.peak_reserved_bytes)} of {render_bytes(gpu.capacity_bytes)} {what}"
-    )
-    return (
-        summary
-        if plan.hardware.node.gpu.is_cpu
-        else f"{summary}, {render_bytes(host.peak_bytes)} RAM"
-    )
+    gpu, is_cpu = plan.estimate.gpu, plan.hardware.node.gpu.is_cpu
+    what = "a process" if is_cpu else "per GPU"
+    peak = f"{render_bytes(gpu.peak_reserved_bytes)} of {render_bytes(gpu.capacity_bytes)} {what}"
+    return peak if is_cpu else f"{peak}, {render_bytes(plan.estimate.host.peak_bytes)} RAM"
 
 
 def show_end(
