@@ -42,11 +42,11 @@ def render_findings(report: DataReport) -> Iterator[RenderableType]:
     yield heading("Faults")
     for finding in report.findings:
         style = "bold yellow" if finding.kind in GRAVE else "bold"
-        line = Text.assemble(
+        summary = Text.assemble(
             (f"{_words(finding.kind)}, {count_of(finding.num_rows, 'row')}", style),
             plain(f": {finding.says}"),
         )
-        yield Padding(line, (0, 0, 0, 2))
+        yield Padding(summary, (0, 0, 0, 2))
         for line in _list_places(finding):
             yield Padding(plain(_without_folders(line, report)), (0, 0, 0, 4))
 
