@@ -116,11 +116,11 @@ def _settings(env: Mapping[str, str]) -> list[str]:
 def _split_prefix(prefix: str) -> list[str]:
     try:
         words = shlex.split(prefix)
-    except ValueError as fault:
+    except ValueError as error:
         raise UsageError(
-            f"The command before a node's own, `{prefix[:100]}`, cannot be read: {fault}.",
+            f"The command before a node's own, `{prefix[:100]}`, cannot be read: {error}.",
             remedy="--run-with 'ssh {node}'",
-        ) from fault
+        ) from error
     if not any(NODE_PLACEHOLDER in word for word in words):
         raise UsageError(
             f"The command before a node's own, `{prefix[:100]}`, does not say {NODE_PLACEHOLDER}.",
@@ -150,8 +150,8 @@ def start_on_node(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"`{words[0]}`, which is to reach {node}, does not start: {fault.strerror or fault}.",
+            f"`{words[0]}`, which is to reach {node}, does not start: {error.strerror or error}.",
             remedy="say how a command runs on a node: --run-with 'ssh {node}'",
-        ) from fault
+        ) from error

@@ -80,8 +80,8 @@ class SlurmSite(Frozen):
         for line in value:
             try:
                 shlex.split(line, comments=True)
-            except ValueError as fault:
-                raise ValueError(f"`slurm.extra` has an open quote: `{line[:40]}`") from fault
+            except ValueError as error:
+                raise ValueError(f"`slurm.extra` has an open quote: `{line[:40]}`") from error
         return value
 
 
@@ -184,7 +184,7 @@ class Site(Frozen):
 
 
 def read_site(path: Path | None = None) -> Site:
-    """The site's file, or defaults where there is none; all faults of a bad file at once."""
+    """The site's file, or defaults where there is none; all errors of a bad file at once."""
     found = path or find_site_file(os.environ)
     if path is None and not os.environ.get(SITE_VARIABLE) and not found.is_file():
         return Site()
@@ -228,9 +228,9 @@ def _stated(value: Any) -> Any:
     return [_stated(item) for item in value] if isinstance(value, list) else value
 
 
-def _refused(document: YamlDocument, faults: list[str]) -> InvalidInputError:
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+def _refused(document: YamlDocument, errors: list[str]) -> InvalidInputError:
+    count = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
     return InvalidInputError(
-        "\n".join([f"{document.path} has {count}:", *(f"  {fault}" for fault in faults)]),
+        "\n".join([f"{document.path} has {count}:", *(f"  {error}" for error in errors)]),
         remedy="correct the lines above    (docs/site.example.yaml has every key)",
     )

@@ -1,4 +1,4 @@
-"""The Dockerfiles, read instruction by instruction: no engine is needed to see these faults."""
+"""The Dockerfiles, read instruction by instruction: no engine is needed to see these errors."""
 
 from __future__ import annotations
 

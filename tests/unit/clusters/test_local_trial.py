@@ -96,7 +96,7 @@ def be_terminated_at_home(seen: list[Path]) -> None:
         time.sleep(5)
 
 
-def test_the_home_is_gone_after_a_fault() -> None:
+def test_the_home_is_gone_after_a_error() -> None:
     seen: list[Path] = []
     with pytest.raises(ValueError, match="ours"):
         fail_at_home(seen)

@@ -44,10 +44,10 @@ def test_a_list_of_nodes(text: str, names: list[str]) -> None:
      "n[1-99999]", "r[1-999]n[1-999]", "$(x)", "n[0-99999999999999]"],
 )  # fmt: skip
 def test_what_is_no_list_of_nodes(text: str) -> None:
-    with pytest.raises(UsageError) as fault:
+    with pytest.raises(UsageError) as error:
         expand_nodes(text)
 
-    assert fault.value.remedy
+    assert error.value.remedy
 
 
 def test_how_a_node_is_reached() -> None:
@@ -102,8 +102,8 @@ def test_an_agent_ends_with_its_parent() -> None:
     """The parent is killed outright: its pipe closes, and what it started is gone."""
     agent = "import sys, os; print(os.getpid(), flush=True); sys.stdin.read()"
     parent = (
-        "import sys, time\nfrom tightfit.clusters.nodes import start_on\n"
-        f"p = start_on('n', [sys.executable, '-c', {agent!r}], prefix={HERE!r})\n"
+        "import sys, time\nfrom tightfit.clusters.nodes import start_on_node\n"
+        f"p = start_on_node('n', [sys.executable, '-c', {agent!r}], prefix={HERE!r})\n"
         "print(p.stdout.readline().decode(), flush=True)\ntime.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)

@@ -27,12 +27,12 @@ REAL = (sys.executable, "-m", AGENT)
 def crew_of(
     *nodes: str, argv: tuple[str, ...] = REAL, seconds: float = 60.0
 ) -> Iterator[AgentPool]:
-    crew = AgentPool(nodes)
+    pool = AgentPool(nodes)
     try:
-        crew.start(AgentCommand(prefix=HERE, argv=argv, env={}), seconds)
-        yield crew
+        pool.start(AgentCommand(prefix=HERE, argv=argv, env={}), seconds)
+        yield pool
     finally:
-        crew.end()
+        pool.end()
 
 
 def ask_until(ask: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
@@ -44,8 +44,8 @@ def ask_until(ask: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
 
 
 def test_agents_tell_what_their_nodes_are() -> None:
-    with crew_of("a", "b") as crew:
-        told = crew.ask("facts", 60.0)
+    with crew_of("a", "b") as pool:
+        told = pool.ask("facts", 60.0)
 
     assert set(told) == {"a", "b"}
     facts = NodeFacts.model_validate(told["a"])
@@ -57,43 +57,45 @@ def test_agents_tell_what_their_nodes_are() -> None:
 
 
 def test_doors_are_found_open_refused_and_taken() -> None:
-    with crew_of("a", "b") as crew:
-        doors = crew.ask("open", 60.0, {"a": {"port": None}})["a"]
-        taken = crew.ask("open", 60.0, {"b": {"port": doors["tcp_port"]}})["b"]
+    with crew_of("a", "b") as pool:
+        ports = pool.ask("open", 60.0, {"a": {"port": None}})["a"]
+        taken = pool.ask("open", 60.0, {"b": {"port": ports["tcp_port"]}})["b"]
         open_, closed = (
             {"node": "a", "address": "127.0.0.1", "port": port, "is_ours": True}
-            for port in (doors["tcp_port"], 1)
+            for port in (ports["tcp_port"], 1)
         )
-        told = crew.ask("knock", 60.0, {"b": {"targets": [open_, closed], "seconds": 48.0}})["b"]
-        stream = {"node": "a", "address": "127.0.0.1", "port": doors["tcp_port"], "seconds": 0.3}
+        told = pool.ask("connect", 60.0, {"b": {"targets": [open_, closed], "seconds": 48.0}})["b"]
+        stream = {"node": "a", "address": "127.0.0.1", "port": ports["tcp_port"], "seconds": 0.3}
         sent = ask_until(
-            lambda: crew.ask("stream", 60.0, {"b": stream})["b"],
+            lambda: pool.ask("stream", 60.0, {"b": stream})["b"],
             lambda told: bool(told["bytes_per_second"] > 1e6),
         )
 
-    assert [knock["outcome"] for knock in told] == [
+    assert [probe["outcome"] for probe in told] == [
         ConnectionOutcome.OK.value,
         ConnectionOutcome.REFUSED.value,
     ]
     assert 0 < told[0]["rtt_seconds"] < 5  # the shortest of several
-    assert "taken by" in taken["rendezvous_fault"]
+    assert "taken by" in taken["rendezvous_error"]
     assert sent["bytes_per_second"] > 1e6
 
 
 def test_datagrams_are_counted_by_sender() -> None:
-    with crew_of("a", "b") as crew:
-        doors = crew.ask("open", 60.0, {"a": {"port": None}})["a"]
-        target = {"address": "127.0.0.1", "port": doors["udp_port"], "large_bytes": 1472}
+    with crew_of("a", "b") as pool:
+        ports = pool.ask("open", 60.0, {"a": {"port": None}})["a"]
+        target = {"address": "127.0.0.1", "port": ports["udp_port"], "large_bytes": 1472}
         spray = {"targets": [target], "sender": 1, "num_small": 50, "num_large": 3}
-        crew.ask("spray", 60.0, {"b": spray})
+        pool.ask("datagrams", 60.0, {"b": spray})
         sent = [
             {"sender": 1, "num_small": 50, "num_large": 3, "num_dropped": 0},
             {"sender": 2, "num_small": 0, "num_large": 0, "num_dropped": 0},
         ]
         asked = {"a": {"senders": [1, 2]}}
-        heard = ask_until(lambda: crew.ask("heard", 60.0, asked), lambda told: told["a"] == sent)
+        received = ask_until(
+            lambda: pool.ask("received", 60.0, asked), lambda told: told["a"] == sent
+        )
 
-    assert heard["a"] == sent
+    assert received["a"] == sent
 
 
 def test_the_folder_is_raced_for(tmp_path: Path) -> None:
@@ -102,10 +104,10 @@ def test_the_folder_is_raced_for(tmp_path: Path) -> None:
     def step(name: str, **given: object) -> dict[str, object]:
         return {"step": name, "place": place, "given": {"nonce": "xyz", **given}}
 
-    with crew_of("a", "b") as crew:
-        assert crew.ask("folder", 60.0, {"a": step("plant")})["a"]["is_done"]
-        assert crew.ask("folder", 60.0, {"b": step("find", seconds=50.0)})["b"]["is_done"]
-        raced = crew.ask("folder", 60.0, {"a": step("race"), "b": step("race")})
+    with crew_of("a", "b") as pool:
+        assert pool.ask("folder", 60.0, {"a": step("plant")})["a"]["is_done"]
+        assert pool.ask("folder", 60.0, {"b": step("find", seconds=50.0)})["b"]["is_done"]
+        raced = pool.ask("folder", 60.0, {"a": step("race"), "b": step("race")})
 
     won = [name for told in raced.values() for name in told["won"]]
     assert sorted(won) == ["exclusive", "linked"]
@@ -113,21 +115,21 @@ def test_the_folder_is_raced_for(tmp_path: Path) -> None:
 
 def test_a_login_shell_may_talk_first() -> None:
     noise = ("sh", "-c", 'echo "Welcome to node 7"; echo "{}"; exec "$@"', "sh", *REAL)
-    with crew_of("a", argv=noise) as crew:
-        assert crew.present == ["a"]
+    with crew_of("a", argv=noise) as pool:
+        assert pool.present == ["a"]
 
 
-def find_fault(script: str, *, seconds: float) -> str:
+def find_error(script: str, *, seconds: float) -> str:
     """Why an agent does not run that was given so long to start."""
     begin = time.monotonic()
-    with crew_of("a", argv=("sh", "-c", script), seconds=seconds) as crew:
-        fault = crew.agents["a"].fault
+    with crew_of("a", argv=("sh", "-c", script), seconds=seconds) as pool:
+        error = pool.agents["a"].error
         with pytest.raises(NoAnswerError):
-            crew.agents["a"].ask("facts", 1.0, {})
+            pool.agents["a"].ask("facts", 1.0, {})
 
-    assert fault is not None
+    assert error is not None
     assert time.monotonic() - begin < 120
-    return fault
+    return error
 
 
 @pytest.mark.parametrize(
@@ -144,38 +146,38 @@ def test_an_agent_that_ends_at_once(
     monkeypatch.setattr(crews, "END_SECONDS", 60.0)
     monkeypatch.setattr(agents, "FINAL_OUTPUT_SECONDS", 60.0)
 
-    assert said in find_fault(script, seconds=60.0)
+    assert said in find_error(script, seconds=60.0)
 
 
 def test_an_agent_of_another_version() -> None:
     script = 'echo \'{"hello": 1, "protocol": 99, "version": "9.9"}\'; sleep 600'
 
-    assert "tightfit 9.9" in find_fault(script, seconds=60.0)
+    assert "tightfit 9.9" in find_error(script, seconds=60.0)
 
 
 def test_an_agent_that_never_greets() -> None:
     for seconds in (2.0, 10.0, 60.0):  # more where it was too slow to say even that it waits
-        fault = find_fault("echo waiting >&2; sleep 600", seconds=seconds)
-        if "waiting" in fault:
+        error = find_error("echo waiting >&2; sleep 600", seconds=seconds)
+        if "waiting" in error:
             break
 
-    assert fault == f"no answer in {seconds:.0f} s: waiting"
+    assert error == f"no answer in {seconds:.0f} s: waiting"
 
 
 def test_a_question_without_an_answer_is_bounded() -> None:
     hello = json.dumps({"hello": 1, "protocol": PROTOCOL, "version": "x"})
     begin = time.monotonic()
-    with crew_of("a", argv=("sh", "-c", f"echo '{hello}'; sleep 600")) as crew:
-        assert crew.ask("facts", 0.5) == {}
-        assert crew.silent[("a", "facts")] == "no answer in 0 s"
+    with crew_of("a", argv=("sh", "-c", f"echo '{hello}'; sleep 600")) as pool:
+        assert pool.ask("facts", 0.5) == {}
+        assert pool.silent[("a", "facts")] == "no answer in 0 s"
     assert time.monotonic() - begin < 120
 
 
-def test_an_unknown_question_is_a_fault_not_a_death() -> None:
-    with crew_of("a") as crew:
-        assert crew.ask("nonsense", 60.0) == {}
-        assert "no question is named nonsense" in crew.silent[("a", "nonsense")]
-        assert crew.ask("clock", 60.0)["a"] == pytest.approx(time.time(), abs=60)
+def test_an_unknown_question_is_a_error_not_a_death() -> None:
+    with crew_of("a") as pool:
+        assert pool.ask("nonsense", 60.0) == {}
+        assert "no question is named nonsense" in pool.silent[("a", "nonsense")]
+        assert pool.ask("clock", 60.0)["a"] == pytest.approx(time.time(), abs=60)
 
 
 def test_the_site_says_how_an_agent_starts() -> None:

@@ -20,13 +20,13 @@ NUM_SENT = 200
 def late_counter(room_bytes: int = ROOM_BYTES) -> Iterator[DatagramCounter]:
     """One whose thread gets no CPU at all."""
     counter = DatagramCounter(room_bytes=room_bytes)
-    with counter.door:
+    with counter.socket:
         yield counter
 
 
 def send_to(counter: DatagramCounter, *, sender: int, is_large: bool = False) -> None:
     data = DATAGRAM.pack(MARK, sender, is_large).ljust(160, b".")
-    address = ("127.0.0.1", counter.door.getsockname()[1])
+    address = ("127.0.0.1", counter.socket.getsockname()[1])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
         out.sendto(b"of somebody else", address)
         for _ in range(NUM_SENT):
@@ -37,10 +37,10 @@ def tell_when_there(counter: DatagramCounter, sender: int) -> DatagramCount:
     """Once all has arrived, which a busy machine may put off."""
     end = time.monotonic() + 10
     while True:
-        [heard] = counter.tell([sender])
-        num_there = heard.num_small + heard.num_large + heard.num_dropped
+        [received] = counter.tell([sender])
+        num_there = received.num_small + received.num_large + received.num_dropped
         if num_there >= NUM_SENT or time.monotonic() > end:
-            return heard
+            return received
         time.sleep(0.05)
 
 
@@ -61,10 +61,10 @@ def test_all_that_came_is_counted_though_the_thread_has_not_run() -> None:
 def test_what_found_no_room_is_told_apart() -> None:
     with late_counter(room_bytes=4096) as counter:
         send_to(counter, sender=0)
-        heard = tell_when_there(counter, 0)
+        received = tell_when_there(counter, 0)
 
-    assert heard.num_dropped > 0
-    assert NUM_SENT <= heard.num_small + heard.num_dropped <= NUM_SENT + 1
+    assert received.num_dropped > 0
+    assert NUM_SENT <= received.num_small + received.num_dropped <= NUM_SENT + 1
 
 
 def test_a_wrong_checksum_is_no_want_of_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is made of what the nodes told: the fault, where it is, and the remedy."""
+"""What is made of what the nodes told: the error, where it is, and the remedy."""
 
 from __future__ import annotations
 
@@ -64,27 +64,27 @@ def make_facts(node: str, **changes: Any) -> NodeFacts:
 
 def make_seen() -> Observations:
     """Two nodes with nothing wrong."""
-    seen = Observations(nodes=("a", "b"), port=29_500, sent={"a": 200, "b": 200})
+    observed = Observations(nodes=("a", "b"), port=29_500, sent={"a": 200, "b": 200})
     both = (("a", "b"), ("b", "a"))
-    seen.facts = {node: make_facts(node) for node in "ab"}
+    observed.facts = {node: make_facts(node) for node in "ab"}
     names = [NameLookup(name=node, addresses=(address,)) for node, address in ADDRESSES.items()]
-    seen.lookups = {"a": names, "b": names}
-    seen.clocks = {node: ClockOffset(offset_seconds=0.0, error_seconds=0.001) for node in "ab"}
-    seen.seats = seen.plain_seats = choose_addresses(seen.facts, seen.lookups)
-    seen.doors = {node: ListenerPorts(tcp_port=4000, udp_port=4001) for node in "ab"}
+    observed.lookups = {"a": names, "b": names}
+    observed.clocks = {node: ClockOffset(offset_seconds=0.0, error_seconds=0.001) for node in "ab"}
+    observed.addresses = observed.defaults = choose_addresses(observed.facts, observed.lookups)
+    observed.ports = {node: ListenerPorts(tcp_port=4000, udp_port=4001) for node in "ab"}
     for source, target in both:
         address = ADDRESSES[target]
         route = Route(address=address, source=ADDRESSES[source], device="eth0")
-        seen.routes[source] = {address: route}
-        seen.knocks[(source, target)] = make_knock(target, ConnectionOutcome.OK)
-        seen.heard[(source, target)] = DatagramCount(sender=0, num_small=200, num_large=4)
-        seen.streams[(source, target)] = StreamResult(node=target, bytes_per_second=1.1e9)
-    seen.port_knocks = {node: make_knock("a", ConnectionOutcome.OK) for node in "ab"}
-    seen.torch = {node: TorchFacts(version="2.13.0") for node in "ab"}
-    seen.reduce = AllReduceResult(
+        observed.routes[source] = {address: route}
+        observed.probes[(source, target)] = make_knock(target, ConnectionOutcome.OK)
+        observed.received[(source, target)] = DatagramCount(sender=0, num_small=200, num_large=4)
+        observed.streams[(source, target)] = StreamResult(node=target, bytes_per_second=1.1e9)
+    observed.port_probes = {node: make_knock("a", ConnectionOutcome.OK) for node in "ab"}
+    observed.torch = {node: TorchFacts(version="2.13.0") for node in "ab"}
+    observed.reduce = AllReduceResult(
         backend="gloo", num_bytes=2**20, seconds=0.1, bus_bytes_per_second=1e9
     )
-    return seen
+    return observed
 
 
 def make_knock(node: str, outcome: ConnectionOutcome) -> ConnectionProbe:
@@ -99,8 +99,8 @@ def bad(report: PreflightReport) -> list[Finding]:
     return found
 
 
-def only(seen: Observations, area: str, status: Status = Status.FAULT) -> Finding:
-    report = make_preflight_report(seen)
+def only(observed: Observations, area: str, status: Status = Status.FAULT) -> Finding:
+    report = make_preflight_report(observed)
     assert [(f.area, f.status) for f in bad(report)] == [(area, status)], bad(report)
     assert report.exit_code == (6 if status is Status.FAULT else 0)
     return bad(report)[0]
@@ -115,17 +115,17 @@ def test_nothing_is_wrong() -> None:
 
 
 def test_addresses_by_name_by_network_and_by_device() -> None:
-    seen = make_seen()
-    assert {n: s.address for n, s in seen.seats.items()} == ADDRESSES
-    nameless = choose_addresses(seen.facts, {})
+    observed = make_seen()
+    assert {n: s.address for n, s in observed.addresses.items()} == ADDRESSES
+    nameless = choose_addresses(observed.facts, {})
     assert {n: (s.address, s.device) for n, s in nameless.items()} == {
         "a": ("10.0.0.1", "eth0"),
         "b": ("10.0.0.2", "eth0"),
     }
     wrong = [NameLookup(name=node, addresses=("127.0.1.1",)) for node in "ab"]
-    assert choose_addresses(seen.facts, {"a": wrong, "b": wrong}) == nameless
-    assert set(addresses_on(seen.facts, "docker0")) == {"a", "b"}
-    assert addresses_on(seen.facts, "ib0") == {}
+    assert choose_addresses(observed.facts, {"a": wrong, "b": wrong}) == nameless
+    assert set(addresses_on(observed.facts, "docker0")) == {"a", "b"}
+    assert addresses_on(observed.facts, "ib0") == {}
 
 
 def test_the_faster_of_two_networks() -> None:
@@ -136,9 +136,9 @@ def test_the_faster_of_two_networks() -> None:
         )
         return make_facts(node, devices=(*make_facts(node).devices, ib))
 
-    seats = choose_addresses({node: with_ib(node, 1e11) for node in "ab"}, {})
+    node_addresses = choose_addresses({node: with_ib(node, 1e11) for node in "ab"}, {})
 
-    assert {seat.device for seat in seats.values()} == {"ib0"}
+    assert {node_address.device for node_address in node_addresses.values()} == {"ib0"}
 
 
 @pytest.mark.parametrize(
@@ -148,138 +148,147 @@ def test_the_faster_of_two_networks() -> None:
 def test_a_closed_port_and_a_filtered_one_are_told_apart(
     outcome: ConnectionOutcome, word: str
 ) -> None:
-    seen = make_seen()
-    seen.port_knocks["b"] = make_knock("a", outcome)
+    observed = make_seen()
+    observed.port_probes["b"] = make_knock("a", outcome)
 
-    assert word in only(seen, "port").detail
+    assert word in only(observed, "port").detail
 
 
 def test_a_taken_port() -> None:
-    seen = make_seen()
-    seen.doors["a"] = ListenerPorts(
-        tcp_port=1, udp_port=1, rendezvous_fault="is taken by x (pid 7)"
+    observed = make_seen()
+    observed.ports["a"] = ListenerPorts(
+        tcp_port=1, udp_port=1, rendezvous_error="is taken by x (pid 7)"
     )
-    finding = only(seen, "port")
+    finding = only(observed, "port")
 
     assert "pid 7" in finding.detail
     assert "--port 29501" in str(finding.remedy)
 
 
 def test_only_the_port_is_open() -> None:
-    seen = make_seen()
-    seen.knocks[("b", "a")] = make_knock("a", ConnectionOutcome.TIMEOUT)
-    finding = only(seen, "network")
+    observed = make_seen()
+    observed.probes[("b", "a")] = make_knock("a", ConnectionOutcome.TIMEOUT)
+    finding = only(observed, "network")
 
     assert "only port 29500 is open" in finding.detail
     assert finding.name == "b to a"
 
 
 def test_one_way() -> None:
-    seen = make_seen()
-    for pair in list(seen.knocks):
-        seen.knocks[pair] = make_knock(pair[1], ConnectionOutcome.TIMEOUT)
-    seen.heard[("a", "b")] = NOTHING
-    seen.port_knocks["b"] = make_knock("a", ConnectionOutcome.TIMEOUT)
-    finding = only(seen, "network")
+    observed = make_seen()
+    for pair in list(observed.probes):
+        observed.probes[pair] = make_knock(pair[1], ConnectionOutcome.TIMEOUT)
+    observed.received[("a", "b")] = NOTHING
+    observed.port_probes["b"] = make_knock("a", ConnectionOutcome.TIMEOUT)
+    finding = only(observed, "network")
 
     assert finding.name == "a to b"
     assert finding.detail.startswith("one-way: everything a sends to b is lost")
 
 
-@pytest.mark.parametrize(("heard", "status"), [(196, Status.WARNING), (150, Status.FAULT)])
-def test_loss_in_one_direction(heard: int, status: Status) -> None:
-    seen = make_seen()
-    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=heard, num_large=4)
-    finding = only(seen, "network", status)
+@pytest.mark.parametrize(("received", "status"), [(196, Status.WARNING), (150, Status.FAULT)])
+def test_loss_in_one_direction(received: int, status: Status) -> None:
+    observed = make_seen()
+    observed.received[("b", "a")] = DatagramCount(sender=1, num_small=received, num_large=4)
+    finding = only(observed, "network", status)
 
     assert "from b to a" in finding.detail
     assert "one-way" in finding.detail
 
 
-def test_a_firewall_against_datagrams_alone_is_no_fault() -> None:
-    seen = make_seen()
-    seen.heard = dict.fromkeys(seen.heard, NOTHING)
-    report = make_preflight_report(seen)
+def test_a_firewall_against_datagrams_alone_is_no_error() -> None:
+    observed = make_seen()
+    observed.received = dict.fromkeys(observed.received, NOTHING)
+    report = make_preflight_report(observed)
 
     assert bad(report) == []
     assert any("UDP is filtered" in finding.detail for finding in report.findings)
 
 
 def test_loss_is_of_what_was_sent() -> None:
-    seen = make_seen()
-    seen.sent["b"] = 150
-    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=150, num_large=4)
-    assert bad(make_preflight_report(seen)) == []
+    observed = make_seen()
+    observed.sent["b"] = 150
+    observed.received[("b", "a")] = DatagramCount(sender=1, num_small=150, num_large=4)
+    assert bad(make_preflight_report(observed)) == []
 
-    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=120, num_large=4)
-    assert "20.0% of the packets from b to a" in only(seen, "network").detail
+    observed.received[("b", "a")] = DatagramCount(sender=1, num_small=120, num_large=4)
+    assert "20.0% of the packets from b to a" in only(observed, "network").detail
 
 
 def test_nothing_is_said_of_loss_where_a_node_was_silent() -> None:
-    seen = make_seen()
-    del seen.sent["b"], seen.heard[("b", "a")]
-    report = make_preflight_report(seen)
+    observed = make_seen()
+    del observed.sent["b"], observed.received[("b", "a")]
+    report = make_preflight_report(observed)
 
     assert bad(report) == []
     assert {link.source: link.lost_fraction for link in report.links} == {"a": 0.0, "b": None}
     assert not any("filtered" in finding.detail for finding in report.findings)
 
-    seen.heard[("a", "b")] = DatagramCount(sender=0, num_small=150, num_large=4)
-    assert "25.0% of the packets from a to b are lost (not known" in only(seen, "network").detail
+    observed.received[("a", "b")] = DatagramCount(sender=0, num_small=150, num_large=4)
+    assert (
+        "25.0% of the packets from a to b are lost (not known" in only(observed, "network").detail
+    )
 
 
 def test_nothing_passes_as_far_as_is_known() -> None:
-    seen = make_seen()
-    for pair in list(seen.knocks):
-        seen.knocks[pair] = make_knock(pair[1], ConnectionOutcome.TIMEOUT)
-    seen.port_knocks["b"] = make_knock("a", ConnectionOutcome.TIMEOUT)
-    seen.heard = {("a", "b"): NOTHING}
+    observed = make_seen()
+    for pair in list(observed.probes):
+        observed.probes[pair] = make_knock(pair[1], ConnectionOutcome.TIMEOUT)
+    observed.port_probes["b"] = make_knock("a", ConnectionOutcome.TIMEOUT)
+    observed.received = {("a", "b"): NOTHING}
 
-    assert "nothing passes between them" in only(seen, "network").detail
+    assert "nothing passes between them" in only(observed, "network").detail
 
 
 def test_what_a_busy_node_dropped_is_not_the_networks_loss() -> None:
-    seen = make_seen()
-    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=180, num_large=0, num_dropped=24)
-    report = make_preflight_report(seen)
+    observed = make_seen()
+    observed.received[("b", "a")] = DatagramCount(
+        sender=1, num_small=180, num_large=0, num_dropped=24
+    )
+    report = make_preflight_report(observed)
     assert bad(report) == []
     assert any("24 datagrams reached a" in finding.detail for finding in report.findings)
 
-    seen.heard[("b", "a")] = DatagramCount(sender=1, num_small=150, num_large=4, num_dropped=20)
-    assert "15.0% of the packets from b to a" in only(seen, "network").detail
+    observed.received[("b", "a")] = DatagramCount(
+        sender=1, num_small=150, num_large=4, num_dropped=20
+    )
+    assert "15.0% of the packets from b to a" in only(observed, "network").detail
 
 
 def test_large_packets() -> None:
-    seen = make_seen()
-    seen.heard[("a", "b")] = DatagramCount(sender=0, num_small=200, num_large=0)
+    observed = make_seen()
+    observed.received[("a", "b")] = DatagramCount(sender=0, num_small=200, num_large=0)
 
-    assert "MTU 1500" in only(seen, "network").detail
+    assert "MTU 1500" in only(observed, "network").detail
 
 
 def test_sizes_of_packets_that_differ() -> None:
-    seen = make_seen()
-    seen.seats = {**seen.seats, "b": replace(seen.seats["b"], mtu=9000)}
+    observed = make_seen()
+    observed.addresses = {**observed.addresses, "b": replace(observed.addresses["b"], mtu=9000)}
 
-    assert "a eth0 1500, b eth0 9000" in only(seen, "interface", Status.WARNING).detail
+    assert "a eth0 1500, b eth0 9000" in only(observed, "interface", Status.WARNING).detail
 
 
 def test_a_wrong_interface_with_the_right_one() -> None:
-    seen = make_seen()
-    seen.interface = "docker0"
-    seen.asked_seats = addresses_on(seen.facts, "docker0")
+    observed = make_seen()
+    observed.interface = "docker0"
+    observed.requested = addresses_on(observed.facts, "docker0")
     for node in "ab":
-        seen.routes[node]["172.17.0.1"] = Route(address="172.17.0.1", device="lo")
-    finding = only(seen, "interface")
+        observed.routes[node]["172.17.0.1"] = Route(address="172.17.0.1", device="lo")
+    finding = only(observed, "interface")
 
     assert "a reaches docker0 of b (172.17.0.1) through lo" in finding.detail
     assert str(finding.remedy).startswith("--interface eth0")
 
 
 def test_devices_of_other_names() -> None:
-    seen = make_seen()
-    seen.seats = {**seen.seats, "b": replace(seen.seats["b"], device="eno1")}
-    seen.routes["b"] = {"10.0.0.1": Route(address="10.0.0.1", device="eno1")}
-    report = make_preflight_report(seen)
+    observed = make_seen()
+    observed.addresses = {
+        **observed.addresses,
+        "b": replace(observed.addresses["b"], device="eno1"),
+    }
+    observed.routes["b"] = {"10.0.0.1": Route(address="10.0.0.1", device="eno1")}
+    report = make_preflight_report(observed)
 
     assert bad(report) == []
     assert [node.options[-1] for node in report.nodes] == ["eth0", "eno1"]
@@ -292,80 +301,82 @@ def test_devices_of_other_names() -> None:
      ("peft", Status.WARNING)],
 )  # fmt: skip
 def test_versions_that_differ(package: str, status: Status) -> None:
-    seen = make_seen()
-    packages = {**seen.facts["b"].packages, package: "0.0.1"}
-    seen.facts["b"] = make_facts("b", packages=packages)
+    observed = make_seen()
+    packages = {**observed.facts["b"].packages, package: "0.0.1"}
+    observed.facts["b"] = make_facts("b", packages=packages)
 
-    assert "0.0.1 on b" in only(seen, "versions", status).detail
+    assert "0.0.1 on b" in only(observed, "versions", status).detail
 
 
 def test_clocks() -> None:
-    seen = make_seen()
-    seen.clocks["b"] = ClockOffset(offset_seconds=-3.0, error_seconds=0.01)
+    observed = make_seen()
+    observed.clocks["b"] = ClockOffset(offset_seconds=-3.0, error_seconds=0.01)
 
-    assert "a is 3" in only(seen, "clock", Status.WARNING).detail
+    assert "a is 3" in only(observed, "clock", Status.WARNING).detail
 
 
 def test_a_clock_that_is_known_badly_is_not_accused() -> None:
-    seen = make_seen()
-    seen.clocks["b"] = ClockOffset(offset_seconds=-3.0, error_seconds=1.5)
+    observed = make_seen()
+    observed.clocks["b"] = ClockOffset(offset_seconds=-3.0, error_seconds=1.5)
 
-    assert bad(make_preflight_report(seen)) == []
+    assert bad(make_preflight_report(observed)) == []
 
 
 def test_gpus_that_torch_does_not_see_or_that_differ() -> None:
-    seen = make_seen()
-    seen.facts["a"] = make_facts("a", gpus=("V100", "V100"))
-    assert "the driver shows 2 GPUs" in only(seen, "gpu").detail
+    observed = make_seen()
+    observed.facts["a"] = make_facts("a", gpus=("V100", "V100"))
+    assert "the driver shows 2 GPUs" in only(observed, "gpu").detail
 
-    seen = make_seen()
-    seen.torch["a"] = TorchFacts(version="2.13.0", num_gpus=1, gpu_names=("T4",))
-    assert "a: 1xT4; b: no GPU" in only(seen, "gpu").detail
+    observed = make_seen()
+    observed.torch["a"] = TorchFacts(version="2.13.0", num_gpus=1, gpu_names=("T4",))
+    assert "a: 1xT4; b: no GPU" in only(observed, "gpu").detail
 
 
 def test_limits_where_they_matter() -> None:
-    seen = make_seen()
-    seen.facts["a"] = make_facts("a", max_open_files=1024)
-    assert "1024 files" in only(seen, "machine", Status.WARNING).detail
+    observed = make_seen()
+    observed.facts["a"] = make_facts("a", max_open_files=1024)
+    assert "1024 files" in only(observed, "machine", Status.WARNING).detail
 
-    seen.facts["a"] = make_facts("a", max_locked_bytes=65_536)
-    assert bad(make_preflight_report(seen)) == []
-    seen.facts["a"] = make_facts("a", max_locked_bytes=65_536, has_infiniband=True)
-    assert "InfiniBand" in only(seen, "machine", Status.WARNING).detail
+    observed.facts["a"] = make_facts("a", max_locked_bytes=65_536)
+    assert bad(make_preflight_report(observed)) == []
+    observed.facts["a"] = make_facts("a", max_locked_bytes=65_536, has_infiniband=True)
+    assert "InfiniBand" in only(observed, "machine", Status.WARNING).detail
 
 
 def test_a_slow_network_with_the_option_for_plans() -> None:
-    seen = make_seen()
-    seen.streams[("a", "b")] = StreamResult(node="b", bytes_per_second=1.25e8)
-    finding = only(seen, "bandwidth", Status.WARNING)
+    observed = make_seen()
+    observed.streams[("a", "b")] = StreamResult(node="b", bytes_per_second=1.25e8)
+    finding = only(observed, "bandwidth", Status.WARNING)
 
     assert "1 Gb/s, where plans assume 10 Gb/s" in finding.detail
     assert "--network 1Gb/s" in str(finding.remedy)
 
 
 def test_an_all_reduce_that_fails() -> None:
-    seen = make_seen()
-    seen.reduce = AllReduceResult(backend="gloo", fault="[/pytorch/x.cc:78] Timed out")
+    observed = make_seen()
+    observed.reduce = AllReduceResult(backend="gloo", error="[/pytorch/x.cc:78] Timed out")
 
-    assert only(seen, "bandwidth").detail.endswith("over eth0: Timed out")
+    assert only(observed, "bandwidth").detail.endswith("over eth0: Timed out")
 
 
 def test_a_folder_where_two_win() -> None:
-    seen = make_seen()
+    observed = make_seen()
     won = FolderStep(is_done=True, won=("exclusive", "linked"))
     done = FolderStep(is_done=True)
-    seen.folder = FolderObservations(path="/x", planted=done, found={"b": done}, grown={"b": done})
-    seen.folder.raced = {"a": won, "b": won.model_copy(update={"won": ("linked",)})}
-    assert "linking a file to a name" in only(seen, "folder").detail
+    observed.folder = FolderObservations(
+        path="/x", planted=done, found={"b": done}, grown={"b": done}
+    )
+    observed.folder.raced = {"a": won, "b": won.model_copy(update={"won": ("linked",)})}
+    assert "linking a file to a name" in only(observed, "folder").detail
 
-    seen.folder.raced["b"] = done
-    seen.folder.grown["b"] = FolderStep(is_done=True, seconds=3.2)
-    assert "only after 3" in only(seen, "folder", Status.WARNING).detail
+    observed.folder.raced["b"] = done
+    observed.folder.grown["b"] = FolderStep(is_done=True, seconds=3.2)
+    assert "only after 3" in only(observed, "folder", Status.WARNING).detail
 
 
 def test_nobody_answers() -> None:
-    seen = Observations(nodes=("a", "b"), port=1, absent={"a": "no route", "b": "refused"})
-    report = make_preflight_report(seen)
+    observed = Observations(nodes=("a", "b"), port=1, absent={"a": "no route", "b": "refused"})
+    report = make_preflight_report(observed)
 
     assert report.exit_code == 6
     assert [finding.name for finding in bad(report)] == ["a", "b"]

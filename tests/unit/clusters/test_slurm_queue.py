@@ -35,7 +35,7 @@ SCONTROL = (
 
 
 class Slurm:
-    """Recorded answers by command; a fault where the answer is one."""
+    """Recorded answers by command; an error where the answer is one."""
 
     def __init__(self, **answers: str | SetupError) -> None:
         self.answers = answers
@@ -83,7 +83,7 @@ def test_without_accounting_the_controller_is_asked() -> None:
     assert (found.num_restarts, found.exit_code) == (2, 1)
 
 
-def test_a_forgotten_job_is_unknown_and_a_controller_that_is_away_is_a_fault() -> None:
+def test_a_forgotten_job_is_unknown_and_a_controller_that_is_away_is_a_error() -> None:
     (found,) = read_jobs(["77"], run=Slurm())
     assert found.state is JobState.UNKNOWN
     assert not found.state.is_over
@@ -150,12 +150,12 @@ def test_a_job_number_with_its_cluster() -> None:
 def test_refusals_become_one_message_with_a_remedy(
     said: str, kind: type[UserFault], remedy: str
 ) -> None:
-    with pytest.raises(kind) as fault:
+    with pytest.raises(kind) as error:
         submit_script(Path("job.sbatch"), run=Slurm(sbatch=refusal(said)))
 
-    assert fault.value.problem.startswith("Slurm refuses the job: ")
-    assert "sbatch:" not in fault.value.problem
-    assert remedy in fault.value.remedy
+    assert error.value.problem.startswith("Slurm refuses the job: ")
+    assert "sbatch:" not in error.value.problem
+    assert remedy in error.value.remedy
 
 
 def test_what_slurm_would_do() -> None:

@@ -60,17 +60,17 @@ def test_numbers_and_blocks_of_lines_as_people_write_them(tmp_path: Path) -> Non
     assert site.slurm == SlurmSite()
 
 
-def test_all_faults_at_once(tmp_path: Path) -> None:
+def test_all_errors_at_once(tmp_path: Path) -> None:
     text = (
         "slurm: {acount: x, qos: 'two words', extra: [exclusive], warn_seconds: soon}\n"
         "environment: {'not a name': 1}\nrun_on_node: ssh\n"
         "kubernetes: {volumes: [{name: a, mount: /b}]}\n"
     )
-    with pytest.raises(InvalidInputError) as fault:
+    with pytest.raises(InvalidInputError) as error:
         read_site(write(tmp_path, text))
 
-    said = fault.value.problem
-    assert "7 faults" in said
+    said = error.value.problem
+    assert "7 errors" in said
     for part in ("acount", "account", "qos", "exclusive", "warn_seconds", "not a name",
                  "{node}", "volume `a`"):  # fmt: skip
         assert part in said
@@ -84,9 +84,9 @@ def test_all_faults_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_what_no_node_could_use_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(InvalidInputError) as fault:
+    with pytest.raises(InvalidInputError) as error:
         read_site(write(tmp_path, text))
-    assert said in fault.value.problem
+    assert said in error.value.problem
 
 
 @pytest.mark.parametrize("text", ["- a\n", "just words\n", "a: [\n"])

@@ -151,7 +151,7 @@ def hear(agent: subprocess.Popen[bytes]) -> Any:
     assert agent.stdout is not None
     while "id" not in (told := json.loads(agent.stdout.readline())):
         pass
-    return told["told"]
+    return told["reply"]
 
 
 def copy_and_kill(source: Path, place: Path, *, num_blocks: int) -> None:

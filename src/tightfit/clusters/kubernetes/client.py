@@ -82,38 +82,38 @@ class KubernetesApi:
             found: Document = self.client.request(
                 method, path, serializer=_unserialized, _request_timeout=timeout, **more
             )
-        except ApiException as fault:
-            if fault.status == 404:
+        except ApiException as error:
+            if error.status == 404:
                 return None
-            raise self._explain(fault, verb, plural) from fault
-        except (HTTPError, OSError) as fault:
+            raise self._explain(error, verb, plural) from error
+        except (HTTPError, OSError) as error:
             raise SetupError(
-                f"The API server {self.server} gives no answer: {_first_line(fault)}.",
+                f"The API server {self.server} gives no answer: {_first_line(error)}.",
                 remedy="kubectl cluster-info    (shows whether it can be reached at all)",
-            ) from fault
+            ) from error
         return found
 
-    def _explain(self, fault: Any, verb: str, plural: str) -> UserError:
-        said = _message(fault)
+    def _explain(self, error: Any, verb: str, plural: str) -> UserError:
+        said = _message(error)
         where = f"in namespace {self.namespace}"
-        if fault.status == 401:
+        if error.status == 401:
             return SetupError(
                 f"The API server {self.server} does not know you: {said}.",
                 remedy="log in to the cluster again; kubectl auth whoami    (shows who you are)",
             )
-        if fault.status == 403:
+        if error.status == 403:
             return SetupError(
                 f"You may not {verb} {plural} {where}: {said}.",
                 remedy=f"ask for that right; kubectl auth can-i {verb} {plural} -n "
                 f"{self.namespace}    (tells when you have it)",
             )
-        if fault.status in (400, 409, 422):
+        if error.status in (400, 409, 422):
             return InvalidInputError(
                 f"The cluster refuses to {verb} {plural} {where}: {said}.",
                 remedy="look at the objects with --dry-run, and at site.yaml",
             )
         return SetupError(
-            f"The API server {self.server} failed to {verb} {plural} ({fault.status}): {said}.",
+            f"The API server {self.server} failed to {verb} {plural} ({error.status}): {said}.",
             remedy="try again in a while; kubectl get --raw /readyz    (asks how it is)",
         )
 
@@ -150,16 +150,16 @@ def _load_kubeconfig(config: Any, settings: Any, context: str | None) -> str | N
         config.load_kube_config(config_file=path, context=context, client_configuration=settings)
     except UserError:
         raise
-    except Exception as fault:  # whatever a file that is no kubeconfig makes its reader do
-        raise _not_configured(fault) from fault
+    except Exception as error:  # whatever a file that is no kubeconfig makes its reader do
+        raise _not_configured(error) from error
     chosen = active if context is None else contexts[names.index(context)]
     found = (chosen or {}).get("context", {}).get("namespace")
     return None if found is None else str(found)
 
 
-def _not_configured(fault: BaseException) -> NotFoundError:
+def _not_configured(error: BaseException) -> NotFoundError:
     return NotFoundError(
-        f"No Kubernetes cluster is configured here: {_first_line(fault).rstrip('.')}.",
+        f"No Kubernetes cluster is configured here: {_first_line(error).rstrip('.')}.",
         remedy="set KUBECONFIG to the cluster's file, or say what the nodes have and write the "
         "objects: --on 'k8s:4xA100-40GB' --write job.yaml",
     )
@@ -194,17 +194,17 @@ def _unserialized(_client: Any, document: Any) -> Any:
     return document
 
 
-def _message(fault: Any) -> str:
+def _message(error: Any) -> str:
     try:
-        said = json.loads(fault.body)["message"]
+        said = json.loads(error.body)["message"]
     except (TypeError, ValueError, KeyError):
-        said = fault.reason or "no reason given"
+        said = error.reason or "no reason given"
     return " ".join(str(said).split())[:600].rstrip(".")
 
 
-def _first_line(fault: BaseException) -> str:
-    lines = str(fault).strip().splitlines()
-    return lines[0][:300] if lines else type(fault).__name__
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 # Objects into a cluster and out of it again.

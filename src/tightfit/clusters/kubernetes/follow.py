@@ -89,13 +89,13 @@ def _phase_of(job: Document) -> tuple[JobPhase, str]:
     for one in status.get("conditions") or []:
         if one.get("status") != "True":
             continue
-        said = _join_reason(one.get("reason"), one.get("message"))
+        text = _join_reason(one.get("reason"), one.get("message"))
         if one.get("type") == "Complete":
-            return JobPhase.COMPLETE, said
+            return JobPhase.COMPLETE, text
         if one.get("type") == "Failed":
-            return JobPhase.FAILED, said
+            return JobPhase.FAILED, text
         if one.get("type") == "Suspended":
-            return JobPhase.SUSPENDED, said
+            return JobPhase.SUSPENDED, text
     return JobPhase.ACTIVE, ""
 
 
@@ -126,12 +126,12 @@ def _explain_pod(status: Document) -> tuple[str, int | None, bool]:
         state = container.get("state") or {}
         ended = state.get("terminated")
         if ended and ended.get("exitCode"):
-            said = _join_reason(ended.get("reason"), ended.get("message"))
-            return said, int(ended["exitCode"]), False
+            text = _join_reason(ended.get("reason"), ended.get("message"))
+            return text, int(ended["exitCode"]), False
         waiting = state.get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-            said = _join_reason(waiting.get("reason"), waiting.get("message"))
-            return said, None, waiting["reason"] in _STUCK
+            text = _join_reason(waiting.get("reason"), waiting.get("message"))
+            return text, None, waiting["reason"] in _STUCK
     if status.get("reason"):  # Evicted, DeadlineExceeded
         return _join_reason(status["reason"], status.get("message")), None, False
     for one in status.get("conditions") or []:
@@ -158,21 +158,21 @@ def _with_events(cluster: KubernetesApi, pods: list[PodState]) -> list[PodState]
         events = cluster.list("Event", field_selector="type=Warning")
     except SetupError:  # forbidden to many
         return pods
-    told = {
+    warnings = {
         str((event.get("involvedObject") or {}).get("name")): _join_reason(
             event.get("reason"), event.get("message")
         )
         for event in events
     }
     return [
-        replace(pod, why=told[pod.name]) if pod.name in silent and pod.name in told else pod
+        replace(pod, why=warnings[pod.name]) if pod.name in silent and pod.name in warnings else pod
         for pod in pods
     ]
 
 
 def _join_reason(reason: object, message: object) -> str:
-    said = " ".join(str(message or "").split())
-    text = f"{reason}: {said}" if reason and said else str(reason or said)
+    text = " ".join(str(message or "").split())
+    text = f"{reason}: {text}" if reason and text else str(reason or text)
     return text if len(text) <= MAX_WORDS else "..." + text[-MAX_WORDS:]
 
 

@@ -64,10 +64,10 @@ def check_site_names(site: KubernetesSite) -> None:
 
     Source: kubernetes.io/docs/concepts/overview/working-with-objects/names and /labels.
     """
-    fault = next(_find_invalid_names(site), None)
-    if fault is None:
+    error = next(_find_invalid_names(site), None)
+    if error is None:
         return
-    key, value, rule = fault
+    key, value, rule = error
     raise InvalidInputError(
         f"`{value[:80]}` cannot be `kubernetes.{key}`.", remedy=f"{key}: {rule}"
     )

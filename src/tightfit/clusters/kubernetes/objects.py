@@ -124,7 +124,7 @@ def _failure_policy(*, is_group: bool) -> Model:
 
     All else counts against the restarts, also a pod that saved and stopped: at its deadline
     nobody else bounds it, and it looks no different where it follows a preempted neighbour. A
-    fault of the job's own ends it at once; of independent workers only the one that has it,
+    error of the job's own ends it at once; of independent workers only the one that has it,
     whose node may be why.
     """
     k8s = load_client()
@@ -194,7 +194,7 @@ def worker_job(
 
     `argv` is plain words; a word that is `WORKER_NUMBER` becomes the pod's number, and nothing
     else is expanded. A pod that is preempted or drained comes back and is not counted; one that
-    fails or stops comes back up to ten times; a fault that no restart cures ends that worker
+    fails or stops comes back up to ten times; an error that no restart cures ends that worker
     alone. The Job is complete when all have ended with 0.
     """
     chosen = options or WorkerOptions()

@@ -157,11 +157,11 @@ def load_client() -> Any:
     """The official client's module of models and APIs; it takes a moment to load."""
     try:
         from kubernetes import client
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "Kubernetes objects are built with the package kubernetes, which is not installed.",
             remedy="pip install 'tightfit[cluster]'",
-        ) from fault
+        ) from error
     return client
 
 

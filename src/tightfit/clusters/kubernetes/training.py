@@ -291,11 +291,11 @@ def choose_builder(
     if asked is None and (why_no_train_job(job, site) or not job.can_restart):
         return build_training, ""
     if cluster is not None:
-        fault = _why_not_installed(cluster)
-        if fault is not None and asked is None:
+        error = _why_not_installed(cluster)
+        if error is not None and asked is None:
             return build_training, ""
-        if fault is not None:
-            raise fault
+        if error is not None:
+            raise error
     told = "Kubeflow Trainer is installed: this is a TrainJob (--as job for a plain one)"
     return build_train_job, told if asked is None else ""
 

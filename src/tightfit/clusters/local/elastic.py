@@ -2,7 +2,7 @@
 
 To torchrun every code but 0 means: start the group again. A stop that was asked for is
 therefore 0, and a group that is started again after an outcome no restart can change
-(out of memory, a fault of the user's) ends at once; the launcher reads state.json.
+(out of memory, an error of the user's) ends at once; the launcher reads state.json.
 """
 
 from __future__ import annotations

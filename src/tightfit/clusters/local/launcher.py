@@ -69,11 +69,11 @@ def lock_run(
     path = lock_path(run, rendezvous)
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot write in {run.path}: {fault.strerror or fault}.",
+            f"Cannot write in {run.path}: {error.strerror or error}.",
             remedy="choose a folder that is writable: --output FOLDER",
-        ) from fault
+        ) from error
     try:
         # Without locks, as on many a Lustre, nothing guards the run.
         if not take_lock(handle, wait_seconds=wait_seconds, is_required=False):
@@ -177,12 +177,12 @@ class StopRequest:
 @contextmanager
 def catch_signals() -> Iterator[StopRequest]:
     """Signals become wishes inside the block, and are as before after it."""
-    wish = StopRequest()
+    stop = StopRequest()
     is_main = threading.current_thread() is threading.main_thread()
     before = {kind: signal.getsignal(kind) for kind in _CAUGHT} if is_main else {}
-    wish.listen()
+    stop.listen()
     try:
-        yield wish
+        yield stop
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler if handler is not None else signal.SIG_DFL)
@@ -271,7 +271,7 @@ PAUSE_SECONDS = 5.0
 class _Job:
     run: RunFolder
     watch: RunObserver
-    wish: StopRequest
+    stop: StopRequest
     rendezvous: Rendezvous | None
     command: Sequence[str] | None
     is_trial: bool
@@ -300,11 +300,11 @@ def run_job(
     simply run again. `command` stands in for the worker in tests. A trial is one
     plan, once: too big is its answer, and a wish to stop ends it without saving.
     """
-    with lock_run(run, rendezvous, wait_seconds=lock_wait_seconds), catch_signals() as wish:
+    with lock_run(run, rendezvous, wait_seconds=lock_wait_seconds), catch_signals() as stop:
         job = _Job(
             run=run,
             watch=watch,
-            wish=wish,
+            stop=stop,
             rendezvous=rendezvous,
             command=command,
             is_trial=is_trial,
@@ -327,35 +327,35 @@ def _run_plans(job: _Job) -> RunState:
         if state is None:
             state = _run_until_final(job, plan)
         if state.status is not RunStatus.OUT_OF_MEMORY:
-            return _with_interrupt_code(state, job.wish)
+            return _with_interrupt_code(state, job.stop)
         try:
             plan = take_next_plan(job.run, plan, list_fallbacks)
-        except DoesNotFitError as fault:
+        except DoesNotFitError as error:
             return make_outcome(
                 job.run,
                 RunStatus.FAILED,
-                exit_code=fault.exit_code,
-                problem=fault.problem,
-                remedy=fault.remedy,
+                exit_code=error.exit_code,
+                problem=error.problem,
+                remedy=error.remedy,
             )
         job.news.report()
-        if job.wish.first is not None:
+        if job.stop.first is not None:
             return _with_interrupt_code(
-                make_outcome(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE), job.wish
+                make_outcome(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE), job.stop
             )
         state = None
 
 
 def _run_trial(job: _Job) -> RunState:
     state = _run_until_final(job, job.run.read_plan())
-    if job.wish.first is not None and state.status is not RunStatus.FINISHED:
+    if job.stop.first is not None and state.status is not RunStatus.FINISHED:
         state = make_outcome(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE)
-    return _with_interrupt_code(state, job.wish)
+    return _with_interrupt_code(state, job.stop)
 
 
-def _with_interrupt_code(state: RunState, wish: StopRequest) -> RunState:
+def _with_interrupt_code(state: RunState, stop: StopRequest) -> RunState:
     """Ctrl-C has its own code, by which shells know it."""
-    is_interrupt = wish.first is not None and wish.first.name == "SIGINT"
+    is_interrupt = stop.first is not None and stop.first.name == "SIGINT"
     if state.status is RunStatus.STOPPED and is_interrupt:
         return state.model_copy(update={"exit_code": EXIT_INTERRUPTED})
     return state
@@ -367,11 +367,11 @@ def _run_until_final(job: _Job, plan: Plan) -> RunState:
     while True:
         before = take_snapshot(job.run)
         exit_code = _run_once(job, plan)
-        told = read_reported(job.run, before)
-        asked = job.wish.passed_on if job.wish.first is not None else None
+        reported = read_reported(job.run, before)
+        asked = job.stop.passed_on if job.stop.first is not None else None
         is_over = not num_starts_left or asked is not None
-        if told is not None and (is_over or is_final(told)):
-            return told
+        if reported is not None and (is_over or is_final(reported)):
+            return reported
         if is_over:
             return infer_outcome(job.run, before, exit_code=exit_code, asked=asked)
         num_starts_left -= 1
@@ -394,10 +394,10 @@ def _run_once(job: _Job, plan: Plan) -> int:
     if job.is_trial:  # nobody goes on with it
         command = bind_command(command)
     process = start_worker(command, job.run, environment)
-    job.wish.listen()
+    job.stop.listen()
     try:
         return _follow(job, process)
-    except BaseException:  # a fault of ours must not leave workers behind
+    except BaseException:  # an error of ours must not leave workers behind
         end_all(process.pid)
         process.wait()
         raise
@@ -410,13 +410,13 @@ def _follow(job: _Job, process: subprocess.Popen[bytes]) -> int:
         job.news.report()
         if exit_code is not None:
             return exit_code
-        if job.wish.first is not None and job.is_trial:
+        if job.stop.first is not None and job.is_trial:
             end_all(process.pid)
-        elif job.wish.first is not None and not is_asked:
+        elif job.stop.first is not None and not is_asked:
             is_asked = True
             job.watch.say("asked to stop: saving first (once more to stop at once)")
-            ask_to_stop(process, job.wish.passed_on)
-        if job.wish.is_urgent and not is_ended:
+            ask_to_stop(process, job.stop.passed_on)
+        if job.stop.is_urgent and not is_ended:
             is_ended = True
             job.watch.say("stopping at once; what came after the last checkpoint is lost")
             end_all(process.pid)
@@ -425,6 +425,6 @@ def _follow(job: _Job, process: subprocess.Popen[bytes]) -> int:
 
 def _pause(job: _Job) -> None:
     end = time.monotonic() + PAUSE_SECONDS
-    while time.monotonic() < end and job.wish.first is None:
+    while time.monotonic() < end and job.stop.first is None:
         job.watch.tick()
         time.sleep(POLL_SECONDS)

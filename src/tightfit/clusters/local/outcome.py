@@ -89,7 +89,7 @@ def infer_outcome(
 
 
 def _unwritten(run: RunFolder, last: list[str], *, code: int) -> RunState:
-    """A fault of the user's that the worker could not write down, as on a disk that is full."""
+    """An error of the user's that the worker could not write down, as on a disk that is full."""
     if shutil.disk_usage(run.path).free < _NO_SPACE_BYTES:
         return make_outcome(
             run,

@@ -51,21 +51,21 @@ def open_trial_folder() -> Iterator[Path]:
     _clear_abandoned(Path(tempfile.gettempdir()))
     try:
         home = Path(tempfile.mkdtemp(prefix=TRIAL_PREFIX))
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot make a temporary folder: {fault.strerror or fault}.",
+            f"Cannot make a temporary folder: {error.strerror or error}.",
             remedy=NEEDS_SPACE,
-        ) from fault
+        ) from error
     handle = open_locked(home / TRIAL_LOCK, is_required=False, mode=0o600)
     try:
         with _exit_on_sigterm():
             yield home
-    except OSError as fault:
-        if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise SetupError(
             f"The temporary folder {home.parent} is full.", remedy=NEEDS_SPACE
-        ) from fault
+        ) from error
     finally:
         shutil.rmtree(home, ignore_errors=True)
         if handle is not None:

@@ -132,11 +132,11 @@ def start_worker(
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot start the worker in {run.path}: {fault.strerror or fault}.",
+            f"Cannot start the worker in {run.path}: {error.strerror or error}.",
             remedy="choose a folder that is writable and has free space: --output FOLDER",
-        ) from fault
+        ) from error
 
 
 def ask_to_stop(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:

@@ -1,7 +1,7 @@
 """`python -m tightfit.clusters.preflight.agent`: answers questions about its node, line by line.
 
 A question is `{"id": 1, "do": "facts", ...}` on stdin, its answer `{"id": 1, "answer": ...}` or
-`{"id": 1, "fault": "..."}` on stdout. It ends when stdin closes, and in any case after a while:
+`{"id": 1, "error": "..."}` on stdout. It ends when stdin closes, and in any case after a while:
 nothing is left running on a node.
 """
 
@@ -59,11 +59,11 @@ class TorchProcess:
                 self._facts = self._read()
             return self._facts
 
-    def reduce(self, wish: dict[str, Any]) -> Any:
+    def reduce(self, request: dict[str, Any]) -> Any:
         self.look()
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(wish) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -94,77 +94,77 @@ class Agent:
         found: Callable[[dict[str, Any]], Any] | None = getattr(self, f"do_{name}", None)
         return found
 
-    def do_facts(self, _wish: dict[str, Any]) -> Any:
+    def do_facts(self, _request: dict[str, Any]) -> Any:
         return probe_facts()
 
-    def do_clock(self, _wish: dict[str, Any]) -> Any:
+    def do_clock(self, _request: dict[str, Any]) -> Any:
         return time.time()
 
-    def do_lookup(self, wish: dict[str, Any]) -> Any:
-        return resolve_names(wish["names"])
+    def do_lookup(self, request: dict[str, Any]) -> Any:
+        return resolve_names(request["names"])
 
-    def do_routes(self, wish: dict[str, Any]) -> Any:
-        return find_routes(wish["addresses"])
+    def do_routes(self, request: dict[str, Any]) -> Any:
+        return find_routes(request["addresses"])
 
-    def do_open(self, wish: dict[str, Any]) -> Any:
-        return self.listener.open(wish["port"])
+    def do_open(self, request: dict[str, Any]) -> Any:
+        return self.listener.open(request["port"])
 
-    def do_close_port(self, _wish: dict[str, Any]) -> Any:
+    def do_close_port(self, _request: dict[str, Any]) -> Any:
         self.listener.close_rendezvous()
 
-    def do_knock(self, wish: dict[str, Any]) -> Any:
-        return probe_connections(wish["targets"], wish["seconds"])
+    def do_connect(self, request: dict[str, Any]) -> Any:
+        return probe_connections(request["targets"], request["seconds"])
 
-    def do_spray(self, wish: dict[str, Any]) -> Any:
-        amounts = {key: wish[key] for key in ("sender", "num_small", "num_large")}
-        return send_datagrams(wish["targets"], **amounts)
+    def do_datagrams(self, request: dict[str, Any]) -> Any:
+        amounts = {key: request[key] for key in ("sender", "num_small", "num_large")}
+        return send_datagrams(request["targets"], **amounts)
 
-    def do_heard(self, wish: dict[str, Any]) -> Any:
-        return self.listener.tell_heard(wish["senders"])
+    def do_received(self, request: dict[str, Any]) -> Any:
+        return self.listener.count_received(request["senders"])
 
-    def do_stream(self, wish: dict[str, Any]) -> Any:
+    def do_stream(self, request: dict[str, Any]) -> Any:
         keys = ("node", "address", "port", "seconds")
-        return send_stream(**{key: wish[key] for key in keys})
+        return send_stream(**{key: request[key] for key in keys})
 
-    def do_folder(self, wish: dict[str, Any]) -> Any:
-        step = getattr(folder, wish["step"])
-        return step(Path(wish["place"]), **wish["given"])
+    def do_folder(self, request: dict[str, Any]) -> Any:
+        step = getattr(folder, request["step"])
+        return step(Path(request["place"]), **request["given"])
 
-    def do_torch_start(self, _wish: dict[str, Any]) -> Any:
+    def do_torch_start(self, _request: dict[str, Any]) -> Any:
         self.torch.start()
 
-    def do_torch(self, _wish: dict[str, Any]) -> Any:
+    def do_torch(self, _request: dict[str, Any]) -> Any:
         return self.torch.look()
 
-    def do_reduce(self, wish: dict[str, Any]) -> Any:
-        return self.torch.reduce(wish["given"])
+    def do_reduce(self, request: dict[str, Any]) -> Any:
+        return self.torch.reduce(request["given"])
 
 
 def main() -> int:
-    tell = open_answers()
+    send = open_answers()
     agent = Agent()
     life = threading.Timer(MAX_LIFE_SECONDS, _leave, [agent])
     life.daemon = True
     life.start()
-    tell({"hello": "tightfit", "protocol": PROTOCOL, "version": __version__})
-    for wish in read_requests():
-        threading.Thread(target=_answer, args=(agent, wish, tell), daemon=True).start()
+    send({"hello": "tightfit", "protocol": PROTOCOL, "version": __version__})
+    for request in read_requests():
+        threading.Thread(target=_answer, args=(agent, request, send), daemon=True).start()
     _leave(agent)
     return 0
 
 
-def _answer(agent: Agent, wish: dict[str, Any], tell: SendAnswer) -> None:
+def _answer(agent: Agent, request: dict[str, Any], send: SendAnswer) -> None:
     """In a thread for each question: none of them may keep the others waiting."""
-    told: dict[str, Any] = {"id": wish["id"]}
+    reply: dict[str, Any] = {"id": request["id"]}
     try:
-        do = agent.find(wish["do"])
+        do = agent.find(request["do"])
         if do is None:
-            raise ValueError(f"no question is named {wish['do']}")
-        told["answer"] = _plain(do(wish))
-    except Exception as fault:
+            raise ValueError(f"no question is named {request['do']}")
+        reply["answer"] = _plain(do(request))
+    except Exception as error:
         # Whatever it is, the one who asked has to hear of it.
-        told["fault"] = f"{type(fault).__name__}: {fault}"[:400]
-    tell(told)
+        reply["error"] = f"{type(error).__name__}: {error}"[:400]
+    send(reply)
 
 
 def _plain(value: Any) -> Any:

@@ -26,27 +26,27 @@ def main() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what torch or NCCL print is not an answer
     answers.write(probe_torch().model_dump_json() + "\n")
-    wishes: list[str] = []
-    has_wish = threading.Semaphore(0)
+    requests: list[str] = []
+    has_request = threading.Semaphore(0)
 
     def listen() -> None:
         for line in sys.stdin:
-            wishes.append(line)
-            has_wish.release()
+            requests.append(line)
+            has_request.release()
         os._exit(0)  # nobody waits any more, be it in the middle of a collective
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        has_wish.acquire()
-        answers.write(measure_all_reduce(json.loads(wishes.pop(0))).model_dump_json() + "\n")
+        has_request.acquire()
+        answers.write(measure_all_reduce(json.loads(requests.pop(0))).model_dump_json() + "\n")
 
 
 def probe_torch() -> TorchFacts:
     begin = time.monotonic()
     try:
         import torch
-    except (ImportError, OSError) as fault:
-        return TorchFacts(fault=str(fault).splitlines()[0][:300])
+    except (ImportError, OSError) as error:
+        return TorchFacts(error=str(error).splitlines()[0][:300])
     took = time.monotonic() - begin
     has_cuda = bool(torch.cuda.is_available())
     count = int(torch.cuda.device_count()) if has_cuda else 0
@@ -64,34 +64,34 @@ def probe_torch() -> TorchFacts:
     )
 
 
-def measure_all_reduce(wish: dict[str, Any]) -> AllReduceResult:
+def measure_all_reduce(request: dict[str, Any]) -> AllReduceResult:
     """As `train` does it: a store at the rendezvous port, then gloo or NCCL over the device."""
     from torch import distributed
 
     dist: Any = distributed
-    backend = str(wish["backend"])
-    if wish["device"]:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = wish["device"]
+    backend = str(request["backend"])
+    if request["device"]:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = request["device"]
     try:
         store = dist.TCPStore(
-            wish["address"],
-            int(wish["port"]),
-            int(wish["world_size"]),
-            is_master=wish["rank"] == 0,
-            timeout=timedelta(seconds=wish["seconds"]),
+            request["address"],
+            int(request["port"]),
+            int(request["world_size"]),
+            is_master=request["rank"] == 0,
+            timeout=timedelta(seconds=request["seconds"]),
         )
         dist.init_process_group(
             backend,
             store=store,
-            rank=int(wish["rank"]),
-            world_size=int(wish["world_size"]),
-            timeout=timedelta(seconds=wish["seconds"]),
+            rank=int(request["rank"]),
+            world_size=int(request["world_size"]),
+            timeout=timedelta(seconds=request["seconds"]),
         )
-        return _measure(backend, int(wish["world_size"]))
-    except Exception as fault:
-        # torch's faults have many types, and any of them is an answer here.
-        lines = str(fault).strip().splitlines() or [type(fault).__name__]
-        return AllReduceResult(backend=backend, fault=lines[0][:300])
+        return _measure(backend, int(request["world_size"]))
+    except Exception as error:
+        # torch's errors have many types, and any of them is an answer here.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return AllReduceResult(backend=backend, error=lines[0][:300])
 
 
 def _measure(backend: str, world_size: int) -> AllReduceResult:

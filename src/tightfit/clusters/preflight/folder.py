@@ -24,8 +24,8 @@ def plant(place: Path, nonce: str) -> FolderStep:
         place.mkdir()
         for name in (FIRST, GROWN):
             _write(place / name, nonce)
-    except OSError as fault:
-        return _failed(fault, begin)
+    except OSError as error:
+        return _failed(error, begin)
     return FolderStep(is_done=True, seconds=time.monotonic() - begin)
 
 
@@ -55,8 +55,8 @@ def race(place: Path, nonce: str) -> FolderStep:
             except FileExistsError:
                 continue
         own.rename(place / f"{RENAMED}-{own.name}")
-    except OSError as fault:
-        return _failed(fault, begin)
+    except OSError as error:
+        return _failed(error, begin)
     took = time.monotonic() - begin
     return FolderStep(is_done=True, seconds=took, won=tuple(won), wrote=own.name)
 
@@ -80,8 +80,8 @@ def grow(place: Path, nonce: str) -> FolderStep:
     begin = time.monotonic()
     try:
         _write(place / GROWN, nonce * 2)
-    except OSError as fault:
-        return _failed(fault, begin)
+    except OSError as error:
+        return _failed(error, begin)
     return FolderStep(is_done=True, seconds=time.monotonic() - begin)
 
 
@@ -112,12 +112,12 @@ def _await(is_there: Callable[[], bool], seconds: float) -> FolderStep:
                 return FolderStep(is_done=True, seconds=time.monotonic() - begin)
         except FileNotFoundError:
             pass
-        except OSError as fault:
-            why = fault.strerror or str(fault)
+        except OSError as error:
+            why = error.strerror or str(error)
         time.sleep(POLL_SECONDS)
     return FolderStep(is_done=False, seconds=time.monotonic() - begin, detail=why)
 
 
-def _failed(fault: OSError, begin: float) -> FolderStep:
-    why = fault.strerror or str(fault)
+def _failed(error: OSError, begin: float) -> FolderStep:
+    why = error.strerror or str(error)
     return FolderStep(is_done=False, seconds=time.monotonic() - begin, detail=why)

@@ -51,7 +51,7 @@ GRACE_SECONDS = 0.5
 
 
 class NoAnswerError(Exception):
-    """A node gave no answer, or a fault in place of one; the text says which."""
+    """A node gave no answer, or an error in place of one; the text says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,29 +68,29 @@ class NodeAgent:
 
     def __init__(self, node: str) -> None:
         self.node = node
-        self.fault: str | None = None
+        self.error: str | None = None
         """Why it does not run."""
         self._remote: RemoteAgent | None = None
         self._hello: Future[AgentLine] = Future()
 
     def start(self, how: AgentCommand, seconds: float) -> None:
-        """Until it has said hello; `fault` tells what went wrong."""
+        """Until it has said hello; `error` tells what went wrong."""
         try:
             remote = self._remote = RemoteAgent(
                 self.node, how.argv, prefix=how.prefix, env=how.env, on_news=self._greet
             )
-        except UserError as fault:
-            self.fault = fault.problem
+        except UserError as error:
+            self.error = error.problem
             return
         either: list[Future[Any]] = [self._hello, remote.ended]
         wait(either, timeout=seconds, return_when=FIRST_COMPLETED)
         if self._hello.done():
-            self.fault = _find_mismatch(self._hello.result())
+            self.error = _find_mismatch(self._hello.result())
         elif remote.ended.done():
             code = remote.wait_for_exit(END_SECONDS)
-            self.fault = f"ended with exit code {code}{remote.last_words}"
+            self.error = f"ended with exit code {code}{remote.last_words}"
         else:
-            self.fault = f"no answer in {seconds:.0f} s{remote.last_words}"
+            self.error = f"no answer in {seconds:.0f} s{remote.last_words}"
 
     def _greet(self, line: AgentLine) -> None:
         if "hello" in line and not self._hello.done():
@@ -98,18 +98,18 @@ class NodeAgent:
 
     def ask(self, question: str, seconds: float, given: Mapping[str, Any]) -> Any:
         """The answer, or SilentAgentError when the time is over."""
-        if self.fault is not None or self._remote is None:
-            raise NoAnswerError(self.fault or "it was not started")
+        if self.error is not None or self._remote is None:
+            raise NoAnswerError(self.error or "it was not started")
         asked = self._remote.ask({"do": question, **given})
         try:
-            told = asked.result(timeout=max(seconds, 0.0) + GRACE_SECONDS)
+            reply = asked.result(timeout=max(seconds, 0.0) + GRACE_SECONDS)
         except FutureTimeoutError:
             raise NoAnswerError(f"no answer in {seconds:.0f} s") from None
-        except AgentGoneError as fault:
-            raise NoAnswerError(str(fault)) from None
-        if "fault" in told:
-            raise NoAnswerError(str(told["fault"]))
-        return told["answer"]
+        except AgentGoneError as error:
+            raise NoAnswerError(str(error)) from None
+        if "error" in reply:
+            raise NoAnswerError(str(reply["error"]))
+        return reply["answer"]
 
     def end(self) -> None:
         if self._remote is not None:
@@ -136,7 +136,7 @@ class AgentPool:
 
     @property
     def present(self) -> list[str]:
-        return [node for node, agent in self.agents.items() if agent.fault is None]
+        return [node for node, agent in self.agents.items() if agent.error is None]
 
     def ask(
         self, question: str, seconds: float, given: Mapping[str, Mapping[str, Any]] | None = None
@@ -153,8 +153,8 @@ class AgentPool:
         for node, future in asked.items():
             try:
                 answers[node] = future.result()
-            except NoAnswerError as fault:
-                self.silent[(node, question)] = str(fault)
+            except NoAnswerError as error:
+                self.silent[(node, question)] = str(error)
         return answers
 
     def end(self) -> None:
@@ -168,34 +168,34 @@ FOLDER_SECONDS = 8.0
 
 
 def check_shared_folder(
-    seen: FolderObservations, crew: AgentPool, left: Callable[[float], float]
+    observed: FolderObservations, pool: AgentPool, left: Callable[[float], float]
 ) -> None:
-    """Fill `seen`; what was planted is removed again."""
-    nodes = crew.present
+    """Fill `observed`; what was planted is removed again."""
+    nodes = pool.present
     if not nodes:
         return
     nonce = uuid.uuid4().hex
-    place = str(PurePosixPath(seen.path) / f".tightfit-preflight-{nonce[:12]}")
+    place = str(PurePosixPath(observed.path) / f".tightfit-preflight-{nonce[:12]}")
 
     def step(name: str, who: Sequence[str], **given: Any) -> dict[str, FolderStep]:
         wanted = {node: {"step": name, "place": place, "given": given} for node in who}
-        told = crew.ask("folder", left(FOLDER_SECONDS), wanted)
-        return {node: FolderStep.model_validate(answer) for node, answer in told.items()}
+        reply = pool.ask("folder", left(FOLDER_SECONDS), wanted)
+        return {node: FolderStep.model_validate(answer) for node, answer in reply.items()}
 
     first, others = nodes[0], nodes[1:]
-    seen.planted = step("plant", [first], nonce=nonce).get(first)
-    if seen.planted is None or not seen.planted.is_done:
+    observed.planted = step("plant", [first], nonce=nonce).get(first)
+    if observed.planted is None or not observed.planted.is_done:
         return
-    seen.found = step("find", others, nonce=nonce, seconds=left(FOLDER_SECONDS))
-    finders = [node for node in others if node in seen.found and seen.found[node].is_done]
+    observed.found = step("find", others, nonce=nonce, seconds=left(FOLDER_SECONDS))
+    finders = [node for node in others if node in observed.found and observed.found[node].is_done]
     everyone = [first, *finders]
-    seen.raced = step("race", everyone, nonce=nonce)
-    wrote = [told.wrote for told in seen.raced.values() if told.is_done]
-    seen.renamed = step(
+    observed.raced = step("race", everyone, nonce=nonce)
+    wrote = [reply.wrote for reply in observed.raced.values() if reply.is_done]
+    observed.renamed = step(
         "see_renamed", everyone, names=wrote, nonce=nonce, seconds=left(FOLDER_SECONDS)
     )
     if finders and first in step("grow", [first], nonce=nonce):
-        seen.grown = step("see_grown", finders, nonce=nonce, seconds=left(FOLDER_SECONDS))
+        observed.grown = step("see_grown", finders, nonce=nonce, seconds=left(FOLDER_SECONDS))
     step("remove", [first])
 
 
@@ -237,9 +237,9 @@ class Collector:
 
     def __init__(self, request: PreflightRequest, tell: ReportProgress) -> None:
         self.request = request
-        self.tell = tell
-        self.crew = AgentPool(request.nodes)
-        self.seen = Observations(
+        self.report = tell
+        self.pool = AgentPool(request.nodes)
+        self.observed = Observations(
             nodes=request.nodes, port=request.port, interface=request.interface
         )
         self._begin = time.monotonic()
@@ -255,53 +255,53 @@ class Collector:
             self._start()
             folder = aside.submit(self._look_at_folder) if self.request.shared else None
             self._look_at_nodes()
-            if len(self.seen.present) > 1:
+            if len(self.observed.present) > 1:
                 self._look_at_network()
             self._look_at_torch()
             _wait(folder)
         finally:
-            self.crew.end()
+            self.pool.end()
             aside.shutdown(wait=False)
-        self.seen.silent = dict(self.crew.silent)
-        self.seen.seconds = time.monotonic() - self._begin
-        return self.seen
+        self.observed.silent = dict(self.pool.silent)
+        self.observed.seconds = time.monotonic() - self._begin
+        return self.observed
 
     def _start(self) -> None:
-        self.tell(f"starting an agent on each of {len(self.request.nodes)} nodes")
-        self.crew.start(self.request.start, self.left(START_SECONDS))
-        self.seen.absent = {
-            node: agent.fault for node, agent in self.crew.agents.items() if agent.fault is not None
+        self.report(f"starting an agent on each of {len(self.request.nodes)} nodes")
+        self.pool.start(self.request.start, self.left(START_SECONDS))
+        self.observed.absent = {
+            node: agent.error for node, agent in self.pool.agents.items() if agent.error is not None
         }
-        self.crew.ask("torch_start", self.left(OPEN_SECONDS))
+        self.pool.ask("torch_start", self.left(OPEN_SECONDS))
 
     def _look_at_nodes(self) -> None:
-        self.tell("versions, devices, clocks and names")
-        seen = self.seen
-        seen.facts = {
-            node: NodeFacts.model_validate(told)
-            for node, told in self.crew.ask("facts", self.left(FACTS_SECONDS)).items()
+        self.report("versions, devices, clocks and names")
+        observed = self.observed
+        observed.facts = {
+            node: NodeFacts.model_validate(reply)
+            for node, reply in self.pool.ask("facts", self.left(FACTS_SECONDS)).items()
         }
-        seen.clocks = self._read_clocks()
+        observed.clocks = self._read_clocks()
         hosts = [host_of(node) for node in self.request.nodes]
         wanted = {
             node: {"names": list(dict.fromkeys([*hosts, facts.hostname]))}
-            for node, facts in seen.facts.items()
+            for node, facts in observed.facts.items()
         }
-        told = self.crew.ask("lookup", self.left(LOOKUP_SECONDS), wanted)
-        seen.lookups = {node: _read(list[NameLookup], answer) for node, answer in told.items()}
+        reply = self.pool.ask("lookup", self.left(LOOKUP_SECONDS), wanted)
+        observed.lookups = {node: _read(list[NameLookup], answer) for node, answer in reply.items()}
 
     def _read_clocks(self) -> dict[str, ClockOffset]:
         """One node after the other, so that no question waits for another."""
         found: dict[str, ClockOffset] = {}
-        for node in self.seen.facts:
+        for node in self.observed.facts:
             for _ in range(NUM_CLOCK_ASKS):
                 before = time.time()
-                told = self.crew.ask("clock", self.left(1.0), {node: {}}).get(node)
+                reply = self.pool.ask("clock", self.left(1.0), {node: {}}).get(node)
                 after = time.time()
-                if told is None:
+                if reply is None:
                     break
                 clock = ClockOffset(
-                    offset_seconds=float(told) - (before + after) / 2,
+                    offset_seconds=float(reply) - (before + after) / 2,
                     error_seconds=(after - before) / 2,
                 )
                 if node not in found or clock.error_seconds < found[node].error_seconds:
@@ -309,61 +309,67 @@ class Collector:
         return found
 
     def _look_at_network(self) -> None:
-        seen = self.seen
-        seen.plain_seats = choose_addresses(seen.facts, seen.lookups)
-        if seen.interface is not None:
-            seen.asked_seats = addresses_on(seen.facts, seen.interface)
-        self.tell("the port, and every node from every other")
-        self._open_doors()
+        observed = self.observed
+        observed.defaults = choose_addresses(observed.facts, observed.lookups)
+        if observed.interface is not None:
+            observed.requested = addresses_on(observed.facts, observed.interface)
+        self.report("the port, and every node from every other")
+        self._open_ports()
         self._find_routes()
         if self._is_asked_whole():
-            seen.asked_knocks = self._knock(seen.asked_seats)
-        works = any(knock.outcome is ConnectionOutcome.OK for knock in seen.asked_knocks.values())
-        seen.seats = seen.asked_seats if works else seen.plain_seats
-        seen.knocks = seen.asked_knocks if works else self._knock(seen.plain_seats)
-        self._knock_at_port()
-        self.tell("loss in each direction")
-        self._spray()
-        self.tell("bandwidth of each link")
+            observed.requested_probes = self._probe(observed.requested)
+        works = any(
+            probe.outcome is ConnectionOutcome.OK for probe in observed.requested_probes.values()
+        )
+        observed.addresses = observed.requested if works else observed.defaults
+        observed.probes = observed.requested_probes if works else self._probe(observed.defaults)
+        self._probe_port()
+        self.report("loss in each direction")
+        self._send_datagrams()
+        self.report("bandwidth of each link")
         self._stream()
 
     def _is_asked_whole(self) -> bool:
         """Whether the device that was asked for is on all nodes and carries the ways between."""
-        seen = self.seen
-        if len(seen.asked_seats) != len(seen.present):
+        observed = self.observed
+        if len(observed.requested) != len(observed.present):
             return False
         return all(
-            self._device_to(source, seen.asked_seats[target].address) == seen.interface
-            for source, target in self._pairs(seen.asked_seats)
+            self._device_to(source, observed.requested[target].address) == observed.interface
+            for source, target in self._pairs(observed.requested)
         )
 
     def _device_to(self, node: str, address: str) -> str | None:
-        route = self.seen.routes.get(node, {}).get(address)
+        route = self.observed.routes.get(node, {}).get(address)
         return route.device if route else None
 
-    def _open_doors(self) -> None:
+    def _open_ports(self) -> None:
         wanted = {
-            node: {"port": self.seen.port if node == self.seen.head else None}
-            for node in self.seen.present
+            node: {"port": self.observed.port if node == self.observed.head else None}
+            for node in self.observed.present
         }
-        told = self.crew.ask("open", self.left(OPEN_SECONDS), wanted)
-        self.seen.doors = {
-            node: ListenerPorts.model_validate(answer) for node, answer in told.items()
+        reply = self.pool.ask("open", self.left(OPEN_SECONDS), wanted)
+        self.observed.ports = {
+            node: ListenerPorts.model_validate(answer) for node, answer in reply.items()
         }
 
     def _find_routes(self) -> None:
-        seen = self.seen
-        seats = [*seen.plain_seats.values(), *seen.asked_seats.values()]
+        observed = self.observed
+        node_addresses = [*observed.defaults.values(), *observed.requested.values()]
         wanted = {
-            node: {"addresses": list(dict.fromkeys(s.address for s in seats if s.node != node))}
-            for node in seen.present
+            node: {
+                "addresses": list(
+                    dict.fromkeys(s.address for s in node_addresses if s.node != node)
+                )
+            }
+            for node in observed.present
         }
-        for node, answer in self.crew.ask("routes", self.left(KNOCK_SECONDS), wanted).items():
-            seen.routes[node] = {route.address: route for route in _read(list[Route], answer)}
+        for node, answer in self.pool.ask("routes", self.left(KNOCK_SECONDS), wanted).items():
+            observed.routes[node] = {route.address: route for route in _read(list[Route], answer)}
 
-    def _pairs(self, seats: NodeAddresses) -> list[NodePair]:
+    def _pairs(self, node_addresses: NodeAddresses) -> list[NodePair]:
         """Who tries whom."""
-        nodes = [node for node in self.seen.present if node in seats]
+        nodes = [node for node in self.observed.present if node in node_addresses]
         if len(nodes) <= FEW_NODES:
             return [(a, b) for a in nodes for b in nodes if a != b]
         ring = dict.fromkeys(
@@ -375,75 +381,77 @@ class Collector:
         )
         return list(ring)
 
-    def _knock(self, seats: NodeAddresses) -> dict[NodePair, ConnectionProbe]:
+    def _probe(self, node_addresses: NodeAddresses) -> dict[NodePair, ConnectionProbe]:
         seconds = self.left(KNOCK_SECONDS)
         wanted: dict[str, dict[str, Any]] = {}
-        for source, target in self._pairs(seats):
-            if target in self.seen.doors:
+        for source, target in self._pairs(node_addresses):
+            if target in self.observed.ports:
                 ask = wanted.setdefault(source, {"targets": [], "seconds": seconds})
                 ask["targets"].append(
                     {
                         "node": target,
-                        "address": seats[target].address,
-                        "port": self.seen.doors[target].tcp_port,
+                        "address": node_addresses[target].address,
+                        "port": self.observed.ports[target].tcp_port,
                         "is_ours": True,
                     }
                 )
-        told = self.crew.ask("knock", seconds, wanted)
+        reply = self.pool.ask("connect", seconds, wanted)
         return {
-            (node, knock.node): knock
-            for node, answer in told.items()
-            for knock in _read(list[ConnectionProbe], answer)
+            (node, probe.node): probe
+            for node, answer in reply.items()
+            for probe in _read(list[ConnectionProbe], answer)
         }
 
-    def _knock_at_port(self) -> None:
+    def _probe_port(self) -> None:
         """The first node's rendezvous port, as the others will do, and it itself."""
-        seen = self.seen
-        head = seen.seats.get(seen.head)
-        if head is None or seen.head not in seen.doors:
+        observed = self.observed
+        head = observed.addresses.get(observed.head)
+        if head is None or observed.head not in observed.ports:
             return
         target = {
-            "node": seen.head,
+            "node": observed.head,
             "address": head.address,
-            "port": seen.port,
-            "is_ours": seen.doors[seen.head].rendezvous_fault is None,
+            "port": observed.port,
+            "is_ours": observed.ports[observed.head].rendezvous_error is None,
         }
         seconds = self.left(KNOCK_SECONDS)
-        wanted = {node: {"targets": [target], "seconds": seconds} for node in seen.present}
-        for node, answer in self.crew.ask("knock", seconds, wanted).items():
-            seen.port_knocks[node] = _read(list[ConnectionProbe], answer)[0]
+        wanted = {node: {"targets": [target], "seconds": seconds} for node in observed.present}
+        for node, answer in self.pool.ask("connect", seconds, wanted).items():
+            observed.port_probes[node] = _read(list[ConnectionProbe], answer)[0]
 
-    def _spray(self) -> None:
+    def _send_datagrams(self) -> None:
         """What arrives is held against what its source says it has sent, in time."""
-        seen = self.seen
+        observed = self.observed
         pairs = [
             (source, target)
-            for source, target in self._pairs(seen.seats)
-            if target in seen.doors and ":" not in seen.seats[target].address
+            for source, target in self._pairs(observed.addresses)
+            if target in observed.ports and ":" not in observed.addresses[target].address
         ]
-        seen.sent = self.crew.ask("spray", self.left(SPRAY_SECONDS), self._plan_spray(pairs))
+        observed.sent = self.pool.ask(
+            "datagrams", self.left(SPRAY_SECONDS), self._plan_datagrams(pairs)
+        )
         time.sleep(self.left(0.3))  # for the last of them to arrive
         wanted: dict[str, dict[str, list[int]]] = {}
         for source, target in pairs:
-            if source in seen.sent:
+            if source in observed.sent:
                 ask = wanted.setdefault(target, {"senders": []})
-                ask["senders"].append(seen.nodes.index(source))
-        for node, answer in self.crew.ask("heard", self.left(OPEN_SECONDS), wanted).items():
-            for heard in _read(list[DatagramCount], answer):
-                seen.heard[(seen.nodes[heard.sender], node)] = heard
+                ask["senders"].append(observed.nodes.index(source))
+        for node, answer in self.pool.ask("received", self.left(OPEN_SECONDS), wanted).items():
+            for received in _read(list[DatagramCount], answer):
+                observed.received[(observed.nodes[received.sender], node)] = received
 
-    def _plan_spray(self, pairs: list[NodePair]) -> dict[str, dict[str, Any]]:
-        seen = self.seen
+    def _plan_datagrams(self, pairs: list[NodePair]) -> dict[str, dict[str, Any]]:
+        observed = self.observed
         wanted: dict[str, dict[str, Any]] = {}
         for source, target in pairs:
-            mtu = min(seen.seats[source].mtu, seen.seats[target].mtu)
+            mtu = min(observed.addresses[source].mtu, observed.addresses[target].mtu)
             amounts = {"num_small": NUM_SMALL, "num_large": NUM_LARGE}
-            sender = seen.nodes.index(source)
+            sender = observed.nodes.index(source)
             ask = wanted.setdefault(source, {"targets": [], "sender": sender, **amounts})
             ask["targets"].append(
                 {
-                    "address": seen.seats[target].address,
-                    "port": seen.doors[target].udp_port,
+                    "address": observed.addresses[target].address,
+                    "port": observed.ports[target].udp_port,
                     "large_bytes": min(max(mtu, 576), 65_535) - IP_UDP_HEADER_BYTES,
                 }
             )
@@ -451,83 +459,90 @@ class Collector:
 
     def _stream(self) -> None:
         """Round the ring, all at once: each node sends to one and receives from one."""
-        seen = self.seen
-        nodes = [node for node in seen.present if node in seen.seats and node in seen.doors]
+        observed = self.observed
+        nodes = [
+            node
+            for node in observed.present
+            if node in observed.addresses and node in observed.ports
+        ]
         ring = zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)
         seconds = min(STREAM_SECONDS, self.left(STREAM_SECONDS))
         wanted = {
             source: {
                 "node": target,
-                "address": seen.seats[target].address,
-                "port": seen.doors[target].tcp_port,
+                "address": observed.addresses[target].address,
+                "port": observed.ports[target].tcp_port,
                 "seconds": seconds,
             }
             for source, target in ring
-            if source != target and seen.is_open((source, target))
+            if source != target and observed.is_open((source, target))
         }
-        told = self.crew.ask("stream", seconds + 2.0, wanted)
-        for node, answer in told.items():
+        reply = self.pool.ask("stream", seconds + 2.0, wanted)
+        for node, answer in reply.items():
             stream = StreamResult.model_validate(answer)
-            seen.streams[(node, stream.node)] = stream
+            observed.streams[(node, stream.node)] = stream
 
     def _look_at_torch(self) -> None:
-        seen = self.seen
-        self.tell("torch on each node")
-        told = self.crew.ask("torch", self.left(TORCH_SECONDS))
-        seen.torch = {node: TorchFacts.model_validate(answer) for node, answer in told.items()}
-        seen.no_reduce = self._why_no_reduce()
-        if seen.no_reduce is None:
-            self.tell("all-reduce over all nodes")
+        observed = self.observed
+        self.report("torch on each node")
+        reply = self.pool.ask("torch", self.left(TORCH_SECONDS))
+        observed.torch = {node: TorchFacts.model_validate(answer) for node, answer in reply.items()}
+        observed.no_all_reduce = self._why_no_all_reduce()
+        if observed.no_all_reduce is None:
+            self.report("all-reduce over all nodes")
             self._reduce()
 
-    def _why_no_reduce(self) -> str | None:
-        seen = self.seen
-        loaded = [n for n in seen.nodes if n in seen.torch and seen.torch[n].fault is None]
-        closed = [pair for pair in self._pairs(seen.seats) if not seen.is_open(pair)]
+    def _why_no_all_reduce(self) -> str | None:
+        observed = self.observed
+        loaded = [
+            n for n in observed.nodes if n in observed.torch and observed.torch[n].error is None
+        ]
+        closed = [pair for pair in self._pairs(observed.addresses) if not observed.is_open(pair)]
         doubts = {
-            "there is only one node": len(seen.nodes) == 1,
-            "not every node answers": len(seen.present) < len(seen.nodes),
-            "torch does not load on every node": len(loaded) < len(seen.nodes),
-            "not every node reaches every other": closed or len(seen.seats) < len(seen.nodes),
-            f"port {seen.port} of {seen.head} is not to be had": any(
-                knock.outcome is not ConnectionOutcome.OK for knock in seen.port_knocks.values()
+            "there is only one node": len(observed.nodes) == 1,
+            "not every node answers": len(observed.present) < len(observed.nodes),
+            "torch does not load on every node": len(loaded) < len(observed.nodes),
+            "not every node reaches every other": closed
+            or len(observed.addresses) < len(observed.nodes),
+            f"port {observed.port} of {observed.head} is not to be had": any(
+                probe.outcome is not ConnectionOutcome.OK for probe in observed.port_probes.values()
             )
-            or any(doors.rendezvous_fault for doors in seen.doors.values()),
+            or any(ports.rendezvous_error for ports in observed.ports.values()),
             "the other checks took the time": self.left(REDUCE_SECONDS) < REDUCE_RESERVE_SECONDS,
         }
         return next((why for why, is_so in doubts.items() if is_so), None)
 
     def _reduce(self) -> None:
-        seen = self.seen
-        self.crew.ask("close_port", self.left(OPEN_SECONDS), {seen.head: {}})
-        has_gpus = all(facts.num_gpus > 0 for facts in seen.torch.values())
+        observed = self.observed
+        self.pool.ask("close_port", self.left(OPEN_SECONDS), {observed.head: {}})
+        has_gpus = all(facts.num_gpus > 0 for facts in observed.torch.values())
         seconds = self.left(REDUCE_SECONDS)
         wanted = {
             node: {
                 "given": {
                     "backend": "nccl" if has_gpus else "gloo",
-                    "address": seen.seats[seen.head].address,
-                    "port": seen.port,
+                    "address": observed.addresses[observed.head].address,
+                    "port": observed.port,
                     "rank": rank,
-                    "world_size": len(seen.nodes),
-                    "device": seen.seats[node].device,
+                    "world_size": len(observed.nodes),
+                    "device": observed.addresses[node].device,
                     "seconds": seconds,
                 }
             }
-            for rank, node in enumerate(seen.nodes)
+            for rank, node in enumerate(observed.nodes)
         }
-        told = self.crew.ask("reduce", seconds, wanted)
-        found = [AllReduceResult.model_validate(answer) for answer in told.values()]
-        faults = [reduce for reduce in found if reduce.fault]
-        if len(found) < len(seen.nodes) and not faults:
-            faults = [AllReduceResult(fault=f"it did not end in {seconds:.0f} s")]
-        seen.reduce = faults[0] if faults else max(found, key=lambda r: r.seconds)
+        reply = self.pool.ask("reduce", seconds, wanted)
+        found = [AllReduceResult.model_validate(answer) for answer in reply.values()]
+        errors = [reduce for reduce in found if reduce.error]
+        if len(found) < len(observed.nodes) and not errors:
+            errors = [AllReduceResult(error=f"it did not end in {seconds:.0f} s")]
+        observed.reduce = errors[0] if errors else max(found, key=lambda r: r.seconds)
 
     def _look_at_folder(self) -> None:
         """Beside the other rounds: a file system that hangs takes no time of theirs."""
         assert self.request.shared is not None
-        self.seen.folder = FolderObservations(path=self.request.shared)
-        check_shared_folder(self.seen.folder, self.crew, self.left)
+        self.observed.folder = FolderObservations(path=self.request.shared)
+        check_shared_folder(self.observed.folder, self.pool, self.left)
 
 
 def _wait(task: Future[None] | None) -> None:

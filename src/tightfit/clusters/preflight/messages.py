@@ -6,7 +6,7 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Counts changes that an agent of another version would not understand."""
 
 
@@ -59,7 +59,7 @@ class NameLookup(Message):
     name: str
     addresses: tuple[str, ...] = ()
     seconds: float = 0.0
-    fault: str | None = None
+    error: str | None = None
 
 
 class ListenerPorts(Message):
@@ -67,7 +67,7 @@ class ListenerPorts(Message):
 
     tcp_port: int
     udp_port: int
-    rendezvous_fault: str | None = None
+    rendezvous_error: str | None = None
     """Why the rendezvous port cannot be had; None also where it was not asked for."""
 
 
@@ -113,7 +113,7 @@ class StreamResult(Message):
     node: str
     bytes_per_second: float
     resent_fraction: float = 0.0
-    fault: str | None = None
+    error: str | None = None
 
 
 class DatagramCount(Message):
@@ -147,7 +147,7 @@ class TorchFacts(Message):
     num_gpus: int = 0
     gpu_names: tuple[str, ...] = ()
     import_seconds: float = 0.0
-    fault: str | None = None
+    error: str | None = None
 
 
 class AllReduceResult(Message):
@@ -161,4 +161,4 @@ class AllReduceResult(Message):
     """Of one of a few bytes."""
     bus_bytes_per_second: float = 0.0
     """What crossed each link: 2(n-1)/n of the payload, over the time."""
-    fault: str | None = None
+    error: str | None = None

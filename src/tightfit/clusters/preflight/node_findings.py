@@ -23,24 +23,24 @@ _UNANSWERED = {
     "torch": "torch did not load",
     "open": "no port could be opened there",
     "routes": "it does not tell its routes",
-    "knock": "it did not finish connecting to the others",
-    "spray": "it did not finish sending datagrams",
-    "heard": "it does not tell which datagrams reached it",
+    "connect": "it did not finish connecting to the others",
+    "datagrams": "it did not finish sending datagrams",
+    "received": "it does not tell which datagrams reached it",
     "stream": "the stream from there did not end",
 }
 """Questions whose silence is not judged elsewhere."""
 
 
-def check_nodes(seen: Observations) -> Iterator[Finding]:
-    yield from _check_presence(seen)
-    yield from _check_versions(seen)
-    yield from _check_clocks(seen)
-    yield from _check_gpus(seen)
-    yield from _check_machines(seen)
+def check_nodes(observed: Observations) -> Iterator[Finding]:
+    yield from _check_presence(observed)
+    yield from _check_versions(observed)
+    yield from _check_clocks(observed)
+    yield from _check_gpus(observed)
+    yield from _check_machines(observed)
 
 
-def _check_presence(seen: Observations) -> Iterator[Finding]:
-    for node, why in seen.absent.items():
+def _check_presence(observed: Observations) -> Iterator[Finding]:
+    for node, why in observed.absent.items():
         yield Finding(
             area="nodes",
             name=node,
@@ -49,7 +49,7 @@ def _check_presence(seen: Observations) -> Iterator[Finding]:
             remedy=f"see whether a command runs on {node}, and whether this Python and tightfit "
             "are there too    (--run-with 'ssh {node}' says how a command gets there)",
         )
-    for (node, question), why in seen.silent.items():
+    for (node, question), why in observed.silent.items():
         if question not in _UNANSWERED:
             continue
         yield Finding(
@@ -59,16 +59,16 @@ def _check_presence(seen: Observations) -> Iterator[Finding]:
             detail=f"{_UNANSWERED[question]}: {why}",
             remedy=f"see what keeps {node} busy: uptime, dmesg",
         )
-    if seen.present:
-        told = f"{len(seen.present)} of {len(seen.nodes)} answer"
-        yield Finding(area="nodes", name="agents", status=Status.OK, detail=told)
+    if observed.present:
+        text = f"{len(observed.present)} of {len(observed.nodes)} answer"
+        yield Finding(area="nodes", name="agents", status=Status.OK, detail=text)
 
 
-def _check_versions(seen: Observations) -> Iterator[Finding]:
-    if len(seen.present) < 2:
+def _check_versions(observed: Observations) -> Iterator[Finding]:
+    if len(observed.present) < 2:
         return
     tables = {node: {**facts.packages, "Python": facts.python, "NVIDIA driver": facts.driver}
-              for node, facts in seen.facts.items()}  # fmt: skip
+              for node, facts in observed.facts.items()}  # fmt: skip
     names = list(dict.fromkeys(name for table in tables.values() for name in table))
     has_any = False
     for name in names:
@@ -84,10 +84,10 @@ def _check_versions(seen: Observations) -> Iterator[Finding]:
             remedy=_remedy_of(name, versions),
         )
     if not has_any:
-        first = tables[seen.present[0]]
-        told = ", ".join(f"{name} {first[name]}" for name in ("Python", "torch", "tightfit")
+        first = tables[observed.present[0]]
+        text = ", ".join(f"{name} {first[name]}" for name in ("Python", "torch", "tightfit")
                          if first.get(name))  # fmt: skip
-        yield Finding(area="versions", name="all", status=Status.OK, detail=f"the same: {told}")
+        yield Finding(area="versions", name="all", status=Status.OK, detail=f"the same: {text}")
 
 
 def _describe_difference(versions: Mapping[str, str | None]) -> str:
@@ -113,17 +113,17 @@ def list_nodes(nodes: list[str]) -> str:
     return shown if len(nodes) <= 4 else f"{shown} and {len(nodes) - 4} more"
 
 
-def _check_clocks(seen: Observations) -> Iterator[Finding]:
-    if len(seen.clocks) < 2:
+def _check_clocks(observed: Observations) -> Iterator[Finding]:
+    if len(observed.clocks) < 2:
         return
-    offsets = {node: clock.offset_seconds for node, clock in seen.clocks.items()}
+    offsets = {node: clock.offset_seconds for node, clock in observed.clocks.items()}
     middle = sorted(offsets.values())[len(offsets) // 2]
     ahead, behind = max(offsets, key=offsets.__getitem__), min(offsets, key=offsets.__getitem__)
     skew = offsets[ahead] - offsets[behind]
-    error = max(clock.error_seconds for clock in seen.clocks.values())
+    error = max(clock.error_seconds for clock in observed.clocks.values())
     if skew - 2 * error <= MAX_SKEW_SECONDS:
-        told = f"at most {(skew + 2 * error) * 1e3:.1f} ms apart"
-        yield Finding(area="clock", name="all", status=Status.OK, detail=told)
+        text = f"at most {(skew + 2 * error) * 1e3:.1f} ms apart"
+        yield Finding(area="clock", name="all", status=Status.OK, detail=text)
         return
     off = max(offsets, key=lambda node: abs(offsets[node] - middle))
     yield Finding(
@@ -136,11 +136,11 @@ def _check_clocks(seen: Observations) -> Iterator[Finding]:
     )
 
 
-def _check_gpus(seen: Observations) -> Iterator[Finding]:
-    for node, facts in seen.torch.items():
-        known = seen.facts[node].gpus if node in seen.facts else ()
-        if facts.fault is not None:
-            yield _gpu_finding(node, Status.FAULT, f"torch does not load: {facts.fault}",
+def _check_gpus(observed: Observations) -> Iterator[Finding]:
+    for node, facts in observed.torch.items():
+        known = observed.facts[node].gpus if node in observed.facts else ()
+        if facts.error is not None:
+            yield _gpu_finding(node, Status.FAULT, f"torch does not load: {facts.error}",
                        "pip install 'tightfit[train]'    (on that node)")  # fmt: skip
         elif known and facts.num_gpus == 0:
             yield _gpu_finding(
@@ -156,10 +156,10 @@ def _check_gpus(seen: Observations) -> Iterator[Finding]:
                 f"torch took {render_seconds(facts.import_seconds)} to load",
                 "put the environment on a local disk, or into a container image",
             )
-    kinds = {node: facts.gpu_names for node, facts in seen.torch.items() if facts.fault is None}
+    kinds = {node: facts.gpu_names for node, facts in observed.torch.items() if facts.error is None}
     if len(set(kinds.values())) > 1:
-        told = "; ".join(f"{node}: {_name_gpus(names)}" for node, names in kinds.items())
-        yield _gpu_finding("all", Status.FAULT, f"the nodes differ: {told}",
+        text = "; ".join(f"{node}: {_name_gpus(names)}" for node, names in kinds.items())
+        yield _gpu_finding("all", Status.FAULT, f"the nodes differ: {text}",
                    "choose nodes of one kind: a job runs the same on each")  # fmt: skip
     elif kinds:
         names = next(iter(kinds.values()))
@@ -176,8 +176,8 @@ def _gpu_finding(node: str, status: Status, detail: str, remedy: str | None = No
     return Finding(area="gpu", name=node, status=status, detail=detail, remedy=remedy)
 
 
-def _check_machines(seen: Observations) -> Iterator[Finding]:
-    for node, facts in seen.facts.items():
+def _check_machines(observed: Observations) -> Iterator[Finding]:
+    for node, facts in observed.facts.items():
         yield Finding(
             area="machine",
             name=node,
@@ -218,7 +218,7 @@ def _machine_warning(node: str, detail: str, remedy: str) -> Finding:
     return Finding(area="machine", name=node, status=Status.WARNING, detail=detail, remedy=remedy)
 
 
-# Findings about the shared folder: seen, written, renamed and raced for by all nodes.
+# Findings about the shared folder: observed, written, renamed and raced for by all nodes.
 
 LONG_SECONDS = 1.0
 _MEANING = {
@@ -227,47 +227,47 @@ _MEANING = {
 }
 
 
-def check_folder(seen: Observations) -> Iterator[Finding]:
-    folder = seen.folder
-    if folder is None or not seen.present:
+def check_folder(observed: Observations) -> Iterator[Finding]:
+    folder = observed.folder
+    if folder is None or not observed.present:
         return
-    findings = [*_check_sight(folder, seen), *_check_races(folder), *_check_delay(folder)]
+    findings = [*_check_sight(folder, observed), *_check_races(folder), *_check_delay(folder)]
     if not any(finding.status is Status.FAULT for finding in findings):
         delay = max((step.seconds for step in folder.grown.values()), default=0.0)
-        told = (
+        text = (
             f"the same and writable on every node; exclusive create, link and rename work; "
             f"a change is seen after {render_seconds(delay)}"
         )
-        findings.insert(0, _folder_finding(folder, Status.OK, told))
+        findings.insert(0, _folder_finding(folder, Status.OK, text))
     yield from findings
 
 
-def _check_sight(folder: FolderObservations, seen: Observations) -> Iterator[Finding]:
+def _check_sight(folder: FolderObservations, observed: Observations) -> Iterator[Finding]:
     writable = "choose a folder that every node mounts and may write: --shared FOLDER"
     if folder.planted is None or not folder.planted.is_done:
         why = folder.planted.detail if folder.planted else "no answer: the file system may hang"
         yield _folder_finding(
-            folder, Status.FAULT, f"{seen.head} cannot write there: {why}", writable
+            folder, Status.FAULT, f"{observed.head} cannot write there: {why}", writable
         )
         return
-    for node in seen.present[1:]:
+    for node in observed.present[1:]:
         step = folder.found.get(node)
         if step is None:
-            told = f"{node} gives no answer about it: the file system may hang there"
-            yield _folder_finding(folder, Status.FAULT, told, f"on {node}: ls {folder.path}; mount")
+            text = f"{node} gives no answer about it: the file system may hang there"
+            yield _folder_finding(folder, Status.FAULT, text, f"on {node}: ls {folder.path}; mount")
         elif not step.is_done:
-            told = f"{node} does not see what {seen.head} writes there: {step.detail}"
+            text = f"{node} does not see what {observed.head} writes there: {step.detail}"
             yield _folder_finding(
                 folder,
                 Status.FAULT,
-                f"not shared: {told}",
+                f"not shared: {text}",
                 f"mount the same file system on {node}, or name one: --shared FOLDER    "
                 f"(on {node}: df {folder.path})",
             )
     for node, step in folder.raced.items():
         if not step.is_done:
-            told = f"{node} sees it, but cannot write and rename there: {step.detail}"
-            yield _folder_finding(folder, Status.FAULT, told, writable)
+            text = f"{node} sees it, but cannot write and rename there: {step.detail}"
+            yield _folder_finding(folder, Status.FAULT, text, writable)
 
 
 def _check_races(folder: FolderObservations) -> Iterator[Finding]:
@@ -285,9 +285,9 @@ def _check_races(folder: FolderObservations) -> Iterator[Finding]:
             )
     blind = [node for node, step in folder.renamed.items() if not step.is_done]
     if blind:
-        told = f"{', '.join(blind)} does not see files under the names that others gave them"
+        text = f"{', '.join(blind)} does not see files under the names that others gave them"
         yield _folder_finding(
-            folder, Status.FAULT, told, "mount it without caching of names (lookupcache)"
+            folder, Status.FAULT, text, "mount it without caching of names (lookupcache)"
         )
 
 

@@ -37,15 +37,15 @@ NodeAddresses = dict[str, NodeAddress]
 
 
 def host_of(node: str) -> str:
-    """`me@host` is how ssh is told; the network knows `host`."""
+    """`me@host` is how ssh is node_facts; the network knows `host`."""
     return node.rpartition("@")[2]
 
 
 def addresses_on(facts: Mapping[str, NodeFacts], device: str) -> NodeAddresses:
     """Of the nodes that have this device, up and with an address."""
     found = {}
-    for node, told in facts.items():
-        for owner, address in _list_addresses(told):
+    for node, node_facts in facts.items():
+        for owner, address in _list_addresses(node_facts):
             if owner.name == device and owner.is_up:
                 found[node] = _make_address(node, owner, address)
                 break
@@ -67,16 +67,16 @@ def _by_name(
     facts: Mapping[str, NodeFacts], lookups: Mapping[str, Sequence[NameLookup]]
 ) -> NodeAddresses:
     found = {}
-    for node, told in facts.items():
-        own = {address: device for device, address in _list_addresses(told)}
+    for node, node_facts in facts.items():
+        own = {address: device for device, address in _list_addresses(node_facts)}
         for peer, answers in lookups.items():
-            told_addresses = [
+            known_addresses = [
                 address
                 for answer in answers
                 if answer.name == host_of(node) and peer != node
                 for address in answer.addresses
             ]
-            match = next((address for address in told_addresses if address in own), None)
+            match = next((address for address in known_addresses if address in own), None)
             if match is not None:
                 found[node] = _make_address(node, own[match], match)
                 break
@@ -86,23 +86,23 @@ def _by_name(
 def _by_network(facts: Mapping[str, NodeFacts]) -> NodeAddresses:
     """The fastest network on which every node has an address of its own."""
     networks: dict[str, NodeAddresses] = {}
-    for node, told in facts.items():
-        for device in told.devices:
+    for node, node_facts in facts.items():
+        for device in node_facts.devices:
             for text in device.addresses if device.is_up else ():
                 place = ip_interface(text)
                 if isinstance(place, IPv4Interface) and not place.ip.is_loopback:
-                    seat = _make_address(node, device, str(place.ip))
-                    networks.setdefault(str(place.network), {}).setdefault(node, seat)
+                    node_address = _make_address(node, device, str(place.ip))
+                    networks.setdefault(str(place.network), {}).setdefault(node, node_address)
     whole = [
-        seats
-        for seats in networks.values()
-        if len({seat.address for seat in seats.values()}) == len(facts)
+        node_addresses
+        for node_addresses in networks.values()
+        if len({node_address.address for node_address in node_addresses.values()}) == len(facts)
     ]
     return max(whole, key=_slowest, default={})
 
 
-def _slowest(seats: NodeAddresses) -> float:
-    return min(seat.bits_per_second for seat in seats.values())
+def _slowest(node_addresses: NodeAddresses) -> float:
+    return min(node_address.bits_per_second for node_address in node_addresses.values())
 
 
 def _list_addresses(facts: NodeFacts) -> Iterator[tuple[NetworkDevice, str]]:
@@ -128,7 +128,7 @@ def _make_address(node: str, device: NetworkDevice, address: str) -> NodeAddress
     )
 
 
-# All that the nodes told, before anything is made of it.
+# All that the nodes node_facts, before anything is made of it.
 
 NodePair = tuple[str, str]
 """From which node to which."""
@@ -169,28 +169,28 @@ class Observations:
     facts: dict[str, NodeFacts] = field(default_factory=dict)
     lookups: dict[str, list[NameLookup]] = field(default_factory=dict)
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
-    asked_seats: NodeAddresses = field(default_factory=dict)
+    requested: NodeAddresses = field(default_factory=dict)
     """On the device that was asked for."""
-    plain_seats: NodeAddresses = field(default_factory=dict)
+    defaults: NodeAddresses = field(default_factory=dict)
     """Without regard to it."""
-    seats: NodeAddresses = field(default_factory=dict)
+    addresses: NodeAddresses = field(default_factory=dict)
     """Those of the two that are to be used."""
-    doors: dict[str, ListenerPorts] = field(default_factory=dict)
+    ports: dict[str, ListenerPorts] = field(default_factory=dict)
     routes: dict[str, dict[str, Route]] = field(default_factory=dict)
     """By node, then by address."""
-    knocks: dict[NodePair, ConnectionProbe] = field(default_factory=dict)
-    asked_knocks: dict[NodePair, ConnectionProbe] = field(default_factory=dict)
-    """At the seats of the device that was asked for, where those are others."""
-    port_knocks: dict[str, ConnectionProbe] = field(default_factory=dict)
+    probes: dict[NodePair, ConnectionProbe] = field(default_factory=dict)
+    requested_probes: dict[NodePair, ConnectionProbe] = field(default_factory=dict)
+    """At the node_addresses of the device that was asked for, where those are others."""
+    port_probes: dict[str, ConnectionProbe] = field(default_factory=dict)
     """At the rendezvous port of the first node, by who knocked."""
     sent: dict[str, int] = field(default_factory=dict)
     """Small datagrams to each target, by the node that says so."""
-    heard: dict[NodePair, DatagramCount] = field(default_factory=dict)
-    """Only where both nodes told; then also where nothing came."""
+    received: dict[NodePair, DatagramCount] = field(default_factory=dict)
+    """Only where both nodes node_facts; then also where nothing came."""
     streams: dict[NodePair, StreamResult] = field(default_factory=dict)
     torch: dict[str, TorchFacts] = field(default_factory=dict)
     reduce: AllReduceResult | None = None
-    no_reduce: str | None = None
+    no_all_reduce: str | None = None
     """Why no all-reduce was tried."""
     folder: FolderObservations | None = None
     seconds: float = 0.0
@@ -204,12 +204,12 @@ class Observations:
         return [node for node in self.nodes if node in self.facts]
 
     def is_open(self, pair: NodePair) -> bool:
-        knock = self.knocks.get(pair)
-        return knock is not None and knock.outcome is ConnectionOutcome.OK
+        probe = self.probes.get(pair)
+        return probe is not None and probe.outcome is ConnectionOutcome.OK
 
     def lost_fraction(self, pair: NodePair) -> float | None:
         """At least so much is lost on the way; 1.0: nothing arrives. None: not known."""
-        heard, sent = self.heard.get(pair), self.sent.get(pair[0])
-        if heard is None or not sent:
+        received, sent = self.received.get(pair), self.sent.get(pair[0])
+        if received is None or not sent:
             return None
-        return max(0, sent - heard.num_small - heard.num_dropped) / sent
+        return max(0, sent - received.num_small - received.num_dropped) / sent

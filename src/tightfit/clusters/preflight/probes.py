@@ -168,12 +168,12 @@ class DatagramCounter:
     """A UDP socket on every address of the host, read by a thread until the process ends."""
 
     def __init__(self, *, room_bytes: int = ROOM_BYTES) -> None:
-        self._heard: Counter[tuple[int, bool]] = Counter()
+        self._received: Counter[tuple[int, bool]] = Counter()
         self._turn = threading.Lock()
         self._overflows_before = _read_host_overflows()
-        self.door = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room_bytes)
-        self.door.bind(("", 0))
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room_bytes)
+        self.socket.bind(("", 0))
 
     def start(self) -> None:
         threading.Thread(target=self._count, daemon=True).start()
@@ -185,8 +185,8 @@ class DatagramCounter:
         return [
             DatagramCount(
                 sender=sender,
-                num_small=self._heard[(sender, False)],
-                num_large=self._heard[(sender, True)],
+                num_small=self._received[(sender, False)],
+                num_large=self._received[(sender, True)],
                 num_dropped=num_dropped,
             )
             for sender in senders
@@ -195,7 +195,7 @@ class DatagramCounter:
     def _count(self) -> None:
         with suppress(OSError):
             while True:
-                self.door.recv(1, socket.MSG_PEEK)  # waits, and leaves it there
+                self.socket.recv(1, socket.MSG_PEEK)  # waits, and leaves it there
                 self._drain()
 
     def _drain(self) -> None:
@@ -203,11 +203,11 @@ class DatagramCounter:
         with self._turn, suppress(BlockingIOError):
             end = time.monotonic() + DRAIN_SECONDS
             while time.monotonic() < end:
-                data = self.door.recv(65_536, socket.MSG_DONTWAIT)
+                data = self.socket.recv(65_536, socket.MSG_DONTWAIT)
                 if len(data) >= DATAGRAM.size:
                     mark, sender, is_large = DATAGRAM.unpack_from(data)
                     if mark == MARK:
-                        self._heard[(sender, bool(is_large))] += 1
+                        self._received[(sender, bool(is_large))] += 1
 
     def _count_drops(self) -> int:
         """Datagrams that arrived and found no room, whoever sent them.
@@ -216,8 +216,8 @@ class DatagramCounter:
         network's fault; that of the host has not, but has those of every other socket.
         """
         try:
-            told = self.door.getsockopt(socket.SOL_SOCKET, _MEMINFO, _MEMINFO_FIELDS.size)
-            at_socket = int(_MEMINFO_FIELDS.unpack(told)[-1])
+            reply = self.socket.getsockopt(socket.SOL_SOCKET, _MEMINFO, _MEMINFO_FIELDS.size)
+            at_socket = int(_MEMINFO_FIELDS.unpack(reply)[-1])
         except (OSError, struct.error):  # before Linux 4.12
             return 0
         return min(at_socket, _read_host_overflows() - self._overflows_before)
@@ -243,7 +243,7 @@ PING_BYTES = 64
 
 
 class Listener:
-    """Opens the doors of a node and serves who comes in, until the process ends."""
+    """Opens the ports of a node and serves who comes in, until the process ends."""
 
     def __init__(self) -> None:
         self._datagrams: DatagramCounter | None = None
@@ -254,22 +254,22 @@ class Listener:
         self._datagrams = DatagramCounter()
         _in_thread(self._serve, tcp)
         self._datagrams.start()
-        fault = None
+        error = None
         if rendezvous_port is not None:
-            fault = self._open_rendezvous(rendezvous_port)
+            error = self._open_rendezvous(rendezvous_port)
         return ListenerPorts(
             tcp_port=tcp.getsockname()[1],
-            udp_port=self._datagrams.door.getsockname()[1],
-            rendezvous_fault=fault,
+            udp_port=self._datagrams.socket.getsockname()[1],
+            rendezvous_error=error,
         )
 
     def _open_rendezvous(self, port: int) -> str | None:
         try:
             self._rendezvous = _listen(port)
-        except OSError as fault:
-            if fault.errno == errno.EADDRINUSE:
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
                 return f"is taken by {_name_holder(port)}"
-            return f"cannot be opened: {os.strerror(fault.errno or 0)}"
+            return f"cannot be opened: {os.strerror(error.errno or 0)}"
         _in_thread(self._serve, self._rendezvous)
         return None
 
@@ -281,7 +281,7 @@ class Listener:
             self._rendezvous.close()
             self._rendezvous = None
 
-    def tell_heard(self, senders: Sequence[int]) -> list[DatagramCount]:
+    def count_received(self, senders: Sequence[int]) -> list[DatagramCount]:
         return self._datagrams.tell(senders) if self._datagrams else []
 
     def _serve(self, door: socket.socket) -> None:
@@ -311,16 +311,16 @@ def _answer_connection(guest: socket.socket) -> None:
     with guest, suppress(OSError):
         guest.settimeout(IDLE_SECONDS)
         guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wish = guest.recv(1)
-        if wish == PING:
+        request = guest.recv(1)
+        if request == PING:
             while data := receive(guest, PING_BYTES):
                 guest.sendall(data)
-        elif wish == CHECK:
+        elif request == CHECK:
             receive(guest, CHECK_BYTES)
             guest.sendall(CHECK)
             guest.sendall(bytes(CHECK_BYTES))
             receive(guest, 1)
-        elif wish == SINK:
+        elif request == SINK:
             room = bytearray(1 << 20)
             while guest.recv_into(room):
                 pass
@@ -338,7 +338,7 @@ def receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _name_holder(port: int) -> str:
-    """The process that listens there, where it may be seen."""
+    """The process that listens there, where it may be observed."""
     with suppress(psutil.Error, OSError):
         for held in psutil.net_connections(kind="tcp"):
             is_it = held.laddr and held.laddr.port == port and held.status == psutil.CONN_LISTEN
@@ -379,9 +379,9 @@ def _resolve_name(name: str) -> NameLookup:
     begin = time.monotonic()
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as fault:
-        why = getattr(fault, "strerror", None) or str(fault)
-        return NameLookup(name=name, seconds=time.monotonic() - begin, fault=why)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        return NameLookup(name=name, seconds=time.monotonic() - begin, error=why)
     addresses = dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found)
     return NameLookup(name=name, addresses=tuple(addresses), seconds=time.monotonic() - begin)
 
@@ -435,10 +435,10 @@ def _probe_connection(target: dict[str, Any], seconds: float) -> ConnectionProbe
     outcome, detail, rtt = ConnectionOutcome.OK, "", None
     try:
         connection = socket.create_connection((address, port), timeout=seconds / 2)
-    except OSError as fault:
+    except OSError as error:
         outcome, detail = (
-            _classify_error(fault),
-            os.strerror(fault.errno) if fault.errno else str(fault),
+            _classify_error(error),
+            os.strerror(error.errno) if error.errno else str(error),
         )
     else:
         with connection:
@@ -446,8 +446,8 @@ def _probe_connection(target: dict[str, Any], seconds: float) -> ConnectionProbe
                 try:
                     rtt = _ping(address, port, seconds=seconds / 4)
                     _check(connection, seconds=seconds / 4)
-                except OSError as fault:
-                    outcome, detail = ConnectionOutcome.STALLED, str(fault)
+                except OSError as error:
+                    outcome, detail = ConnectionOutcome.STALLED, str(error)
     return ConnectionProbe(
         node=target["node"],
         address=address,
@@ -459,10 +459,10 @@ def _probe_connection(target: dict[str, Any], seconds: float) -> ConnectionProbe
     )
 
 
-def _classify_error(fault: OSError) -> ConnectionOutcome:
-    if isinstance(fault, ConnectionRefusedError):
+def _classify_error(error: OSError) -> ConnectionOutcome:
+    if isinstance(error, ConnectionRefusedError):
         return ConnectionOutcome.REFUSED
-    if fault.errno and os.strerror(fault.errno) in _UNREACHABLE:
+    if error.errno and os.strerror(error.errno) in _UNREACHABLE:
         return ConnectionOutcome.UNREACHABLE
     return ConnectionOutcome.TIMEOUT
 
@@ -509,7 +509,7 @@ def send_datagrams(
         begin, sent = time.monotonic(), 0
         for number in range(num_small):
             for target in targets:
-                with suppress(OSError):  # without a route nothing is heard, which tells it
+                with suppress(OSError):  # without a route nothing is received, which tells it
                     out.sendto(small, (target["address"], target["port"]))
             sent += 1
             due = begin + SPRAY_SECONDS * (number + 1) / num_small
@@ -538,8 +538,8 @@ def send_stream(*, node: str, address: str, port: int, seconds: float) -> Stream
             acked, resent = _read_tcp_info(connection)
             # What is still queued on a slow link is thrown away, not waited for.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    except OSError as fault:
-        return StreamResult(node=node, bytes_per_second=0.0, fault=str(fault))
+    except OSError as error:
+        return StreamResult(node=node, bytes_per_second=0.0, error=str(error))
     num_bytes = sent if acked is None else min(acked, sent)
     return StreamResult(node=node, bytes_per_second=num_bytes / took, resent_fraction=resent)
 

@@ -140,63 +140,63 @@ class PreflightReport(Checkup):
     all_reduce: AllReduceResult | None
 
 
-def make_preflight_report(seen: Observations) -> PreflightReport:
+def make_preflight_report(observed: Observations) -> PreflightReport:
     findings = (
-        *check_nodes(seen),
-        *check_names(seen),
-        *check_devices(seen),
-        *check_links(seen),
-        *check_folder(seen),
+        *check_nodes(observed),
+        *check_names(observed),
+        *check_devices(observed),
+        *check_links(observed),
+        *check_folder(observed),
     )
     worst = max((f.status for f in findings), key=list(Status).index, default=Status.OK)
     return PreflightReport(
         findings=findings,
         worst=worst,
         exit_code=SetupError.exit_code if worst is Status.FAULT else 0,
-        seconds=seen.seconds,
-        nodes=tuple(_report_node(seen, rank, node) for rank, node in enumerate(seen.nodes)),
-        links=_report_links(seen),
-        all_reduce=seen.reduce,
+        seconds=observed.seconds,
+        nodes=tuple(_report_node(observed, rank, node) for rank, node in enumerate(observed.nodes)),
+        links=_report_links(observed),
+        all_reduce=observed.reduce,
     )
 
 
-def _report_node(seen: Observations, rank: int, node: str) -> NodeReport:
-    seat = seen.seats.get(node)
-    clock = seen.clocks.get(node)
+def _report_node(observed: Observations, rank: int, node: str) -> NodeReport:
+    node_address = observed.addresses.get(node)
+    clock = observed.clocks.get(node)
     return NodeReport(
         name=node,
-        address=seat.address if seat else None,
-        interface=seat.device if seat else None,
+        address=node_address.address if node_address else None,
+        interface=node_address.device if node_address else None,
         clock_offset_seconds=clock.offset_seconds if clock else None,
-        facts=seen.facts.get(node),
-        options=_train_options(seen, rank, node),
+        facts=observed.facts.get(node),
+        options=_train_options(observed, rank, node),
     )
 
 
-def _train_options(seen: Observations, rank: int, node: str) -> tuple[str, ...]:
+def _train_options(observed: Observations, rank: int, node: str) -> tuple[str, ...]:
     """Everything torchrun would guess, said: names, addresses and devices do not matter then."""
-    if len(seen.seats) < len(seen.nodes) or len(seen.nodes) == 1:
+    if len(observed.addresses) < len(observed.nodes) or len(observed.nodes) == 1:
         return ()
     return (
-        "--nodes", str(len(seen.nodes)),
-        "--rendezvous", f"{seen.seats[seen.head].address}:{seen.port}",
+        "--nodes", str(len(observed.nodes)),
+        "--rendezvous", f"{observed.addresses[observed.head].address}:{observed.port}",
         "--node-rank", str(rank),
-        "--local-addr", seen.seats[node].address,
-        "--interface", seen.seats[node].device,
+        "--local-addr", observed.addresses[node].address,
+        "--interface", observed.addresses[node].device,
     )  # fmt: skip
 
 
-def _report_links(seen: Observations) -> tuple[LinkReport, ...]:
+def _report_links(observed: Observations) -> tuple[LinkReport, ...]:
     found = []
-    for (source, target), knock in seen.knocks.items():
-        stream = seen.streams.get((source, target))
+    for (source, target), probe in observed.probes.items():
+        stream = observed.streams.get((source, target))
         found.append(
             LinkReport(
                 source=source,
                 target=target,
-                outcome=knock.outcome.value,
-                rtt_seconds=knock.rtt_seconds,
-                lost_fraction=seen.lost_fraction((source, target)),
+                outcome=probe.outcome.value,
+                rtt_seconds=probe.rtt_seconds,
+                lost_fraction=observed.lost_fraction((source, target)),
                 bytes_per_second=stream.bytes_per_second if stream else None,
                 resent_fraction=stream.resent_fraction if stream else None,
             )

@@ -26,9 +26,9 @@ _TIMEOUT_SECONDS = 20.0
 def main(peer: str, device: str | None = None) -> int:
     try:
         address, found = probe_device(device) if device else probe_route(peer)
-    except UserError as fault:
-        sys.stderr.write(f"error: {fault.problem}\n  try: {fault.remedy}\n")
-        return fault.exit_code
+    except UserError as error:
+        sys.stderr.write(f"error: {error.problem}\n  try: {error.remedy}\n")
+        return error.exit_code
     sys.stdout.write(f"{address} {found}\n")
     return 0
 

@@ -82,9 +82,9 @@ _KNOWN: tuple[tuple[str, type[UserError], str], ...] = (
 """A part of Slurm's sentence, the kind of error, and the remedy; the first that matches."""
 
 
-def explain_rejection(said: str, fault: UserError | None) -> UserError:
-    """One message with a remedy for what Slurm said; `fault` where no word of it is known."""
-    reason = said.strip()
+def explain_rejection(output: str, error: UserError | None) -> UserError:
+    """One message with a remedy for what Slurm output; `error` where no word of it is known."""
+    reason = output.strip()
     while (shorter := _NOISE.sub("", reason)) != reason:
         reason = shorter
     if "not on this machine" in reason or "gave no answer" in reason:
@@ -94,7 +94,7 @@ def explain_rejection(said: str, fault: UserError | None) -> UserError:
         if part in text.casefold():
             return kind(f"Slurm refuses the job: {text}.", remedy=remedy)
     remedy = (
-        "sbatch --test-only job.sbatch    (in the run's folder)" if fault is None else fault.remedy
+        "sbatch --test-only job.sbatch    (in the run's folder)" if error is None else error.remedy
     )
     return SetupError(f"Slurm refuses the job: {text}.", remedy=remedy)
 
@@ -187,31 +187,31 @@ class JobStatus:
 def submit_script(path: Path, *, run: RunCommand = run_command) -> str:
     """Submit; returns the job's number."""
     try:
-        said = run((*_unset(path), "sbatch", "--parsable", str(path)), TIMEOUT_SECONDS)
-    except SetupError as fault:
-        raise explain_rejection(fault.problem, fault) from fault
-    job_id = said.strip().splitlines()[-1].partition(";")[0].strip() if said.strip() else ""
+        output = run((*_unset(path), "sbatch", "--parsable", str(path)), TIMEOUT_SECONDS)
+    except SetupError as error:
+        raise explain_rejection(error.problem, error) from error
+    job_id = output.strip().splitlines()[-1].partition(";")[0].strip() if output.strip() else ""
     if not job_id.isdecimal():
         raise SetupError(
-            f"sbatch printed no job number but `{said.strip()[:80]}`.",
+            f"sbatch printed no job number but `{output.strip()[:80]}`.",
             remedy=f"see whether it was taken: squeue --me, or run by hand: sbatch {path}",
         )
     return job_id
 
 
 def check_script(path: Path, *, run: RunCommand = run_command) -> str:
-    """What Slurm would do with the script, in its own words; a fault where it would refuse."""
+    """What Slurm would do with the script, in its own words; an error where it would refuse."""
     command = (*_unset(path), "sh", "-c", _TEST_ONLY, "sbatch", str(path))
-    said = run(command, TIMEOUT_SECONDS)
-    lines = [line.strip().removeprefix("sbatch: ") for line in said.splitlines() if line.strip()]
-    told = next((line for line in lines if " to start at " in line), None)
-    if told is not None:
-        return told
+    output = run(command, TIMEOUT_SECONDS)
+    lines = [line.strip().removeprefix("sbatch: ") for line in output.splitlines() if line.strip()]
+    start_line = next((line for line in lines if " to start at " in line), None)
+    if start_line is not None:
+        return start_line
     if not shutil.which("sbatch") and run is run_command:
         raise SetupError(
             "The command `sbatch` is not on this machine.", remedy="run this on a login node"
         )
-    raise explain_rejection(lines[-1] if lines else "sbatch said nothing", None)
+    raise explain_rejection(lines[-1] if lines else "sbatch output nothing", None)
 
 
 def _unset(path: Path) -> list[str]:
@@ -251,10 +251,10 @@ def read_jobs(ids: Sequence[str], *, run: RunCommand = run_command) -> tuple[Job
 def find_queued(script: Path, *, run: RunCommand = run_command) -> tuple[str, str] | None:
     """Number and partition of this user's newest job from that file that is not over."""
     try:
-        said = run(("squeue", "-h", "--me", "-o", "%A|%P|%o"), TIMEOUT_SECONDS)
+        output = run(("squeue", "-h", "--me", "-o", "%A|%P|%o"), TIMEOUT_SECONDS)
     except UserError:
         return None  # whoever needs Slurm next says what is wrong with it
-    rows = [line.strip().split("|", 2) for line in said.splitlines()]
+    rows = [line.strip().split("|", 2) for line in output.splitlines()]
     held = [(row[0], row[1]) for row in rows if row[0].isdecimal() and row[2:] == [str(script)]]
     return max(held, key=lambda job: int(job[0]), default=None)
 
@@ -298,12 +298,12 @@ def _is_of(wanted: str, status: JobStatus) -> bool:
 def _ask_squeue(ids: Sequence[str], run: RunCommand) -> list[JobStatus]:
     """-r lists every task of an array; a job that has just ended is listed too, or unknown."""
     try:
-        said = run(("squeue", "-h", "-r", "-j", ",".join(ids), "-O", _SQUEUE), TIMEOUT_SECONDS)
-    except SetupError as fault:
-        if "Invalid job id" in fault.problem:
+        output = run(("squeue", "-h", "-r", "-j", ",".join(ids), "-O", _SQUEUE), TIMEOUT_SECONDS)
+    except SetupError as error:
+        if "Invalid job id" in error.problem:
             return []
         raise
-    return [status for line in said.splitlines() if (status := _read_row(line)) is not None]
+    return [status for line in output.splitlines() if (status := _read_row(line)) is not None]
 
 
 def _read_row(line: str) -> JobStatus | None:
@@ -329,11 +329,11 @@ def _ask_sacct(ids: Sequence[str], run: RunCommand) -> list[JobStatus]:
     """Accounting, where the site has it; it may lag behind the queue by seconds."""
     command = ("sacct", "-n", "-P", "-X", "-j", ",".join(ids), "-o", _SACCT)
     try:
-        said = run(command, TIMEOUT_SECONDS)
+        output = run(command, TIMEOUT_SECONDS)
     except UserError:
         return []
     found = []
-    for line in said.splitlines():
+    for line in output.splitlines():
         fields = line.split("|")
         name = _BATCH_ID.fullmatch(fields[0])
         if name is None or len(fields) < 5:
@@ -355,10 +355,10 @@ def _ask_sacct(ids: Sequence[str], run: RunCommand) -> list[JobStatus]:
 def _ask_scontrol(job_id: str, run: RunCommand) -> list[JobStatus]:
     """The controller remembers a job for minutes after its end."""
     try:
-        said = run(("scontrol", "-o", "show", "job", job_id), TIMEOUT_SECONDS)
+        output = run(("scontrol", "-o", "show", "job", job_id), TIMEOUT_SECONDS)
     except UserError:
         return []
-    return [status for line in said.splitlines() if (status := _read_shown(line)) is not None]
+    return [status for line in output.splitlines() if (status := _read_shown(line)) is not None]
 
 
 def _read_shown(line: str) -> JobStatus | None:

@@ -159,7 +159,7 @@ def join_argv(words: Sequence[str]) -> str:
 
 SCRIPT_FILE = "job.sbatch"
 LOG_FILE = "slurm-%j.out"
-MAX_FAULT_REQUEUES = 5
+MAX_FAILURE_REQUEUES = 5
 """Starts after a death nobody asked for; one that comes again and again is no accident."""
 _HEADER = "# Trains {name}, written by `tightfit submit`; by hand: sbatch {script}"
 
@@ -290,7 +290,7 @@ def _requeue(job: TrainingJob) -> Iterator[str]:
     yield "# be the node's fault. A job that was cancelled is no longer RUNNING."
     yield "case $code in"
     yield f"  {EXIT_REQUEUE}) most={job.resources.max_requeues} ;;"
-    yield f"  {lost}) most={MAX_FAULT_REQUEUES} ;;"
+    yield f"  {lost}) most={MAX_FAILURE_REQUEUES} ;;"
     yield "  *) exit $code ;;"
     yield "esac"
     yield "restarts=${SLURM_RESTART_COUNT:-0}"

@@ -1,4 +1,4 @@
-"""`python -m tightfit.clusters.staging.agent`: one node's side of a staging, told what to do by
+"""`python -m tightfit.clusters.staging.agent`: one node's side of a staging, reply what to do by
 lines.
 
 Each line of stdin is a request in JSON, each line of stdout an answer. It ends at once when stdin
@@ -186,14 +186,14 @@ class Agent:
 
     def probe(self, *, takes: bool, send_to: list[Any] | None, seconds: float) -> Answer:
         """Send to the next node and receive from the one before, both at once, as a chain does."""
-        told: Answer = {}
+        reply: Answer = {}
 
         def receive() -> None:
             try:
                 with self._accept() as link:
-                    told["num_bytes"], told["seconds"] = transfer.measure_arrival(link)
-            except OSError as fault:
-                told["lost"] = str(fault)
+                    reply["num_bytes"], reply["seconds"] = transfer.measure_arrival(link)
+            except OSError as error:
+                reply["lost"] = str(error)
 
         receiver = threading.Thread(target=receive, daemon=True)
         if takes:
@@ -202,11 +202,11 @@ class Agent:
             try:
                 with transfer.connect(*send_to) as link:
                     transfer.send_for(link, seconds, most_bytes=1 << 32)
-            except OSError as fault:
-                told["unreached"] = str(fault)
+            except OSError as error:
+                reply["unreached"] = str(error)
         if takes:
             receiver.join()
-        return told
+        return reply
 
     def relay(
         self, *, takes: bool, send_to: list[list[Any]], blocks: list[list[int]] | None = None
@@ -261,7 +261,7 @@ class Agent:
         if not detail and not self.store.is_whole:
             bad = self.store.find_bad()
             self.store.drop(bad)
-        told = {
+        reply = {
             "bad": len(bad),
             "missing": len(self.store.missing),
             "have": to_ranges(self.store.digests),
@@ -269,8 +269,8 @@ class Agent:
             "seconds": time.monotonic() - began,
         }
         if detail:
-            told["digests"] = [digest.hex() for _, digest in sorted(self.store.digests.items())]
-        return told
+            reply["digests"] = [digest.hex() for _, digest in sorted(self.store.digests.items())]
+        return reply
 
     def drop(self, *, blocks: list[list[int]]) -> Answer:
         self.store.drop(from_ranges(blocks))
@@ -329,7 +329,7 @@ def main() -> int:
     """Answer until stdin closes."""
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
     agent = Agent()
-    tell = open_answers()
+    send = open_answers()
 
     def listen() -> None:
         for request in read_requests():
@@ -339,24 +339,24 @@ def main() -> int:
     def tick() -> None:
         while True:
             time.sleep(_TICK_SECONDS)
-            tell({"progress": agent.num_stored_bytes})
+            send({"progress": agent.num_stored_bytes})
 
     threading.Thread(target=listen, daemon=True).start()
     threading.Thread(target=tick, daemon=True).start()
     while True:
-        tell(answer(agent, requests.get()))
+        send(answer(agent, requests.get()))
 
 
 def answer(agent: Agent, request: dict[str, Any]) -> Answer:
-    """What the agent says to one request; a fault is an answer too."""
+    """What the agent says to one request; an error is an answer too."""
     number = request.get("id")
     try:
-        return {"id": number, "told": agent.do(request["op"], request["arguments"])}
-    except UserError as fault:
-        told = {"kind": type(fault).__name__, "problem": fault.problem, "remedy": fault.remedy}
-        return {"id": number, "fault": told}
-    except Exception as fault:
-        return {"id": number, "bug": f"{type(fault).__name__}: {fault}"}
+        return {"id": number, "reply": agent.do(request["op"], request["arguments"])}
+    except UserError as error:
+        reply = {"kind": type(error).__name__, "problem": error.problem, "remedy": error.remedy}
+        return {"id": number, "error": reply}
+    except Exception as error:
+        return {"id": number, "bug": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":

@@ -134,11 +134,11 @@ class BlockSource:
                 parts.append(part)
                 done += len(part)
             os.posix_fadvise(handle, *span, os.POSIX_FADV_DONTNEED)
-        except OSError as fault:
+        except OSError as error:
             raise SetupError(
-                f"Cannot read {path}: {fault.strerror or fault}.",
+                f"Cannot read {path}: {error.strerror or error}.",
                 remedy="see whether the shared file system is well, then start this again",
-            ) from fault
+            ) from error
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:

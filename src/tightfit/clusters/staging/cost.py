@@ -123,7 +123,7 @@ def _explain(
 ) -> str:
     if load.num_nodes == 1:
         return f"one node reads the source itself, at {_rate(rates.one_reader)}"
-    told = {
+    reply = {
         CopyMethod.ALL_READ: f"every node can read {_rate(rates.all_readers)} from the source "
         "while all of them do",
         CopyMethod.CHAIN: f"{_from_where(load, rates)}, and each node passes it on at "
@@ -136,7 +136,7 @@ def _explain(
         for how, value in seconds.items()
         if how is not best
     )
-    return told + (f"; {others}" if others else "")
+    return reply + (f"; {others}" if others else "")
 
 
 def _from_where(load: CopyLoad, rates: CopyRates) -> str:

@@ -50,11 +50,11 @@ def find_home(to: Path) -> Path:
     """This user's folder in `to`, whether it is there yet or not; refuses unsafe places."""
     try:
         facts = to.stat()
-    except OSError as fault:
+    except OSError as error:
         raise NotFoundError(
             f"There is no folder {to} on {socket.gethostname()}.",
             remedy="--to a folder that every node has, like /dev/shm or the path of its local disk",
-        ) from fault
+        ) from error
     if not stat.S_ISDIR(facts.st_mode):
         raise UsageError(f"{to} is not a folder.", remedy="--to /dev/shm")
     mode = stat.S_IMODE(facts.st_mode)
@@ -79,11 +79,11 @@ def make_home(home: Path) -> Path:
         home.mkdir(mode=0o700, exist_ok=True)
         _refuse_foreign(home)
         home.chmod(0o700)
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot write {home} on {socket.gethostname()}: {fault.strerror or fault}.",
+            f"Cannot write {home} on {socket.gethostname()}: {error.strerror or error}.",
             remedy="--to a folder that is writable on every node",
-        ) from fault
+        ) from error
     return home
 
 

@@ -14,7 +14,7 @@ from tightfit.clusters.staging.agent import Agent, Answer, answer
 from tightfit.clusters.staging.blocks import Layout, from_ranges
 from tightfit.clusters.staging.cost import FAN_OUT, CopyLoad, CopyMethod
 from tightfit.clusters.staging.transfer import make_token
-from tightfit.core import errors
+from tightfit.core import errors as error_types
 from tightfit.core.errors import SetupError, UserError
 
 SILENT_SECONDS = 45.0
@@ -103,15 +103,15 @@ class RemoteNode:
         self._remote.close(seconds=END_SECONDS)
 
 
-def _set_answer(future: Future[Answer], told: Answer, node: str) -> None:
-    if "told" in told:
-        future.set_result(told["told"])
-    elif "fault" in told:
-        fault = told["fault"]
-        kind = getattr(errors, str(fault["kind"]), UserError)
-        future.set_exception(kind(f"{node}: {fault['problem']}", remedy=fault["remedy"]))
+def _set_answer(future: Future[Answer], reply: Answer, node: str) -> None:
+    if "reply" in reply:
+        future.set_result(reply["reply"])
+    elif "error" in reply:
+        error = reply["error"]
+        kind = getattr(error_types, str(error["kind"]), UserError)
+        future.set_exception(kind(f"{node}: {error['problem']}", remedy=error["remedy"]))
     else:
-        future.set_exception(RuntimeError(f"the agent on {node} failed: {told.get('bug')}"))
+        future.set_exception(RuntimeError(f"the agent on {node} failed: {reply.get('bug')}"))
 
 
 def wait_for(member: StagingNode, future: Future[Answer]) -> Answer:
@@ -133,16 +133,16 @@ def ask_all(
     op: str,
     arguments: Callable[[StagingNode], dict[str, Any]] | None = None,
 ) -> dict[str, Answer]:
-    """The same request to all of them at once; raises the first fault, or loss."""
+    """The same request to all of them at once; raises the first error, or loss."""
     asked = [
         (member, member.ask(op, **(arguments(member) if arguments else {}))) for member in members
     ]
     try:
         return {member.node: wait_for(member, future) for member, future in asked}
-    except NodeLostError as fault:
+    except NodeLostError as error:
         raise SetupError(
-            f"{fault}.", remedy="leave out nodes that are down: --nodes a,b"
-        ) from fault
+            f"{error}.", remedy="leave out nodes that are down: --nodes a,b"
+        ) from error
 
 
 def start_agents(nodes: Iterable[str], *, prefix: str, command: Sequence[str]) -> list[StagingNode]:
@@ -157,8 +157,8 @@ def start_agents(nodes: Iterable[str], *, prefix: str, command: Sequence[str]) -
         for node, future in asked:
             try:
                 future.result(timeout=max(0.0, end - time.monotonic()))
-            except NodeLostError as fault:
-                lost.append(str(fault))
+            except NodeLostError as error:
+                lost.append(str(error))
             except FutureTimeoutError:
                 lost.append(f"{node} gave no answer in {START_SECONDS:.0f} s")
         if lost:
@@ -220,38 +220,38 @@ class StagingGroup:
         members: Sequence[StagingNode] | None = None,
     ) -> dict[str, Answer]:
         """All at once. A node that is lost, or has no more room while others copy, is left out
-        from then on; any other fault is raised."""
+        from then on; any other error is raised."""
         asked = [
             (member, member.ask(op, **(arguments(member) if arguments else {})))
             for member in (self.members if members is None else members)
         ]
-        told: dict[str, Answer] = {}
-        faults: list[tuple[StagingNode, Exception]] = []
+        replies: dict[str, Answer] = {}
+        errors: list[tuple[StagingNode, Exception]] = []
         for member, future in asked:
             try:
-                told[member.node] = wait_for(member, future)
-            except NodeLostError as fault:
-                self.lost[member.node] = str(fault)
+                replies[member.node] = wait_for(member, future)
+            except NodeLostError as error:
+                self.lost[member.node] = str(error)
                 self.members.remove(member)
-            except Exception as fault:
-                faults.append((member, fault))
-        self._raise_or_lose(op, faults, is_alone=not told)
+            except Exception as error:
+                errors.append((member, error))
+        self._raise_or_lose(op, errors, is_alone=not replies)
         if not self.members:
             raise SetupError(
                 f"All nodes are lost: {'; '.join(self.lost.values())}.",
                 remedy="start this again: it goes on where it stopped",
             )
-        return told
+        return replies
 
     def _raise_or_lose(
-        self, op: str, faults: Sequence[tuple[StagingNode, Exception]], *, is_alone: bool
+        self, op: str, errors: Sequence[tuple[StagingNode, Exception]], *, is_alone: bool
     ) -> None:
         """A disk that fills up or fails on one node must not cost the others their copy."""
-        for _, fault in faults:
-            if is_alone or op not in _COPYING or not isinstance(fault, SetupError):
-                raise fault
-        for member, fault in faults:
-            self.lost[member.node] = str(fault).rstrip(".")
+        for _, error in errors:
+            if is_alone or op not in _COPYING or not isinstance(error, SetupError):
+                raise error
+        for member, error in errors:
+            self.lost[member.node] = str(error).rstrip(".")
             self.members.remove(member)
 
     def measure_load(self) -> CopyLoad:
@@ -290,9 +290,9 @@ class StagingGroup:
             for place in range(len(nodes))
         }
 
-    def note(self, told: dict[str, Answer]) -> None:
+    def note(self, replies: dict[str, Answer]) -> None:
         """What the nodes say they have."""
-        for node, state in told.items():
+        for node, state in replies.items():
             self.have[node] = from_ranges(state["have"])
 
 

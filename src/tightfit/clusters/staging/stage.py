@@ -145,16 +145,16 @@ def _measure_reading(team: StagingGroup, members: list[StagingNode]) -> dict[str
             "most_blocks": most,
         }
 
-    told = team.ask("read", arguments, lacking)
-    team.note(told)
-    return _list_rates(told)
+    replies = team.ask("read", arguments, lacking)
+    team.note(replies)
+    return _list_rates(replies)
 
 
 def _measure_links(team: StagingGroup) -> dict[str, float]:
     """Of each node but the first: how fast it is sent to by the one before."""
     children = team.wire_up(CopyMethod.CHAIN)
     nodes = [member.node for member in team.members]
-    told = team.ask(
+    replies = team.ask(
         "probe",
         lambda member: {
             "takes": member.node != nodes[0],
@@ -162,13 +162,13 @@ def _measure_links(team: StagingGroup) -> dict[str, float]:
             "seconds": LINK_SECONDS,
         },
     )
-    return _list_rates(told)
+    return _list_rates(replies)
 
 
-def _list_rates(told: dict[str, Answer]) -> dict[str, float]:
+def _list_rates(replies: dict[str, Answer]) -> dict[str, float]:
     return {
         node: answer["num_bytes"] / answer["seconds"]
-        for node, answer in told.items()
+        for node, answer in replies.items()
         if answer.get("num_bytes")
     }
 
@@ -205,11 +205,11 @@ def describe_source(source: Path) -> Manifest:
     """The files to stage, in blocks of a size that suits them."""
     try:
         small = read_source(source, block_bytes=1)
-    except OSError as fault:
+    except OSError as error:
         raise NotFoundError(
-            f"Cannot read {fault.filename or source}: {fault.strerror or fault}.",
+            f"Cannot read {error.filename or source}: {error.strerror or error}.",
             remedy="name a model whose files are all there",
-        ) from fault
+        ) from error
     return small.model_copy(update={"block_bytes": choose_block_bytes(small.num_bytes)})
 
 
@@ -255,7 +255,9 @@ class Stager:
                 "is_dry": request.is_dry,
             },
         )
-        short = [f"{node}: {told['shortage']}" for node, told in looked.items() if told["shortage"]]
+        short = [
+            f"{node}: {reply['shortage']}" for node, reply in looked.items() if reply["shortage"]
+        ]
         if short:
             raise SetupError(
                 f"{request.to} has no room for {self._wanted.source}. {'; '.join(short)}.",
@@ -263,8 +265,8 @@ class Stager:
                 "removes it, --to another place has more room, --leave says what the job needs",
             )
         self._team.note(looked)
-        self._team.readers = {node for node, told in looked.items() if told["can_read"]}
-        is_served = any(told["is_whole"] for told in looked.values())
+        self._team.readers = {node for node, reply in looked.items() if reply["can_read"]}
+        is_served = any(reply["is_whole"] for reply in looked.values())
         if not self._team.readers and not is_served:
             raise NotFoundError(
                 f"No node sees the files of {self._wanted.source} as they are here.",
@@ -289,7 +291,7 @@ class Stager:
             how = CopyMethod.ALL_READ if can_all_read else CopyMethod.CHAIN
             why = "the model is so small that measuring would take longer than copying"
             return MethodChoice(how=how, seconds={}, why=why), nothing
-        check_rate = min(told["check_rate"] for told in self._looked.values())
+        check_rate = min(reply["check_rate"] for reply in self._looked.values())
         rates = measure_rates(team, check_rate=check_rate)
         if rates.one_reader is None and rates.link is None:
             how = CopyMethod.ALL_READ if can_all_read else CopyMethod.CHAIN
@@ -342,9 +344,9 @@ class Stager:
 
     def _check(self) -> None:
         """Each copy against its own records, then the nodes' records against each other."""
-        told = self._team.ask("check")
-        self._team.note(told)
-        whole = {node: answer for node, answer in told.items() if not answer["missing"]}
+        replies = self._team.ask("check")
+        self._team.note(replies)
+        whole = {node: answer for node, answer in replies.items() if not answer["missing"]}
         if len({answer["root"] for answer in whole.values()}) < 2:
             return
         listed = self._team.ask(
@@ -371,8 +373,8 @@ class Stager:
                 f"{self._wanted.source} was changed while it was copied; the copy is not used.",
                 remedy="start this again: it copies the new files",
             )
-        for node, told in self._team.ask("finish").items():
-            self._looked[node] = {**self._looked[node], **told}
+        for node, reply in self._team.ask("finish").items():
+            self._looked[node] = {**self._looked[node], **reply}
 
     def _watched(self) -> _ProgressThread:
         return _ProgressThread(self._request.report, self._team, self._wanted.num_bytes)
@@ -412,22 +414,22 @@ class Stager:
         )
 
     def _report_node(self, node: str) -> StagedNode:
-        told: dict[str, Any] = self._looked.get(node, {})
+        reply: dict[str, Any] = self._looked.get(node, {})
         state = "planned" if self._request.is_dry else "staged"
-        if told.get("is_whole"):
+        if reply.get("is_whole"):
             state = "already there"
         if node in self._team.lost:
             state = "lost"
         kept = self._team.layout.measure(
-            index for first, end in told.get("have", ()) for index in range(first, end)
+            index for first, end in reply.get("have", ()) for index in range(first, end)
         )
         return StagedNode(
             node=node,
-            host=told.get("host", node),
-            path=told.get("path", ""),
+            host=reply.get("host", node),
+            path=reply.get("path", ""),
             state=state,
             num_kept_bytes=kept,
-            num_repaired_blocks=told.get("bad", 0),
+            num_repaired_blocks=reply.get("bad", 0),
             why=self._team.lost.get(node, ""),
         )
 

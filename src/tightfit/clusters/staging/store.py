@@ -158,11 +158,11 @@ class Store:
             with self._lock:
                 os.write(self._progress, _RECORD.pack(index, digest))
                 self.digests[index] = digest
-        except OSError as fault:
+        except OSError as error:
             raise SetupError(
-                f"Cannot write {self._partial}: {fault.strerror or fault}.",
+                f"Cannot write {self._partial}: {error.strerror or error}.",
                 remedy="make room there, then start this again: it goes on where it stopped",
-            ) from fault
+            ) from error
 
     def read(self, index: int) -> bytes:
         """The block as it lies in the copy."""

@@ -235,7 +235,7 @@ class Relay:
         self._children = [_Child(link) for link in links]
         self._is_trusted = is_trusted
         """The digests were made here, of these very bytes."""
-        self._fault: UserError | None = None
+        self._error: UserError | None = None
         self._slots = threading.Semaphore(2 * NUM_THREADS)
         self._lock = threading.Lock()
         self.tally = Tally()
@@ -249,18 +249,18 @@ class Relay:
                         child.put(block)
                     self._slots.acquire()
                     pool.submit(self._keep, block)
-                    if self._fault is not None:
+                    if self._error is not None:
                         break
             except OSError:
                 self.tally.is_cut = True
-            except UserError as fault:
-                self._fault = fault
-        is_cut = self.tally.is_cut or self._fault is not None
+            except UserError as error:
+                self._error = error
+        is_cut = self.tally.is_cut or self._error is not None
         for child in self._children:
             child.end(is_cut=is_cut)
         self.tally.num_lost = sum(child.is_lost for child in self._children)
-        if self._fault is not None:
-            raise self._fault
+        if self._error is not None:
+            raise self._error
         return self.tally
 
     def _keep(self, block: Block) -> None:
@@ -271,8 +271,8 @@ class Relay:
                 self._store.write(block.index, memoryview(block.data), block.digest)
                 with self._lock:
                     self.tally.num_bytes += len(block.data)
-        except UserError as fault:
-            self._fault = fault
+        except UserError as error:
+            self._error = error
         finally:
             self._slots.release()
 
