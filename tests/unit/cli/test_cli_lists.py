@@ -88,7 +88,7 @@ def test_doctor_tells_faults_by_its_exit_code(run: Run, monkeypatch: pytest.Monk
         area="disk", name="model cache", status=Status.FAULT, detail="full", remedy="make room"
     )
     checkup = Checkup(findings=(found,), worst=Status.FAULT, exit_code=6)
-    monkeypatch.setattr(doctor, "run_checkup", lambda: checkup)
+    monkeypatch.setattr(doctor, "api_doctor", lambda _flags: checkup)
 
     answer = run("doctor")
     assert answer.code == 6
