@@ -38,8 +38,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     mode = _mode_to_keep(path, target)
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
-    except OSError as fault:
-        raise _cannot_write(path, fault) from fault
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
@@ -47,10 +47,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             os.fsync(stream.fileno())
         Path(temporary).chmod(mode)
         Path(temporary).replace(target)
-    except BaseException as fault:  # an interrupt must leave no litter either
+    except BaseException as error:  # an interrupt must leave no litter either
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(fault, OSError):
-            raise _cannot_write(path, fault) from fault
+        if isinstance(error, OSError):
+            raise _cannot_write(path, error) from error
         raise
     _sync_folder(target.parent)
 
@@ -143,8 +143,8 @@ def check_writable(path: Path) -> None:
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name[:100]}."):
             pass
-    except OSError as fault:
-        raise _cannot_write(path, fault) from fault
+    except OSError as error:
+        raise _cannot_write(path, error) from error
 
 
 def describe_kind(mode: int) -> str | None:
@@ -180,8 +180,8 @@ def _resolve_target(path: Path) -> Path:
                 f"Cannot write {text!r}: there is no folder {str(target.parent)!r}.",
                 remedy=f"mkdir -p {_shell(target.parent)}",
             )
-    except OSError as fault:
-        raise _cannot_write(path, fault) from fault
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     return target
 
 
@@ -190,8 +190,8 @@ def _mode_to_keep(path: Path, target: Path) -> int:
         mode = target.stat().st_mode
     except FileNotFoundError:
         return 0o666 & ~_umask()
-    except OSError as fault:
-        raise _cannot_write(path, fault) from fault
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     kind = describe_kind(mode)
     if kind is not None:
         raise SetupError(
@@ -249,8 +249,8 @@ def cache_folder() -> Path:
         return Path(shared) / "tightfit"
     try:
         return Path.home() / ".cache" / "tightfit"
-    except RuntimeError as fault:  # no HOME and no entry in the password file, as in containers
+    except RuntimeError as error:  # no HOME and no entry in the password file, as in containers
         raise SetupError(
             "There is no home folder to keep encoded data in.",
             remedy="export TIGHTFIT_CACHE=/a/folder/with/space",
-        ) from fault
+        ) from error

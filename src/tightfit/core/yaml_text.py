@@ -34,17 +34,17 @@ def read_yaml(path: Path) -> YamlDocument:
     text = read_text(path, max_bytes=MAX_BYTES, remedy="name a YAML file written by hand")
     try:
         value, lines = _parse(text)
-    except yaml.MarkedYAMLError as fault:
-        mark = fault.problem_mark or fault.context_mark
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
-        raise _not_yaml(path, line, fault.problem or fault.context or "cannot be read") from fault
-    except yaml.reader.ReaderError as fault:
-        line = f" line {text.count(chr(10), 0, fault.position) + 1}"
-        raise _not_yaml(path, line, f"a character that is not allowed: {fault.reason}") from fault
-    except (yaml.YAMLError, ValueError, OverflowError) as fault:
-        raise _not_yaml(path, "", str(fault).split(";")[0]) from fault
-    except RecursionError as fault:
-        raise _not_yaml(path, "", "it is nested too deeply") from fault
+        raise _not_yaml(path, line, error.problem or error.context or "cannot be read") from error
+    except yaml.reader.ReaderError as error:
+        line = f" line {text.count(chr(10), 0, error.position) + 1}"
+        raise _not_yaml(path, line, f"a character that is not allowed: {error.reason}") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise _not_yaml(path, "", str(error).split(";")[0]) from error
+    except RecursionError as error:
+        raise _not_yaml(path, "", "it is nested too deeply") from error
     return YamlDocument(path=path, value=value, lines=lines)
 
 
@@ -70,16 +70,16 @@ def read_text(path: Path, *, max_bytes: int, remedy: str) -> str:
             size = f"{max_bytes // MIB} MiB" if max_bytes >= MIB else f"{max_bytes // KIB} KiB"
             raise InvalidInputError(f"{path} is larger than {size}.", remedy=remedy)
         return data.decode("utf-8-sig")
-    except FileNotFoundError as fault:
-        raise _missing(path) from fault
-    except UnicodeDecodeError as fault:
-        line = fault.object.count(b"\n", 0, fault.start) + 1
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise InvalidInputError(
             f"{path} line {line} is not UTF-8 text.", remedy="save it as UTF-8"
-        ) from fault
-    except (OSError, ValueError) as fault:
-        reason = getattr(fault, "strerror", None) or str(fault)
-        raise InvalidInputError(f"Cannot read {path}: {reason}.", remedy=remedy) from fault
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidInputError(f"Cannot read {path}: {reason}.", remedy=remedy) from error
 
 
 def _missing(path: Path) -> NotFoundError:

@@ -190,8 +190,8 @@ class EncodingJob:
             self._formats[source].append(row_format.name)
         try:
             messages = to_messages(row, row_format)
-        except InvalidInputError as fault:
-            self.findings.add_error(fault)
+        except InvalidInputError as error:
+            self.findings.add_error(error)
             return
         at = (str(row.path), row.unit)
         if at not in numbers:

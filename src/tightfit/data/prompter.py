@@ -51,12 +51,12 @@ class Prompter:
             message.content.encode()  # half a character: UnicodeEncodeError, which callers know
         try:
             return self.chat(messages)
-        except TemplateRenderError as fault:
+        except TemplateRenderError as error:
             where = f"{place}: the" if place else "The"
             raise InvalidInputError(
-                f"{where} chat template refuses these messages: {str(fault).splitlines()[0]}.",
+                f"{where} chat template refuses these messages: {str(error).splitlines()[0]}.",
                 remedy="correct the messages, or name another template: --set template=NAME",
-            ) from fault
+            ) from error
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt's text as the template writes it, control tokens by their names."""

@@ -43,10 +43,10 @@ def read_json_lines(
         if raw and not raw.isspace():
             try:
                 value = _parse_line(raw, path, number)
-            except InvalidInputError as fault:
+            except InvalidInputError as error:
                 if on_fault is None:
                     raise
-                on_fault(fault)
+                on_fault(error)
             else:
                 yield Row(value, path, number, "line")
 
@@ -54,12 +54,12 @@ def read_json_lines(
 def _parse_line(raw: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as fault:
-        raise wrong_encoding(path, number, fault) from fault
-    except json.JSONDecodeError as fault:
-        raise _not_json(path, number, fault.msg, f"column {fault.colno}") from fault
-    except (ValueError, RecursionError) as fault:
-        raise _not_json(path, number, _why(fault), "") from fault
+    except UnicodeDecodeError as error:
+        raise wrong_encoding(path, number, error) from error
+    except json.JSONDecodeError as error:
+        raise _not_json(path, number, error.msg, f"column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise _not_json(path, number, _why(error), "") from error
     if not isinstance(value, dict):
         raise not_an_object_error(place(path, number), value)
     return value
@@ -180,16 +180,16 @@ class _Text:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._window, self._at)
-            except RecursionError as fault:
-                raise _not_json(self._path, start, _why(fault), "") from fault
-            except json.JSONDecodeError as fault:
+            except RecursionError as error:
+                raise _not_json(self._path, start, _why(error), "") from error
+            except json.JSONDecodeError as error:
                 # A cut-off window and a broken text fail alike; only the end of the file tells.
-                offset = fault.pos - self._at
-                if not self._is_cut_off(fault) or not self._grow():
+                offset = error.pos - self._at
+                if not self._is_cut_off(error) or not self._grow():
                     self._move(min(self._at + offset, len(self._window)))
-                    raise _not_json(self._path, self.line, fault.msg, self.column) from fault
-            except ValueError as fault:
-                raise _not_json(self._path, start, _why(fault), "") from fault
+                    raise _not_json(self._path, self.line, error.msg, self.column) from error
+            except ValueError as error:
+                raise _not_json(self._path, start, _why(error), "") from error
             else:
                 # A bare number may go on in the next chunk.
                 if end == len(self._window) and not isinstance(value, dict | list) and self._grow():
@@ -234,14 +234,14 @@ class _Text:
         try:
             self._bytes = b""
             return data.decode("utf-8")
-        except UnicodeDecodeError as fault:
-            is_split = chunk and fault.reason == "unexpected end of data"
+        except UnicodeDecodeError as error:
+            is_split = chunk and error.reason == "unexpected end of data"
             if not is_split:
                 line = self.line + sum(piece.count("\n") for piece in before)
-                line += data.count(b"\n", 0, fault.start)
-                raise wrong_encoding(self._path, line, fault) from fault
-            self._bytes = data[fault.start :]
-            return data[: fault.start].decode("utf-8")
+                line += data.count(b"\n", 0, error.start)
+                raise wrong_encoding(self._path, line, error) from error
+            self._bytes = data[error.start :]
+            return data[: error.start].decode("utf-8")
 
     def _move(self, end: int) -> None:
         num_lines = self._window.count("\n", self._at, end)
@@ -300,11 +300,11 @@ def read_csv(
                     on_fault(_ragged(path, reader.line_num, len(cells), header))
                 continue
             yield Row(dict(zip(header, cells, strict=True)), path, reader.line_num, "line")
-    except csv.Error as fault:
+    except csv.Error as error:
         raise InvalidInputError(
-            f"{place(path, reader.line_num)} is not CSV: {fault}.",
+            f"{place(path, reader.line_num)} is not CSV: {error}.",
             remedy="close every quote and double the quotes inside a field",
-        ) from fault
+        ) from error
 
 
 def read_text(
@@ -323,11 +323,11 @@ def read_parquet(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
     try:
         import pyarrow as arrow
         from pyarrow import parquet
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             f"Reading {path} needs pyarrow, which is not installed.",
             remedy="pip install 'tightfit[data]'",
-        ) from fault
+        ) from error
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
@@ -338,14 +338,14 @@ def read_parquet(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(values, path, number, "row")
-    except arrow.ArrowException as fault:
-        reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+    except arrow.ArrowException as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InvalidInputError(
             f"{path} is not a whole Parquet file: {reason}",
             remedy="copy or download the file again",
-        ) from fault
-    except OSError as fault:
-        raise unreadable(path, fault) from fault
+        ) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def _decoded_lines(stream: IO[bytes], path: Path) -> Iterator[str]:
@@ -353,8 +353,8 @@ def _decoded_lines(stream: IO[bytes], path: Path) -> Iterator[str]:
         try:
             # The line end stays: a quoted CSV field may hold it.
             yield raw.decode("utf-8-sig" if number == 1 else "utf-8") + "\n"
-        except UnicodeDecodeError as fault:
-            raise wrong_encoding(path, number, fault) from fault
+        except UnicodeDecodeError as error:
+            raise wrong_encoding(path, number, error) from error
 
 
 def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
@@ -397,11 +397,11 @@ def read_arrow(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
     require_file(path)
     try:
         import pyarrow as arrow
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             f"Reading {path} needs pyarrow, which is not installed.",
             remedy="pip install 'tightfit[data]'",
-        ) from fault
+        ) from error
     number, size = 0, file_size(path)
     try:
         with arrow.memory_map(str(path)) as source:
@@ -412,13 +412,13 @@ def read_arrow(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
                     for values in batch.slice(piece, 1024).to_pylist():
                         number += 1
                         yield Row(values, path, number, "row")
-    except (arrow.ArrowException, OSError) as fault:
-        if isinstance(fault, OSError) and fault.errno:
-            raise unreadable(path, fault) from fault
-        reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+    except (arrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise unreadable(path, error) from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InvalidInputError(
             f"{path} is not a whole Arrow file: {reason}", remedy="save or copy the dataset again"
-        ) from fault
+        ) from error
 
 
 def _batches(arrow: Any, source: Any) -> Iterator[Any]:

@@ -150,8 +150,8 @@ class RowEncoder:
         assert self.renderer is not None
         try:
             rows = self.renderer.rows(example.messages)
-        except TemplateRenderError as fault:
-            self._findings.add("refused", example.place, str(fault).splitlines()[0][:200])
+        except TemplateRenderError as error:
+            self._findings.add("refused", example.place, str(error).splitlines()[0][:200])
             return []
         if not rows:
             self._findings.add("empty-answer", example.place, "nothing asks for the answer")

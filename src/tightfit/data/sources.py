@@ -231,8 +231,8 @@ def data_files(source: Path | str | Sequence[Path | str], *, word: str | None = 
 def _files_in(folder: Path, word: str | None) -> list[Path]:
     try:
         found = sorted(_walk(folder))
-    except OSError as fault:
-        raise unreadable(folder, fault) from fault
+    except OSError as error:
+        raise unreadable(folder, error) from error
     if not found:
         raise InvalidInputError(
             f"{folder} holds no data files.", remedy=f"put files there that end in {_known()}"
@@ -382,8 +382,8 @@ def _digest_file(path: Path) -> bytes:
         with path.open("rb") as stream:
             while chunk := stream.read(_HASH_BYTES):
                 digest.update(chunk)
-    except OSError as fault:
-        raise unreadable(path, fault) from fault
+    except OSError as error:
+        raise unreadable(path, error) from error
     return digest.digest()
 
 
@@ -436,10 +436,10 @@ def _all_rows(
     for path in files:
         try:
             yield from read_file(path, meter, on_fault)
-        except InvalidInputError as fault:
+        except InvalidInputError as error:
             if on_fault is None:
                 raise
-            on_fault(fault)
+            on_fault(error)
         meter.close_file(file_size(path))
 
 
@@ -452,9 +452,9 @@ def _with_format(
         if row_format is None:
             try:
                 row_format = known[row.path] = recognise_format(row)
-            except UserError as fault:
+            except UserError as error:
                 if on_fault is None:
                     raise
-                on_fault(fault)
+                on_fault(error)
                 continue
         yield row, row_format

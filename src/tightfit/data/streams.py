@@ -164,8 +164,8 @@ def open_data(path: Path, meter: ReadMeter | None = None) -> Iterator[IO[bytes]]
     try:
         with path.open("rb") as raw:
             head = raw.read(_PROBE_BYTES)
-    except OSError as fault:
-        raise unreadable(path, fault) from fault
+    except OSError as error:
+        raise unreadable(path, error) from error
     if not head:
         raise empty(path)
     with opened(path, _compression(path, head), meter or ReadMeter()) as stream:
@@ -181,10 +181,10 @@ def opened(path: Path, compression: str | None, meter: ReadMeter) -> Iterator[IO
             yield cast(IO[bytes], watched)
     except UserError:
         raise
-    except DECOMPRESSION_ERRORS as fault:
-        raise damaged(path, fault) from fault
-    except OSError as fault:  # bz2 reports broken data as a plain OSError without an errno
-        raise (unreadable(path, fault) if fault.errno else damaged(path, fault)) from fault
+    except DECOMPRESSION_ERRORS as error:
+        raise damaged(path, error) from error
+    except OSError as error:  # bz2 reports broken data as a plain OSError without an errno
+        raise (unreadable(path, error) if error.errno else damaged(path, error)) from error
 
 
 class _Watched:
@@ -227,10 +227,10 @@ def file_mode(path: Path) -> int:
     """The mode bits of an existing path."""
     try:
         return path.stat().st_mode
-    except FileNotFoundError as fault:
-        raise missing(path) from fault
-    except (OSError, ValueError) as fault:
-        raise unreadable(path, fault) from fault
+    except FileNotFoundError as error:
+        raise missing(path) from error
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
 
 
 def file_size(path: Path) -> int:
@@ -409,5 +409,5 @@ class _ZstdGuard:
             return bytes(self._stream.read(size))
         except OSError:
             raise
-        except Exception as fault:
-            raise damaged(self._path, fault) from fault
+        except Exception as error:
+            raise damaged(self._path, error) from error

@@ -40,11 +40,11 @@ def compile_template(text: str, name: str) -> Template:
 
     try:
         return _environment().from_string(text)
-    except TemplateSyntaxError as fault:
+    except TemplateSyntaxError as error:
         raise InvalidInputError(
-            f"The template {name} is not Jinja: line {fault.lineno}: {fault.message}.",
+            f"The template {name} is not Jinja: line {error.lineno}: {error.message}.",
             remedy="correct that line, or name another template with `template:`",
-        ) from fault
+        ) from error
 
 
 def render(
@@ -63,8 +63,8 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **names,
         )
-    except Exception as fault:  # a template is code: it can fail in any way
-        raise TemplateRenderError(str(fault).strip() or type(fault).__name__) from fault
+    except Exception as error:  # a template is code: it can fail in any way
+        raise TemplateRenderError(str(error).strip() or type(error).__name__) from error
 
 
 @lru_cache(maxsize=1)
@@ -72,11 +72,11 @@ def _environment() -> Environment:
     try:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "Chat templates need jinja2, which is not installed.",
             remedy="pip install 'tightfit[data]'",
-        ) from fault
+        ) from error
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
     )
@@ -191,17 +191,17 @@ def _own_file(wanted: str) -> str:
     known = list_templates()
     try:
         return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError) as fault:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise NotFoundError(
             f"There is no template `{wanted}`, neither by that name nor as a file."
             f"{did_you_mean(wanted, known)}",
             remedy=f"name one of {', '.join(known)}, or a Jinja file",
-        ) from fault
-    except (OSError, ValueError) as fault:
+        ) from error
+    except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"The template {wanted} cannot be read: {fault}.",
+            f"The template {wanted} cannot be read: {error}.",
             remedy="name a readable Jinja file in UTF-8",
-        ) from fault
+        ) from error
 
 
 # Conversations as text with the answers marked, by how the template was run, not by search.

@@ -185,12 +185,12 @@ def _guessing(why: str) -> TokenCounter:
 def _exact(tokenizers: Any, path: Path) -> TokenCounter:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as fault:  # the library raises bare Exception
+    except Exception as error:  # the library raises bare Exception
         raise InvalidInputError(
-            f"{path} is not a tokenizer this version reads: {str(fault)[:200]}.",
+            f"{path} is not a tokenizer this version reads: {str(error)[:200]}.",
             remedy="download the model's tokenizer.json again, or plan without the tokenizer by "
             "naming the model by its catalogue name",
-        ) from fault
+        ) from error
     # The file may ask for truncation or padding, which would falsify every length.
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -103,8 +103,8 @@ class TokenStore:
             """Trained tokens of each row; a row's first token is never predicted."""
             self._files = np.load(folder / "files.npy")
             self._numbers = np.load(folder / "numbers.npy")
-        except (OSError, ValueError) as fault:
-            raise _damaged(folder, str(fault)) from fault
+        except (OSError, ValueError) as error:
+            raise _damaged(folder, str(error)) from error
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -136,13 +136,13 @@ class TokenStore:
 def _read_description(folder: Path) -> StoreDescription:
     try:
         described = StoreDescription.model_validate_json((folder / DESCRIPTION_FILE).read_bytes())
-    except FileNotFoundError as fault:
+    except FileNotFoundError as error:
         raise NotFoundError(
             f"There is no encoded data in {folder}.",
             remedy="run the same command again; the data is then encoded anew",
-        ) from fault
-    except (OSError, ValidationError) as fault:
-        raise _damaged(folder, str(fault).splitlines()[0]) from fault
+        ) from error
+    except (OSError, ValidationError) as error:
+        raise _damaged(folder, str(error).splitlines()[0]) from error
     if described.schema_version != SCHEMA_VERSION:
         raise _damaged(folder, f"it is of version {described.schema_version}")
     return described

@@ -270,11 +270,11 @@ def _read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"{path} cannot be read as JSON: {fault}.",
+            f"{path} cannot be read as JSON: {error}.",
             remedy="copy or download that file again",
-        ) from fault
+        ) from error
     return value if isinstance(value, dict) else {}
 
 
@@ -315,19 +315,19 @@ def _add_named(document: dict[str, Any], names: Sequence[str]) -> list[str]:
 def _build(document: Mapping[str, Any], folder: Path) -> Any:
     try:
         import tokenizers
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "Encoding data needs the tokenizers package, which is not installed.",
             remedy="pip install 'tightfit[data]'",
-        ) from fault
+        ) from error
     try:
         built = tokenizers.Tokenizer.from_str(json.dumps(document))
-    except Exception as fault:  # the library raises bare Exception
+    except Exception as error:  # the library raises bare Exception
         raise InvalidInputError(
             f"{folder / 'tokenizer.json'} is not a tokenizer this version reads: "
-            f"{str(fault)[:200]}.",
+            f"{str(error)[:200]}.",
             remedy="pip install -U tokenizers, or download the model's tokenizer.json again",
-        ) from fault
+        ) from error
     # The file may ask for truncation or padding, which is ours to decide.
     built.no_truncation()
     built.no_padding()
@@ -381,11 +381,11 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
             found["default"] = own.read_text(encoding="utf-8")
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
             found[path.stem] = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(
-            f"A chat template in {folder} cannot be read: {fault}.",
+            f"A chat template in {folder} cannot be read: {error}.",
             remedy="copy or download that file again",
-        ) from fault
+        ) from error
     return found
 
 

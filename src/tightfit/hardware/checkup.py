@@ -454,8 +454,8 @@ def check_slurm(here: SystemProbes) -> list[Finding]:
         return [_cluster_finding("Slurm", Status.INFO, "not on this machine")]
     try:
         partitions = here.run(("sinfo", "-h", "-o", "%R"), TIMEOUT_SECONDS).split()
-    except SetupError as fault:
-        detail = f"{version} is installed, but its controller does not answer: {fault.problem}"
+    except SetupError as error:
+        detail = f"{version} is installed, but its controller does not answer: {error.problem}"
         return [
             _cluster_finding("Slurm", Status.WARNING, detail, "scontrol ping    (is slurmctld up?)")
         ]
@@ -472,14 +472,14 @@ def check_kubernetes(here: SystemProbes) -> list[Finding]:
     try:
         ask = ("kubectl", "get", "nodes", "-o", "name", "--request-timeout=2s")
         nodes = here.run(ask, TIMEOUT_SECONDS).split()
-    except SetupError as fault:
+    except SetupError as error:
         if not _is_configured(here):
             return [
                 _cluster_finding(
                     "Kubernetes", Status.INFO, "kubectl is here, no cluster is configured"
                 )
             ]
-        detail = f"the configured cluster does not answer: {fault.problem}"
+        detail = f"the configured cluster does not answer: {error.problem}"
         return [_cluster_finding("Kubernetes", Status.WARNING, detail, "kubectl cluster-info")]
     return [_cluster_finding("Kubernetes", Status.OK, f"{len(nodes)} nodes")]
 

@@ -220,16 +220,16 @@ def parse_cluster(text: str, *, name: str) -> Cluster:
 def _load(text: str, name: str) -> object:
     try:
         return yaml.load(text, Loader=_PlainLoader)
-    except yaml.MarkedYAMLError as fault:
-        mark = fault.problem_mark or fault.context_mark
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
         where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
-        what = (fault.problem or "not YAML").strip()[:200]
-        raise InvalidInputError(f"{where}: {what}.", remedy=_REMEDY) from fault
-    except RecursionError as fault:
-        raise InvalidInputError(f"{name} is nested too deeply.", remedy=_REMEDY) from fault
-    except (yaml.YAMLError, ValueError) as fault:
-        what = " ".join(str(fault).split())[:200]
-        raise InvalidInputError(f"{name} is not YAML: {what}.", remedy=_REMEDY) from fault
+        what = (error.problem or "not YAML").strip()[:200]
+        raise InvalidInputError(f"{where}: {what}.", remedy=_REMEDY) from error
+    except RecursionError as error:
+        raise InvalidInputError(f"{name} is nested too deeply.", remedy=_REMEDY) from error
+    except (yaml.YAMLError, ValueError) as error:
+        what = " ".join(str(error).split())[:200]
+        raise InvalidInputError(f"{name} is not YAML: {what}.", remedy=_REMEDY) from error
 
 
 def _group(entry: object, name: str, path: str) -> tuple[NodeGroup, list[str]]:
@@ -308,8 +308,8 @@ def _within(name: str, path: str, parse: Callable[[], Any]) -> Any:
     """Run a parser and say in which key of which file it failed."""
     try:
         return parse()
-    except UserError as fault:
-        raise type(fault)(f"{name}: {path}: {fault.problem}", remedy=fault.remedy) from fault
+    except UserError as error:
+        raise type(error)(f"{name}: {path}: {error.problem}", remedy=error.remedy) from error
 
 
 def _count(largest: int) -> Callable[[str], int]:
@@ -336,8 +336,8 @@ def _size_of_at_least(text: str, smallest: int) -> int:
     example = f"write it with its unit, like {'384GiB' if smallest >= GIB else '64GiB'} or 384GB"
     try:
         size = parse_bytes(text)
-    except InvalidInputError as fault:  # a bare number of bytes is a size, but no node's
-        raise InvalidInputError(fault.problem, remedy=example) from fault
+    except InvalidInputError as error:  # a bare number of bytes is a size, but no node's
+        raise InvalidInputError(error.problem, remedy=example) from error
     if not smallest <= size <= _LARGEST_BYTES:
         raise InvalidInputError(
             f"`{printable(text, most=40)}` is {render_bytes(size)}, which no node has.",

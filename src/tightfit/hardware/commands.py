@@ -39,21 +39,21 @@ def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
             env=environment,
             check=False,
         )
-    except FileNotFoundError as fault:
+    except FileNotFoundError as error:
         raise CommandMissingError(
             f"The command `{command}` is not on this machine.",
             remedy=f"run this where it is installed; {_WITHOUT}",
-        ) from fault
-    except subprocess.TimeoutExpired as fault:
+        ) from error
+    except subprocess.TimeoutExpired as error:
         raise SetupError(
             f"`{command}` gave no answer in {timeout_seconds:.0f} s.",
             remedy=f"see whether the cluster is up; {_WITHOUT}",
-        ) from fault
-    except OSError as fault:
+        ) from error
+    except OSError as error:
         raise SetupError(
-            f"`{command}` does not start: {fault.strerror or fault}.",
+            f"`{command}` does not start: {error.strerror or error}.",
             remedy=f"run it by hand to see why; {_WITHOUT}",
-        ) from fault
+        ) from error
     if done.returncode != 0:
         raise SetupError(
             f"`{command}` failed: {_last_line(done.stderr) or f'exit code {done.returncode}'}",

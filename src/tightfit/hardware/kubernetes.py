@@ -125,8 +125,8 @@ def read_nodes_and_pods(run: RunCommand) -> Lists:
     """By kubectl; by the client where there is no kubectl."""
     try:
         nodes = _parse(run(NODES_COMMAND, TIMEOUT_SECONDS), "nodes")
-    except CommandMissingError as fault:
-        return read_by_client(fault)
+    except CommandMissingError as error:
+        return read_by_client(error)
     try:
         pods = _parse(run(PODS_COMMAND, TIMEOUT_SECONDS), "pods")
     except SetupError:
@@ -138,10 +138,10 @@ def _parse(text: str, what: str, *, by: str = "kubectl") -> list[KubernetesObjec
     try:
         document = json.loads(text)
         items = document["items"]
-    except (ValueError, KeyError, TypeError, RecursionError) as fault:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SetupError(
             f"{by} printed no list of {what}.", remedy=f"run by hand: kubectl get {what} -o json"
-        ) from fault
+        ) from error
     return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
@@ -160,11 +160,11 @@ def read_by_client(missing: CommandMissingError) -> Lists:
         else:
             # Named here: the client reads the variable only while it is imported.
             config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
-    except (config.ConfigException, OSError) as fault:
+    except (config.ConfigException, OSError) as error:
         raise SetupError(
-            f"No Kubernetes cluster is configured: {_first_line(fault)}",
+            f"No Kubernetes cluster is configured: {_first_line(error)}",
             remedy="set KUBECONFIG, or put the cluster's file at ~/.kube/config",
-        ) from fault
+        ) from error
     core = client.CoreV1Api()
     nodes = _list_all(core, "list_node", "nodes")
     try:
@@ -187,10 +187,10 @@ def _list_all(core: Any, name: str, what: str, **options: object) -> list[Kubern
         try:
             answer = ask(limit=PAGE, _continue=start, _request_timeout=REQUEST_SECONDS)
             text = answer.data.decode("utf-8", "replace")
-        except ApiException as fault:
-            raise _refused(f"{fault.status} {fault.reason}") from fault
-        except (HTTPError, OSError, ValueError) as fault:
-            raise _refused(_first_line(fault)) from fault
+        except ApiException as error:
+            raise _refused(f"{error.status} {error.reason}") from error
+        except (HTTPError, OSError, ValueError) as error:
+            raise _refused(_first_line(error)) from error
         found += _parse(text, what, by="The Kubernetes API")
         start = json.loads(text).get("metadata", {}).get("continue")
         if not start:

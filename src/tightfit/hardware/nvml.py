@@ -73,12 +73,12 @@ def read_driver(nvml: Any = None, *, environ: Mapping[str, str] | None = None) -
             return DriverReading(fault="the package nvidia-ml-py is not installed")
     try:
         nvml.nvmlInit()
-    except (nvml.NVMLError, OSError) as fault:
-        return DriverReading(fault=str(fault))
+    except (nvml.NVMLError, OSError) as error:
+        return DriverReading(fault=str(error))
     try:
         return _read_all(nvml, os.environ if environ is None else environ)
-    except nvml.NVMLError as fault:
-        return DriverReading(fault=str(fault))
+    except nvml.NVMLError as error:
+        return DriverReading(fault=str(error))
     finally:
         _ask(nvml, "nvmlShutdown")
 

@@ -72,8 +72,8 @@ def _parse_group(phrase: str) -> tuple[NodeGroup, list[str]]:
     name = parts["gpu"].strip()
     try:
         match = match_gpu(name)
-    except NotFoundError as fault:
-        raise _misread(name, num_gpus, said_nodes=num_nodes > 1) or fault from None
+    except NotFoundError as error:
+        raise _misread(name, num_gpus, said_nodes=num_nodes > 1) or error from None
     warnings = ambiguity_warnings(name, match)
     if num_gpus > MAX_USUAL_GPUS_PER_NODE:
         warnings.append(

@@ -38,11 +38,11 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
     is_quantized, packed = _quantized_dtype(outer)
     try:
         spec = reader_for(model_type)(inner)
-    except ValidationError as fault:
+    except ValidationError as error:
         raise InvalidInputError(
-            f"{source}: {fault.errors()[0]['loc']}: {fault.errors()[0]['msg']}.",
+            f"{source}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}.",
             remedy="correct the config, or name a model that `tightfit models` lists",
-        ) from fault
+        ) from error
     return spec.model_copy(
         update={
             "model_type": model_type or spec.model_type,
@@ -65,10 +65,10 @@ def parse_json(data: bytes, *, source: str) -> object:
     """JSON as Python values; malformed, cut short or absurdly deep is one error."""
     try:
         return json.loads(data)
-    except RecursionError as fault:
-        raise _not_json(source, "it is nested too deeply") from fault
-    except ValueError as fault:  # malformed, not UTF-8, or an integer of thousands of digits
-        raise _not_json(source, str(fault)[:120]) from fault
+    except RecursionError as error:
+        raise _not_json(source, "it is nested too deeply") from error
+    except ValueError as error:  # malformed, not UTF-8, or an integer of thousands of digits
+        raise _not_json(source, str(error)[:120]) from error
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -83,17 +83,17 @@ def _read_bytes(path: Path) -> bytes:
             )
         with path.open("rb") as stream:
             data = stream.read(MAX_CONFIG_BYTES + 1)
-    except PermissionError as fault:
+    except PermissionError as error:
         raise SetupError(
             f"Cannot read {shown_path}: permission denied.",
             remedy="ask its owner for permission to read the folder and its files",
-        ) from fault
-    except (OSError, RuntimeError) as fault:
-        reason = getattr(fault, "strerror", None) or fault
+        ) from error
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise InvalidInputError(
             f"Cannot read {shown_path}: {reason}.",
             remedy="put the model's config.json there as a file",
-        ) from fault
+        ) from error
     if len(data) > MAX_CONFIG_BYTES:
         raise InvalidInputError(
             f"{path} is larger than any model's config.", remedy="name the model's config.json"

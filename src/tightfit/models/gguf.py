@@ -85,11 +85,11 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 raise _corrupt(path, "it does not start with `GGUF`")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Cursor(path, data).header()
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"Cannot read {path}: {fault}.",
+            f"Cannot read {path}: {error}.",
             remedy="check that the file exists and that you may read it",
-        ) from fault
+        ) from error
 
 
 class _Cursor:

@@ -187,8 +187,8 @@ def _read_path(name: str) -> ModelSpec | None:
     try:
         path = Path(name).expanduser()
         mode = path.stat().st_mode
-    except PermissionError as fault:
-        raise _forbidden(name, fault) from fault
+    except PermissionError as error:
+        raise _forbidden(name, error) from error
     except (OSError, ValueError, RuntimeError):  # nothing there, too long, an unknown ~user
         return None
     if stat.S_ISDIR(mode):
@@ -215,8 +215,8 @@ def _has(folder: Path, name: str) -> bool:
     """Whether the folder holds this name, be it readable or not; a broken link counts."""
     try:
         (folder / name).lstat()
-    except PermissionError as fault:
-        raise _forbidden(str(folder), fault) from fault
+    except PermissionError as error:
+        raise _forbidden(str(folder), error) from error
     except OSError:
         return False
     return True
@@ -237,8 +237,8 @@ def _read_folder(folder: Path, *, name: str) -> ModelSpec:
         )
     try:
         ggufs = sorted(item for item in folder.iterdir() if item.suffix.lower() == ".gguf")
-    except OSError as fault:
-        raise _forbidden(str(folder), fault) from fault
+    except OSError as error:
+        raise _forbidden(str(folder), error) from error
     if len(ggufs) == 1:
         return _read_gguf(ggufs[0])
     if ggufs:
