@@ -9,9 +9,9 @@ from tightfit.core.errors import DoesNotFitError
 from tightfit.estimate.result import Verdict
 from tightfit.hardware.catalogue import list_gpus
 from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
-from tightfit.planning.plan import HOURS_PER_MONTH, Plan, estimate_cost, find_price
+from tightfit.planning.plan import HOURS_PER_MONTH, Plan, estimate_cost, find_price, list_stages
 from tightfit.planning.request import JobRequest
-from tightfit.planning.search import list_stages, search
+from tightfit.planning.search import search
 
 COUNTS = (1, 2, 4, 8)
 

@@ -10,7 +10,7 @@ from tightfit.core.data_profile import DataProfile
 from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.result import Estimate
+from tightfit.estimate.result import Estimate, Phase
 from tightfit.hardware.types import Gpu, Node, Price
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.request import describe_strategy
@@ -113,3 +113,40 @@ def estimate_cost(
         usd_per_run=None if epoch is None else usd_per_hour * epoch * num_epochs / 3600,
         source=f"{price.cloud}, {price.date}, median on demand: {price.source}",
     )
+
+
+# Stages of a job
+
+STAGES = {
+    "load": "load",
+    "forward": "forward",
+    "loss": "forward",
+    "backward": "backward",
+    "recompute": "backward",
+    "backward_end": "backward",
+    "optimizer": "optimizer",
+    "eval": "eval",
+    "save": "save",
+    "merge": "merge",
+}
+"""Moments of the estimate by the stage people know."""
+
+
+def list_stages(estimate: Estimate) -> dict[str, int]:
+    """Peak bytes per GPU by stage of the job, in the order they happen."""
+    return {
+        stage: phase.peak_reserved_bytes
+        for stage, phase in fullest_phases(estimate).items()
+        if stage in STAGES.values()
+    }
+
+
+def fullest_phases(estimate: Estimate) -> dict[str, Phase]:
+    """The fullest moment of each stage; a moment that belongs to none is a stage of its own."""
+    fullest: dict[str, Phase] = {}
+    for phase in estimate.phases:
+        stage = STAGES.get(phase.name, phase.name)
+        held = fullest.get(stage)
+        if held is None or phase.peak_reserved_bytes > held.peak_reserved_bytes:
+            fullest[stage] = phase
+    return fullest

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from tightfit.core.strategy import Attention, Method, Offload, Optimizer, Strategy
+from tightfit.core.strategy import Method, Optimizer, Strategy
 from tightfit.estimate.result import Estimate, EstimateSummary, Verdict
+from tightfit.planning.levers import LEVERS
 from tightfit.planning.request import name_method
 from tightfit.planning.space import Layout
 
@@ -15,6 +17,8 @@ METHOD_HANDICAPS = {"lora": 1.0, "full": 1.25, "qlora": 1.2, "lora-int8": 1.2, "
 Quantized base weights cost quality (and time to merge); full tuning costs a whole
 model per run. These are a policy, not a measurement: `docs/decisions/0002-search.md`.
 """
+MANY_NODES_HANDICAP = 1.02
+"""A network is one more part that can fail."""
 _VERDICT_ORDER = {Verdict.FITS: 0, Verdict.TIGHT: 1}
 
 
@@ -66,21 +70,10 @@ def measure_seconds(estimate: Estimate | EstimateSummary) -> float:
 
 
 def handicap_of(strategy: Strategy) -> float:
-    """How much speed each lever must bring to be worth its trouble.
-
-    A compiled model takes minutes to warm up, and ran at 0.97x of fused kernels
-    where both were measured (7B LoRA on one H200: 16,557 against 17,130 tokens/s);
-    offload ties up pinned host memory and the bus; 8-bit state costs some quality;
-    DeepSpeed is one more package, and attention over packed rows one more kernel.
-    """
-    s = strategy
-    handicap = 1.0
-    handicap *= 1.2 if s.compile else 1.0
-    handicap *= 1.01 if s.attention is Attention.FLASH else 1.0
-    handicap *= 1.1 if s.sharding.is_zero else 1.01 if s.sharding.is_fsdp else 1.0
-    handicap *= 1.3 if s.offload is not Offload.NONE else 1.0
-    handicap *= 1.02 if s.num_nodes > 1 else 1.0
-    return handicap * s.optimizer.record.handicap
+    """How much speed the strategy's choices must bring to be worth their trouble."""
+    levers = prod(lever.handicap for lever in LEVERS if lever.is_pulled(strategy))
+    nodes = MANY_NODES_HANDICAP if strategy.num_nodes > 1 else 1.0
+    return levers * nodes * strategy.sharding.handicap * strategy.optimizer.record.handicap
 
 
 def handicap_total(strategy: Strategy) -> float:
@@ -91,19 +84,12 @@ def handicap_total(strategy: Strategy) -> float:
 def count_levers(strategy: Strategy) -> int:
     """How many things are not plain: ties go to the simpler strategy."""
     s = strategy
-    unusual = (
-        s.checkpointing,
-        s.compile,
-        s.packing,
-        s.fused_kernels,
-        s.dequantized_base,
-        s.loss_chunk_factor > 1,
+    others = (
         s.sharding.shards_optimizer,
-        s.offload is not Offload.NONE,
         s.optimizer is not Optimizer.ADAMW,
         s.num_nodes > 1,
     )
-    return sum(unusual)
+    return sum(others) + sum(not lever.is_plain and lever.is_pulled(s) for lever in LEVERS)
 
 
 def rank(candidate: Candidate) -> tuple[float, ...]:

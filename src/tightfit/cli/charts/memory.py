@@ -20,7 +20,7 @@ from tightfit.core.html_page import MEMORY_COLOURS, render_page
 from tightfit.core.text import shorten
 from tightfit.core.units import GIB, render_bytes
 from tightfit.estimate.result import Estimate
-from tightfit.planning.search import fullest_phases
+from tightfit.planning.plan import fullest_phases
 
 OTHER_COLOURS = ("#ccbb44", "#997700", "#994455", "#117733", "#88ccaa", "#332288")
 

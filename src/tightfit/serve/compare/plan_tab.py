@@ -9,14 +9,14 @@ from tightfit.core.units import render_bytes, render_count, render_seconds, rend
 from tightfit.estimate.result import Phase, Verdict
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.plan import Plan
+from tightfit.planning.plan import STAGES, Plan, fullest_phases
 from tightfit.planning.request import (
     DEFAULT_EFFECTIVE_BATCH,
     METHODS,
     JobRequest,
     name_method,
 )
-from tightfit.planning.search import STAGES, SearchResult, fullest_phases, search
+from tightfit.planning.search import SearchResult, search
 from tightfit.serve.compare.controls import BUSY_EVENT
 from tightfit.serve.compare.html import escape_html, render_error, render_note
 
