@@ -58,7 +58,7 @@ def test_a_gguf_runs_on_llama() -> None:
 def test_a_gguf_may_be_unpacked_for_transformers() -> None:
     choice = choose(ArtefactKind.GGUF, engine="transformers", weights=Dtype.BF16)
     assert choice.engine == "transformers"
-    assert "unpacked" in choice.why
+    assert "dequantized" in choice.why
 
 
 @pytest.mark.parametrize(
