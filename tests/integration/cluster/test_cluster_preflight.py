@@ -160,7 +160,7 @@ def test_what_deserves_a_warning_is_no_fault(hosts: Hosts) -> None:
     details = [finding["detail"] for finding in told.of("names", "warning")]
     assert any("its own name a stands for 127.0.1.1" in detail for detail in details)
     assert any("cannot resolve its own name b" in detail for detail in details)
-    assert told.report["all_reduce"]["fault"] is None
+    assert told.report["all_reduce"]["error"] is None
     warning = told.of("bandwidth", "warning")[0]
     assert "plans assume 10 Gb/s" in warning["detail"]
     assert "--network" in warning["remedy"]
