@@ -118,7 +118,7 @@ def test_one_gpu_by_number() -> None:
         (ArtefactKind.GGUF, {"weights": Dtype.NF4}, "--weights nf4"),
         (ArtefactKind.GGUF, {"engine": "vllm"}, "GGUF"),
         (ArtefactKind.GPTQ, {"engine": "vllm"}, "4 or 8 bits"),
-        (ArtefactKind.MODEL, {"engine": "vllm", "needs_logits": True}, "scores"),
+        (ArtefactKind.MODEL, {"engine": "vllm", "needs_logits": True}, "logits"),
     ],
 )
 def test_contradictions_are_refused(kind: ArtefactKind, asked: dict[str, Any], words: str) -> None:

@@ -233,7 +233,7 @@ def test_the_engine_answers_stops_and_closes(prompter: Prompter) -> None:
     texts = [end.text for _, end in sorted(ends.items()) if isinstance(end, Done)]
     assert texts == [prompter.decode(range(n + 1, n + 8)) for n in range(30, 60)]
 
-    with pytest.raises(UserError, match="scores"):
+    with pytest.raises(UserError, match="logits"):
         engine.logits((5,))
     with pytest.raises(InvalidInputError):
         engine.submit(Request(prompt=(5,) * 512), lambda _: None)
