@@ -1,10 +1,10 @@
-"""Fill README.md with what the commands in it really print, and with measured figures.
+"""Fill README.md and docs with what the commands in them print, and with measured figures.
 
     python scripts/write_readme.py            # rewrite
     python scripts/write_readme.py --check    # fail if anything is out of date
 
-A fenced `console` block is one `$ command` and its output; the tables between the
-`figures` marks come from `benchmarks/results/`.
+A fenced `console` block is one `$ command` and its output; the tables between two marks
+(`<!-- figures -->`, `<!-- end of figures -->`) come from `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "after-training.md"]
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = RESULTS / "h200_training.json"
 """Whole runs, measured by benchmarks/measure_training.py."""
@@ -30,8 +30,7 @@ ARTEFACTS = RESULTS / "artefacts.json"
 MEMORY, SPEED = "GPU memory, reserved", "tokens per second"
 COLUMNS = 100
 BLOCK = re.compile(r"```console\n\$ (.+)\n(?:.*\n)*?```\n")
-FIGURES = re.compile(r"(<!-- figures -->\n)(?:.*\n)*?(<!-- end of figures -->\n)")
-AFTER = re.compile(r"(<!-- after -->\n)(?:.*\n)*?(<!-- end of after -->\n)")
+MARKED = re.compile(r"(<!-- (\w+) -->\n)(?:.*\n)*?(<!-- end of \2 -->\n)")
 
 
 def run_block(match: re.Match[str]) -> str:
@@ -93,29 +92,35 @@ def make_figures() -> str:
         f"{published['classified_right']:.1%} are classified right "
         f"({published['oom_rows']:.0f} of them were out of memory)."
     )
-    lines += ["", make_traced_figures(read("h200_trace.json")["total"])]
-    if TRAINING.exists():
-        lines += ["", *make_training_figures(json.loads(TRAINING.read_text()))]
+    total = read("h200_trace.json")["total"]
+    lines += [
+        "",
+        f"With `--trace`, peak memory is off by "
+        f"{total['mean_allocated_error']:.2%} in the mean over "
+        f"{total['jobs']:.0f} jobs that were held out.",
+    ]
     return "\n".join(lines) + "\n"
 
 
-def make_traced_figures(total: dict[str, float]) -> str:
+def make_traced_figures() -> str:
+    total = read("h200_trace.json")["total"]
     return (
-        "[Traced](docs/tracing.md), where torch is installed: peak allocated memory of "
-        f"{total['jobs']:.0f} jobs that were not looked at while the tracer was built is off by "
+        "[Tracing](tracing.md) needs torch. Peak allocated memory of "
+        f"{total['jobs']:.0f} jobs that were held out while the tracer was built is off by "
         f"{total['mean_allocated_error']:.2%} in the mean and {total['worst_allocated_error']:.1%} "
-        "at worst; the smallest memory in which they survive on the card by "
+        "at worst; the smallest memory in which they run on the card by "
         f"{total['mean_capacity_error']:.2%}, and never more than "
         f"{total['worst_capacity_error_low']:.1%} too low. On a calibrated card the time per step "
         f"of {total['timed_jobs']:.0f} others is within 10% for "
         f"{1 - total['far_seconds_error_fraction']:.0%} of them, "
         f"{total['median_seconds_error']:.1%} in the median and "
-        f"{total['worst_seconds_error']:.0%} at worst (`benchmarks/results/h200_trace.json`)."
+        f"{total['worst_seconds_error']:.0%} at worst (`benchmarks/results/h200_trace.json`).\n"
     )
 
 
-def make_training_figures(document: dict[str, Any]) -> list[str]:
+def make_training_figures() -> str:
     """One row per run that finished; those that did not are named below."""
+    document = json.loads(TRAINING.read_text())
     jobs: dict[str, dict[str, Any]] = document["jobs"]
     done = {name: job["report"] for name, job in jobs.items() if job["exit_code"] == 0}
     lines = [
@@ -133,22 +138,23 @@ def make_training_figures(document: dict[str, Any]) -> list[str]:
             f"| {speed['measured']:,.0f} | {speed['error_percent']:+.1f}% |"
         )
     failed = [name for name in jobs if name not in done]
-    return lines + (["", f"Did not finish: {', '.join(failed)}."] if failed else [])
+    lines += ["", f"Did not finish: {', '.join(failed)}."] if failed else []
+    return "\n".join(lines) + "\n"
 
 
 def make_after_figures() -> str:
-    """What is lost by each step, and what generation reaches."""
-    chain = make_chain_figures(json.loads(ARTEFACTS.read_text())) if ARTEFACTS.exists() else []
+    """What each format loses, and how fast `generate` is."""
+    chain = make_chain_figures(json.loads(ARTEFACTS.read_text()))
     return "\n".join([*chain, *make_generation_figures()]) + "\n"
 
 
 def make_chain_figures(chain: dict[str, Any]) -> list[str]:
     lines = [
-        f"SmolLM2-135M as `make demo` tunes it, merged, then stored otherwise; "
+        f"SmolLM2-135M as `make demo` tunes it, merged, then in other formats; "
         f"{chain['chain']['rows'][0]['num_positions']:,} tokens of wikitext-2 "
         f"(`benchmarks/results/{ARTEFACTS.name}`):",
         "",
-        "| stored as | size | same top token | KL | perplexity | SQL answers right |",
+        "| format | size | same top token | KL | perplexity | SQL answers right |",
         "|---|---|---|---|---|---|",
     ]
     right = next(m for m in chain["task"]["metrics"] if m["name"] == "execution")["scores"]
@@ -187,25 +193,33 @@ def make_generation_figures() -> list[str]:
     return lines
 
 
+MAKERS = {
+    "figures": make_figures,
+    "traced": make_traced_figures,
+    "runs": make_training_figures,
+    "after": make_after_figures,
+}
+
+
+def fill(text: str) -> str:
+    text = BLOCK.sub(run_block, text)
+    return MARKED.sub(
+        lambda match: match.group(1) + MAKERS[match.group(2)]() + match.group(3), text
+    )
+
+
 def main() -> int:
-    is_check = "--check" in sys.argv
-    if not TRAINING.exists():
-        print(
-            f"error: {TRAINING.relative_to(ROOT)} is missing, so README.md has no training figures"
-            "\n  try: python benchmarks/measure_training.py on a GPU, or git checkout that file",
-            file=sys.stderr,
-        )
-        if is_check:
-            return 1
-    before = README.read_text()
-    after = BLOCK.sub(run_block, before)
-    after = FIGURES.sub(lambda match: match.group(1) + make_figures() + match.group(2), after)
-    after = AFTER.sub(lambda match: match.group(1) + make_after_figures() + match.group(2), after)
-    if is_check:
+    stale = []
+    for page in PAGES:
+        before = page.read_text()
+        after = fill(before)
         if after != before:
-            print("README.md is out of date: run python scripts/write_readme.py")
-        return int(after != before)
-    README.write_text(after)
+            stale.append(str(page.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                page.write_text(after)
+    if stale and "--check" in sys.argv:
+        print(f"out of date: {', '.join(stale)}\n  try: python scripts/write_readme.py")
+        return 1
     return 0
 
 
