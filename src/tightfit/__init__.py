@@ -1,3 +1,76 @@
-"""Predict, run and check fine-tuning on the GPUs you have."""
+"""Predict, run and check fine-tuning on the GPUs you have.
+
+    import tightfit
+    tightfit.plan("Llama-3.1-8B", on="2xRTX-4090").best
+
+A verb loads when it is first used: `import tightfit` alone needs neither pydantic nor torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tightfit.api.bench import bench
+    from tightfit.api.calibrate import calibrate
+    from tightfit.api.chat import chat, load
+    from tightfit.api.compare import compare
+    from tightfit.api.convert import convert
+    from tightfit.api.estimate import estimate
+    from tightfit.api.evaluate import evaluate
+    from tightfit.api.farm import farm
+    from tightfit.api.generate import generate
+    from tightfit.api.merge import merge
+    from tightfit.api.plan import buy, plan
+    from tightfit.api.preflight import preflight
+    from tightfit.api.prepare import prepare
+    from tightfit.api.quantize import quantize
+    from tightfit.api.serve import serve
+    from tightfit.api.stage import stage
+    from tightfit.api.submit import submit
+    from tightfit.api.train import train
+    from tightfit.api.verify import verify
+    from tightfit.core.errors import UserError
+
+_HOMES = {"buy": "api.plan", "load": "api.chat", "UserError": "core.errors"}
+"""The modules of names that do not stand in `api.<name>`."""
+
+__all__ = [
+    "UserError",
+    "bench",
+    "buy",
+    "calibrate",
+    "chat",
+    "compare",
+    "convert",
+    "estimate",
+    "evaluate",
+    "farm",
+    "generate",
+    "load",
+    "merge",
+    "plan",
+    "preflight",
+    "prepare",
+    "quantize",
+    "serve",
+    "stage",
+    "submit",
+    "train",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{_HOMES.get(name, f'api.{name}')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
