@@ -118,9 +118,8 @@ def make_traced_figures() -> str:
     )
 
 
-def make_training_figures() -> str:
+def make_training_figures(document: dict[str, Any]) -> list[str]:
     """One row per run that finished; those that did not are named below."""
-    document = json.loads(TRAINING.read_text())
     jobs: dict[str, dict[str, Any]] = document["jobs"]
     done = {name: job["report"] for name, job in jobs.items() if job["exit_code"] == 0}
     lines = [
@@ -138,8 +137,7 @@ def make_training_figures() -> str:
             f"| {speed['measured']:,.0f} | {speed['error_percent']:+.1f}% |"
         )
     failed = [name for name in jobs if name not in done]
-    lines += ["", f"Did not finish: {', '.join(failed)}."] if failed else []
-    return "\n".join(lines) + "\n"
+    return lines + (["", f"Did not finish: {', '.join(failed)}."] if failed else [])
 
 
 def make_after_figures() -> str:
@@ -196,7 +194,7 @@ def make_generation_figures() -> list[str]:
 MAKERS = {
     "figures": make_figures,
     "traced": make_traced_figures,
-    "runs": make_training_figures,
+    "runs": lambda: "\n".join(make_training_figures(json.loads(TRAINING.read_text()))) + "\n",
     "after": make_after_figures,
 }
 
@@ -209,6 +207,13 @@ def fill(text: str) -> str:
 
 
 def main() -> int:
+    if not TRAINING.exists():
+        print(
+            f"error: {TRAINING.relative_to(ROOT)} is missing, so docs/accuracy.md has no runs"
+            "\n  try: python benchmarks/measure_training.py on a GPU, or git checkout that file",
+            file=sys.stderr,
+        )
+        return 1
     stale = []
     for page in PAGES:
         before = page.read_text()
