@@ -24,11 +24,17 @@ from tightfit.core.training import Training
 from tightfit.data.packing import pack_best_fit
 from tightfit.data.token_store import EncodedRow
 from tightfit.runtime.libraries import silence_libraries
-from tightfit.train.batches import Batch, collate_packed, collate_padded, count_trained, to_device
-from tightfit.train.build import build_engine
-from tightfit.train.distributed import DistContext
-from tightfit.train.engine import TorchEngine
-from tightfit.train.step import StepPlan, mix_seed, train_step
+from tightfit.training.batches import (
+    Batch,
+    collate_packed,
+    collate_padded,
+    count_trained,
+    to_device,
+)
+from tightfit.training.build import build_engine
+from tightfit.training.distributed import DistContext
+from tightfit.training.engine import TorchEngine
+from tightfit.training.step import StepPlan, mix_seed, train_step
 
 NUM_HELD_OUT = 128
 """Rows at the end of the file that no run trains on."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightfit.core.strategy import Method, Optimizer, Strategy
-from tightfit.estimate.weights import num_trainable
+from tightfit.estimation.weights import num_trainable
 from tightfit.hardware.calibration import BACKWARD_FLOPS, CAUSAL_FLOPS, Calibration
 from tightfit.models.spec import ModelSpec
 

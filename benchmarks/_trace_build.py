@@ -34,13 +34,13 @@ from tightfit.runtime.load import (
     list_quantizable,
     load_meta,
 )
-from tightfit.train.batches import Batch, collate_packed, collate_padded
-from tightfit.train.build import build_engine
-from tightfit.train.distributed import DistContext
-from tightfit.train.engine import TorchEngine
-from tightfit.train.model import Objective, make_load_request, prepare_model
-from tightfit.train.optimizers import build_optimizer
-from tightfit.train.sharding import (
+from tightfit.training.batches import Batch, collate_packed, collate_padded
+from tightfit.training.build import build_engine
+from tightfit.training.distributed import DistContext
+from tightfit.training.engine import TorchEngine
+from tightfit.training.model import Objective, make_load_request, prepare_model
+from tightfit.training.optimizers import build_optimizer
+from tightfit.training.sharding import (
     Sharder,
     WeightReceiver,
     _SentTensor,

@@ -33,10 +33,10 @@ from _trace_build import (
 from _trace_jobs import Job
 from tightfit.core.training import Training
 from tightfit.runtime.devices import is_out_of_memory
-from tightfit.train.batches import Batch, count_trained, to_device
-from tightfit.train.distributed import DistContext
-from tightfit.train.engine import TorchEngine
-from tightfit.train.step import StepPlan, mix_seed, train_step
+from tightfit.training.batches import Batch, count_trained, to_device
+from tightfit.training.distributed import DistContext
+from tightfit.training.engine import TorchEngine
+from tightfit.training.step import StepPlan, mix_seed, train_step
 
 MEASURE, EVENTS, CAP, SURVIVING = "measure", "events", "cap", "surviving"
 MODES = (MEASURE, EVENTS, CAP, SURVIVING)

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from tightfit.core.errors import UserError
-from tightfit.train.tracing.job import TraceJob
+from tightfit.training.tracing.job import TraceJob
 
 NUM_STEPS = 2
 """Optimizer state appears in the first, and the second is like all that follow."""
@@ -23,8 +23,8 @@ def prepare_process() -> None:
 def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
     """The tensors alive at the peak of the steps, or `problem`: why the job cannot be traced."""
     # Imported here: torch takes seconds, and the environment must be set before.
-    from tightfit.train.tracing import record
-    from tightfit.train.tracing.trace import CannotTraceError
+    from tightfit.training.tracing import record
+    from tightfit.training.tracing.trace import CannotTraceError
 
     record.NUM_STEPS = NUM_STEPS
     try:
@@ -39,7 +39,7 @@ def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
 def _trace(job: TraceJob) -> dict[str, Any]:
     from tightfit.trace.caching_allocator import AllocatorSettings
     from tightfit.trace.recording import describe_peak
-    from tightfit.train.tracing.trace import DepthTracer, check_traceable, replay_unlimited
+    from tightfit.training.tracing.trace import DepthTracer, check_traceable, replay_unlimited
 
     check_traceable(job.strategy)
     tracer = DepthTracer(job)

@@ -28,12 +28,12 @@ from _random_jobs import draw_jobs
 from _trace_peak import prepare_process, trace_peak
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.memory import estimate_moments, list_reserved_components, peak_moment
+from tightfit.estimation.memory import estimate_moments, list_reserved_components, peak_moment
 from tightfit.hardware.types import Gpu
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
 from tightfit.trace.tracer import list_versions
-from tightfit.train.tracing.job import TraceJob
+from tightfit.training.tracing.job import TraceJob
 
 RESULT = Path(__file__).resolve().parent / "results" / "closed_form_vs_trace.json"
 SEED = 2026

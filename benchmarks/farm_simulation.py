@@ -3,8 +3,8 @@
 python benchmarks/farm_simulation.py [--check]
 
 Workers are events on a simulated clock; what they claim, take over and commit goes through
-`tightfit.farm.leases` on a store in memory that counts every operation and the requests to a file
-server behind it. The engine is a rate. One worker in a hundred dies in the middle.
+`tightfit.farming.leases` on a store in memory that counts every operation and the requests to a
+file server behind it. The engine is a rate. One worker in a hundred dies in the middle.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import write_result
-from tightfit.farm.folder import ChunkLayout, choose_chunk_layout, done_path
-from tightfit.farm.heartbeat import choose_heartbeat_seconds
-from tightfit.farm.leases import FINISHED, Lease, Leases
-from tightfit.farm.store import FolderStore, MemoryStore
-from tightfit.farm.worker import POLL_SECONDS, WORKERS_PER_POLL_SECOND
+from tightfit.farming.folder import ChunkLayout, choose_chunk_layout, done_path
+from tightfit.farming.heartbeat import choose_heartbeat_seconds
+from tightfit.farming.leases import FINISHED, Lease, Leases
+from tightfit.farming.store import FolderStore, MemoryStore
+from tightfit.farming.worker import POLL_SECONDS, WORKERS_PER_POLL_SECOND
 
 RESULT = Path(__file__).parent / "results" / "farm_simulation.json"
 NUM_PROMPTS = 1_000_000
@@ -87,7 +87,7 @@ class Simulation:
 
 
 class _Worker:
-    """The loop of `tightfit.farm.worker`, with a rate in place of an engine."""
+    """The loop of `tightfit.farming.worker`, with a rate in place of an engine."""
 
     def __init__(self, world: Simulation, number: int, num_workers: int) -> None:
         self.rate, in_flight = _kind_of((number + 0.5) / num_workers)

@@ -18,7 +18,7 @@ from typing import Any
 from _provenance import check_total, write_result
 from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.memory import estimate_moments, list_reserved_components, peak_moment
+from tightfit.estimation.memory import estimate_moments, list_reserved_components, peak_moment
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
 

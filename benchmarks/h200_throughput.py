@@ -18,7 +18,7 @@ from typing import Any
 from _provenance import write_result
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.flops import estimate_step_flops
+from tightfit.estimation.flops import estimate_step_flops
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 

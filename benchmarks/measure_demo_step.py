@@ -159,7 +159,7 @@ def describe_job(recipe: Path, run: Path, num_steps: int) -> dict[str, Any]:
     """Inputs for trl: the recipe, and tightfit's packed rows as tokens and labels."""
     from tightfit.data.token_store import TokenStore
     from tightfit.runs.run_folder import RunFolder
-    from tightfit.train.batches import IGNORED, BatchSampler
+    from tightfit.training.batches import IGNORED, BatchSampler
 
     stated = json.loads(recipe.read_text())
     batch, seq_len, seed = (stated[key] for key in ("effective_batch", "seq_len", "seed"))

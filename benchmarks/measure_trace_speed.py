@@ -29,7 +29,7 @@ from tightfit.hardware.catalogue import find_gpu
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
 from tightfit.trace.tracer import list_versions
-from tightfit.train.tracing.job import TraceJob
+from tightfit.training.tracing.job import TraceJob
 
 RESULT = Path(__file__).resolve().parent / "results" / "trace_speed.json"
 MODEL, CARD = "Llama-2-7b-hf", "H200"
@@ -66,7 +66,7 @@ def make_question(strategy: dict[str, Any], *, is_full_depth: bool) -> str:
 
 def run_once(name: str) -> dict[str, Any]:
     """Seconds, CPU seconds and memory of one cold run, and what it answered."""
-    words, question = ["tightfit.train.tracing.worker"], ""
+    words, question = ["tightfit.training.tracing.worker"], ""
     if name in TRACED:
         strategy, is_full_depth = TRACED[name]
         question = make_question(strategy, is_full_depth=is_full_depth)

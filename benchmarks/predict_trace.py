@@ -25,9 +25,9 @@ from _trace_jobs import SETS, Job, list_micro_batches
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
 from tightfit.trace.tracer import Tracer, TraceResponse, list_versions
-from tightfit.train.tracing.job import Document, TraceJob
+from tightfit.training.tracing.job import Document, TraceJob
 
-WORKER = "tightfit.train.tracing.worker"
+WORKER = "tightfit.training.tracing.worker"
 H200 = (9, 0)
 
 

@@ -22,13 +22,13 @@ from typing import Any
 from _provenance import provenance
 from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.memory import (
+from tightfit.estimation.memory import (
     estimate_moments,
     judge_fit,
     list_reserved_components,
     peak_moment,
 )
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec

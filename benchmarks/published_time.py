@@ -26,9 +26,9 @@ from typing import Any
 from _provenance import provenance
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.result import StepTime
-from tightfit.estimate.step_time import HIGH_FACTOR, LOW_FACTOR, estimate_step_time
-from tightfit.estimate.weights import num_trainable
+from tightfit.estimation.result import StepTime
+from tightfit.estimation.step_time import HIGH_FACTOR, LOW_FACTOR, estimate_step_time
+from tightfit.estimation.weights import num_trainable
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from tightfit.core.version import __version__
 
 if TYPE_CHECKING:
     from tightfit.api.bench import bench
@@ -40,6 +40,7 @@ _HOMES = {"buy": "api.plan", "load": "api.chat", "UserError": "core.errors"}
 
 __all__ = [
     "UserError",
+    "__version__",
     "bench",
     "buy",
     "calibrate",
@@ -65,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in __all__ or name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f"{__name__}.{_HOMES.get(name, f'api.{name}')}"), name)
     globals()[name] = value

@@ -10,7 +10,7 @@ import pytest
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Optimizer, Sharding, Strategy
 from tightfit.core.units import GB
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.judge import judge_strategy

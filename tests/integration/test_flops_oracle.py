@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tightfit.core.strategy import Method, Strategy
-from tightfit.estimate.flops import (
+from tightfit.estimation.flops import (
     estimate_adapter_flops,
     estimate_forward_flops,
     estimate_step_flops,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.activations import estimate_activation_bytes, list_layers
-from tightfit.estimate.weights import adapter_params
+from tightfit.estimation.activations import estimate_activation_bytes, list_layers
+from tightfit.estimation.weights import adapter_params
 from tightfit.models.config import read_config
 from tightfit.models.spec import ModelSpec
 

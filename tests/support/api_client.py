@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 
 from tightfit.engines.protocol import Engine
-from tightfit.serve.http.app import ApiSettings
-from tightfit.serve.http.registry import ServerPhase
-from tightfit.serve.http.server import ApiServer, LoadedModel, bind_socket
+from tightfit.serving.http.app import ApiSettings
+from tightfit.serving.http.registry import ServerPhase
+from tightfit.serving.http.server import ApiServer, LoadedModel, bind_socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A farm with a scripted engine: this file is its worker, and its submitter too.
 
 `python farm_trial.py FOLDER --partition NAME` is what the trial's starters start in place of
-`-m tightfit.farm.worker`; `python farm_trial.py submit OUT NUM_PROMPTS gpu,cpu` farms.
+`-m tightfit.farming.worker`; `python farm_trial.py submit OUT NUM_PROMPTS gpu,cpu` farms.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import Listener, Request
-from tightfit.farm.backends.local import LocalStarter
-from tightfit.farm.backends.slurm import SlurmStarter
-from tightfit.farm.submit import FarmJob, FarmOutcome, Submitter, open_farm
-from tightfit.farm.worker import main as worker_main
-from tightfit.farm.worker_pool import (
+from tightfit.farming.backends.local import LocalStarter
+from tightfit.farming.backends.slurm import SlurmStarter
+from tightfit.farming.submit import FarmJob, FarmOutcome, Submitter, open_farm
+from tightfit.farming.worker import main as worker_main
+from tightfit.farming.worker_pool import (
     WorkerBackend,
     WorkerGroup,
     WorkerStarter,
@@ -30,8 +30,8 @@ from tightfit.farm.worker_pool import (
     make_local_group,
 )
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serve.generate.job import GenerateJob
-from tightfit.serve.generate.prompts import Prompt
+from tightfit.serving.generate.job import GenerateJob
+from tightfit.serving.generate.prompts import Prompt
 
 NUM_TOKENS = 5
 PACES = {

@@ -16,17 +16,17 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Sharding, Strategy
 from tightfit.core.training import Schedule, Training
 from tightfit.data.token_store import NewRow, StoreDescription, StoreFile, StoreWriter, TokenStore
-from tightfit.estimate.job import estimate_job
+from tightfit.estimation.job import estimate_job
 from tightfit.hardware.local import CpuReading, describe_cpu
 from tightfit.hardware.machine import read_machine
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
 from tightfit.planning.plan import Plan, PlanHardware
-from tightfit.train.batches import BatchSampler, collate_padded, without_loss
-from tightfit.train.build import build_engine
-from tightfit.train.distributed import DistContext
-from tightfit.train.loop import learning_rate_at
-from tightfit.train.step import StepPlan, all_reduce_metrics, mix_seed, train_step
+from tightfit.training.batches import BatchSampler, collate_padded, without_loss
+from tightfit.training.build import build_engine
+from tightfit.training.distributed import DistContext
+from tightfit.training.loop import learning_rate_at
+from tightfit.training.step import StepPlan, all_reduce_metrics, mix_seed, train_step
 
 VOCABULARY = 128
 NUM_STEPS = 20

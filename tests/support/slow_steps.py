@@ -9,7 +9,7 @@ from pathlib import Path
 
 HOOK = """
 import pathlib, time
-from tightfit.ledger import metrics
+from tightfit.runs import metrics
 _real = metrics.append_record
 def _append(path, record):
     _real(path, record)

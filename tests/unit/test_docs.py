@@ -20,7 +20,7 @@ from tightfit.core.recipe import read_recipe
 from tightfit.core.strategy import Attention, Method, Sharding, Strategy
 from tightfit.data.formats import FORMATS
 from tightfit.data.templates import list_templates
-from tightfit.estimate.activations import estimate_layer_bytes
+from tightfit.estimation.activations import estimate_layer_bytes
 from tightfit.models.resolve import resolve_model
 from tightfit.runs.run_folder import RunFolder
 

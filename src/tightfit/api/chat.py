@@ -12,8 +12,8 @@ from tightfit.core.sampling import Sampling
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import DEFAULT_CONTEXT
 from tightfit.runtime.artefacts import find_artefact
-from tightfit.serve.conversation import Conversation, Reply
-from tightfit.serve.generate.prediction import PromptLengths, predict_inference, require_fit
+from tightfit.serving.conversation import Conversation, Reply
+from tightfit.serving.generate.prediction import PromptLengths, predict_inference, require_fit
 
 
 @accepts_keywords(ChatOptions)

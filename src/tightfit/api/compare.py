@@ -19,16 +19,16 @@ from tightfit.engines.open import open_engine
 from tightfit.engines.protocol import EngineInfo
 from tightfit.hardware.nvml import read_driver
 from tightfit.runtime.artefacts import Artefact, find_artefact
-from tightfit.serve.compare.compare_tab import read_examples
-from tightfit.serve.compare.controls import ControlDefaults
-from tightfit.serve.compare.models import (
+from tightfit.serving.compare.compare_tab import read_examples
+from tightfit.serving.compare.controls import ControlDefaults
+from tightfit.serving.compare.models import (
     ComparedModel,
     ComparedModels,
     probe_free_bytes,
     require_room,
 )
-from tightfit.serve.compare.page import ComparePage, make_compare_app, require_gradio
-from tightfit.serve.compare.server import (
+from tightfit.serving.compare.page import ComparePage, make_compare_app, require_gradio
+from tightfit.serving.compare.server import (
     DEFAULT_HOST,
     DEFAULT_PORT,
     address_of,
@@ -36,7 +36,7 @@ from tightfit.serve.compare.server import (
     check_exposure,
     serve_app,
 )
-from tightfit.serve.compare.votes import VoteFile, check_votes_path
+from tightfit.serving.compare.votes import VoteFile, check_votes_path
 
 PASSWORD_VARIABLE = "TIGHTFIT_PASSWORD"
 DEFAULT_VOTES = "votes.jsonl"

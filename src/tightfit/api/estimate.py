@@ -23,8 +23,8 @@ from tightfit.core.strategy import (
 )
 from tightfit.core.text import sanitize
 from tightfit.core.units import render_count
-from tightfit.estimate.result import Estimate, Verdict
-from tightfit.estimate.zero_table import ZeroRow, estimate_zero_table, largest_layer_params
+from tightfit.estimation.result import Estimate, Verdict
+from tightfit.estimation.zero_table import ZeroRow, estimate_zero_table, largest_layer_params
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec

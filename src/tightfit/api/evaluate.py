@@ -14,7 +14,7 @@ from tightfit.core.suggest import did_you_mean
 from tightfit.core.text import shorten
 
 if TYPE_CHECKING:
-    from tightfit.evaluate.scores import Scores
+    from tightfit.evaluation.scores import Scores
 
 
 @accepts_keywords(EvalOptions)
@@ -34,8 +34,8 @@ def evaluate(options: EvalOptions) -> Scores:
             remedy="--databases FOLDER with one NAME.sqlite for each db_id of the rows",
         )
     require_packages("Evaluation", "torch", "transformers", "peft", extra="eval")
-    from tightfit.evaluate.evaluate import DEFAULT_BATCH, EvaluateRequest, evaluate_model
-    from tightfit.evaluate.metrics import Metric
+    from tightfit.evaluation.evaluate import DEFAULT_BATCH, EvaluateRequest, evaluate_model
+    from tightfit.evaluation.metrics import Metric
 
     return evaluate_model(
         EvaluateRequest(

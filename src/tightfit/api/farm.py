@@ -21,19 +21,14 @@ from tightfit.core.errors import UsageError, UserError
 from tightfit.core.files import check_writable, write_atomic
 from tightfit.core.progress import Progress
 from tightfit.engines.open import EngineRequest
-from tightfit.farm.backends.local import LocalStarter
-from tightfit.farm.estimate import (
-    FarmEstimate,
-    FarmWorkload,
-    estimate_farm,
-    record_farm_rates,
-)
-from tightfit.farm.folder import LEASE_SECONDS, FarmFile
-from tightfit.farm.progress import FarmProgress
-from tightfit.farm.results import count_published_answers
-from tightfit.farm.statistics import FarmStatistics
-from tightfit.farm.submit import FarmJob, FarmOutcome, Submitter, open_farm, read_statistics
-from tightfit.farm.worker_pool import (
+from tightfit.farming.backends.local import LocalStarter
+from tightfit.farming.estimate import FarmEstimate, FarmWorkload, estimate_farm, record_farm_rates
+from tightfit.farming.folder import LEASE_SECONDS, FarmFile
+from tightfit.farming.progress import FarmProgress
+from tightfit.farming.results import count_published_answers
+from tightfit.farming.statistics import FarmStatistics
+from tightfit.farming.submit import FarmJob, FarmOutcome, Submitter, open_farm, read_statistics
+from tightfit.farming.worker_pool import (
     KUBERNETES,
     LOCAL,
     WorkerBackend,
@@ -47,8 +42,8 @@ from tightfit.farm.worker_pool import (
 from tightfit.hardware.local import probe_here
 from tightfit.hardware.nvml import read_driver
 from tightfit.runtime.artefacts import find_artefact
-from tightfit.serve.generate.job import GenerateJob, describe_settings
-from tightfit.serve.generate.prediction import InferencePrediction, require_fit
+from tightfit.serving.generate.job import GenerateJob, describe_settings
+from tightfit.serving.generate.prediction import InferencePrediction, require_fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,15 +174,15 @@ def make_starters(
     model = [str(request.artefact.path), str(request.artefact.base or request.artefact.path)]
     starters: dict[WorkerBackend, WorkerStarter] = {WorkerBackend.LOCAL: LocalStarter(folder)}
     if WorkerBackend.SLURM in kinds:
-        from tightfit.farm.backends.slurm import SlurmStarter
+        from tightfit.farming.backends.slurm import SlurmStarter
 
         starters[WorkerBackend.SLURM] = SlurmStarter(folder, read_site(), mounts=model)
     if WorkerBackend.KUBERNETES in kinds:
-        from tightfit.farm.backends.kubernetes import KubernetesStarter
+        from tightfit.farming.backends.kubernetes import KubernetesStarter
 
         starters[WorkerBackend.KUBERNETES] = KubernetesStarter(folder, read_site(), mounts=model)
     if WorkerBackend.RAY in kinds:
-        from tightfit.farm.backends.ray import RayStarter
+        from tightfit.farming.backends.ray import RayStarter
 
         starters[WorkerBackend.RAY] = RayStarter(folder)
     return starters
@@ -253,14 +248,14 @@ class _FarmPlan:
     def _find_groups(self, *, is_ray: bool) -> tuple[WorkerGroup, ...]:
         most = self._options.workers
         if is_ray:
-            from tightfit.farm.backends.ray import find_ray_groups
+            from tightfit.farming.backends.ray import find_ray_groups
 
             return find_ray_groups(most=most)
         words = read_partitions(self._options.partitions)
         if words == (LOCAL,):
             return (self._find_local_group(),)
         if words == (KUBERNETES,):
-            from tightfit.farm.backends.kubernetes import find_pod_groups
+            from tightfit.farming.backends.kubernetes import find_pod_groups
 
             return find_pod_groups(num_workers=most)
         from tightfit.hardware.slurm import probe_slurm_inventory
@@ -277,7 +272,7 @@ class _FarmPlan:
 
 
 def _watch(submitter: Submitter, preview: FarmPreview, watcher: FarmWatcher) -> FarmOutcome:
-    from tightfit.farm.backends.ray import disconnect_ray
+    from tightfit.farming.backends.ray import disconnect_ray
 
     with watcher.watching(preview) as on_progress:
         try:

@@ -24,24 +24,19 @@ from tightfit.core.progress import Progress
 from tightfit.core.text import shorten
 from tightfit.engines.open import EngineRequest, open_prompter
 from tightfit.engines.protocol import EngineInfo
-from tightfit.farm.estimate import FarmWorkload, record_single_engine
+from tightfit.farming.estimate import FarmWorkload, record_single_engine
 from tightfit.runtime.artefacts import find_artefact
-from tightfit.serve.generate.job import (
-    GenerateJob,
-    OnAnswer,
-    describe_settings,
-    write_failures,
-)
-from tightfit.serve.generate.journal import Journal, open_journal
-from tightfit.serve.generate.prediction import (
+from tightfit.serving.generate.job import GenerateJob, OnAnswer, describe_settings, write_failures
+from tightfit.serving.generate.journal import Journal, open_journal
+from tightfit.serving.generate.prediction import (
     InferencePrediction,
     measure_prompts,
     predict_inference,
     require_fit,
 )
-from tightfit.serve.generate.prompts import STDIN, PromptRequest, check_template, read_prompts
-from tightfit.serve.generate.run import EngineRun, run_engine, sum_run
-from tightfit.serve.generate.statistics import GenerateStatistics
+from tightfit.serving.generate.prompts import STDIN, PromptRequest, check_template, read_prompts
+from tightfit.serving.generate.run import EngineRun, run_engine, sum_run
+from tightfit.serving.generate.statistics import GenerateStatistics
 
 NUM_PREVIEWED_PROMPTS = 3
 

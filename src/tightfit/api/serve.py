@@ -18,8 +18,8 @@ from tightfit.engines.protocol import Engine
 from tightfit.runtime.artefacts import find_artefact
 
 if TYPE_CHECKING:
-    from tightfit.serve.http.app import ApiSettings
-    from tightfit.serve.http.server import ApiServer, BoundSocket, LoadedModel, ServerReady
+    from tightfit.serving.http.app import ApiSettings
+    from tightfit.serving.http.server import ApiServer, BoundSocket, LoadedModel, ServerReady
 
 KEY_VARIABLE = "TIGHTFIT_API_KEY"
 
@@ -56,7 +56,7 @@ class ModelServer:
     """A server with its port bound. `stop` ends `run` from any thread."""
 
     def __init__(self, options: ServeOptions, watcher: ServeWatcher) -> None:
-        from tightfit.serve.http.server import (
+        from tightfit.serving.http.server import (
             DEFAULT_DRAIN_SECONDS,
             ApiServer,
             bind_socket,
@@ -99,7 +99,7 @@ class ModelServer:
         self._server.stop()
 
     def _load(self) -> list[LoadedModel]:
-        from tightfit.serve.http.server import LoadedModel
+        from tightfit.serving.http.server import LoadedModel
 
         opened: dict[object, Engine] = {}
         loaded = []
@@ -118,7 +118,7 @@ class ModelServer:
         return loaded
 
     def _report_ready(self) -> None:
-        from tightfit.serve.http.server import describe_ready
+        from tightfit.serving.http.server import describe_ready
 
         ready = describe_ready(
             self._server, needs_api_key=self._api_key is not None, made_key=self._made_key
@@ -152,13 +152,13 @@ def choose_key(given: str | None, *, is_loopback: bool) -> tuple[str | None, str
 def _settings(
     options: ServeOptions, bound: BoundSocket, api_key: str | None, watcher: ServeWatcher
 ) -> ApiSettings:
-    from tightfit.serve.http.app import (
+    from tightfit.serving.http.app import (
         DEFAULT_MAX_BODY_BYTES,
         DEFAULT_MAX_QUEUE,
         DEFAULT_TIMEOUT_SECONDS,
         ApiSettings,
     )
-    from tightfit.serve.http.server import LOOPBACK_NAMES
+    from tightfit.serving.http.server import LOOPBACK_NAMES
 
     return ApiSettings(
         api_key=api_key,

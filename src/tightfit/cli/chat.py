@@ -12,7 +12,7 @@ from tightfit.cli.flags.serving import ChatFlags
 from tightfit.cli.terminal.output import show_json, write_err, write_out
 from tightfit.core.errors import UsageError, UserError
 from tightfit.core.text import sanitize, sanitize_lines
-from tightfit.serve.conversation import Conversation, Reply
+from tightfit.serving.conversation import Conversation, Reply
 
 HISTORY_LINES = 1000
 
@@ -70,7 +70,7 @@ def _talk_through_pipe(talk: Conversation) -> None:
             raise EOFError
         return line.rstrip("\r\n")
 
-    from tightfit.serve.chat_commands import (
+    from tightfit.serving.chat_commands import (
         EXIT_COMMANDS,
         read_command,
         read_messages,
@@ -101,7 +101,7 @@ def _leave_at_once() -> None:
 
 def _talk_in_terminal(talk: Conversation) -> None:
     """Faults are told and the chat goes on; only the user ends it."""
-    from tightfit.serve.chat_commands import (
+    from tightfit.serving.chat_commands import (
         EXIT_COMMANDS,
         read_command,
         read_messages,

@@ -16,7 +16,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from tightfit import __version__
 from tightfit.api.options.declare import Argument, Option, list_declared
 from tightfit.cli.error_report import (
     UnexpectedOSError,
@@ -27,6 +26,7 @@ from tightfit.cli.error_report import (
 )
 from tightfit.cli.terminal.output import OutputLostError, PipeClosedError, silence_stdout, write_out
 from tightfit.core.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, UserError
+from tightfit.core.version import __version__
 
 # A command with `--hosts` runs in a process of its own, which may be lost with a host.
 

@@ -14,7 +14,7 @@ from tightfit.cli.terminal.output import progress_bar, show_json
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.text import count_of
 from tightfit.core.units import render_count
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.models.spec import ModelSpec
 

@@ -22,7 +22,7 @@ from tightfit.cli.terminal.screen import (
     show,
 )
 from tightfit.core.text import count_of
-from tightfit.evaluate.scores import Interval, MetricScore, Scores
+from tightfit.evaluation.scores import Interval, MetricScore, Scores
 
 # Scores as text: before, after and the difference, with what they rest on.
 

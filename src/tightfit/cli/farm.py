@@ -23,10 +23,10 @@ from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plai
 from tightfit.core.errors import EXIT_INTERRUPTED
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_seconds, render_usd
-from tightfit.farm.estimate import Bounds, EstimateBasis, FarmEstimate
-from tightfit.farm.folder import FarmFile
-from tightfit.farm.progress import FarmProgress
-from tightfit.farm.statistics import FarmStatistics, NodeStatistics
+from tightfit.farming.estimate import Bounds, EstimateBasis, FarmEstimate
+from tightfit.farming.folder import FarmFile
+from tightfit.farming.progress import FarmProgress
+from tightfit.farming.statistics import FarmStatistics, NodeStatistics
 
 
 def describe_estimate(preview: FarmPreview) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from tightfit.core.frozen import Frozen
 from tightfit.core.text import count_of, sanitize, sanitize_lines
 from tightfit.core.units import GB, TERA, render_bytes, render_seconds
 from tightfit.engines.protocol import EngineInfo
-from tightfit.serve.generate.job import OnAnswer
-from tightfit.serve.generate.prediction import InferencePrediction
-from tightfit.serve.generate.statistics import GenerateStatistics, Percentiles
+from tightfit.serving.generate.job import OnAnswer
+from tightfit.serving.generate.prediction import InferencePrediction
+from tightfit.serving.generate.statistics import GenerateStatistics, Percentiles
 
 LONGEST_SHOWN = 2000
 

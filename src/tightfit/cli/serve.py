@@ -14,7 +14,7 @@ from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.text import sanitize
 
 if TYPE_CHECKING:
-    from tightfit.serve.http.server import ReadyModel, ServerReady
+    from tightfit.serving.http.server import ReadyModel, ServerReady
 
 
 def render_ready(ready: ServerReady) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 
-from tightfit import __version__
 from tightfit.cli.flags.catalogue import VersionFlags
 from tightfit.cli.terminal.output import show_json, write_out
+from tightfit.core.version import __version__
 
 
 def version(flags: VersionFlags) -> None:

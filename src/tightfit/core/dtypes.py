@@ -23,7 +23,7 @@ class Dtype(str, Enum):
 
     @cached_property
     def value_bytes(self) -> int:
-        """Bytes of one unpacked value. Quantized formats have none: see `estimate/weights.py`."""
+        """Bytes of one unpacked value. Quantized formats have none: see `estimation/weights.py`."""
         if self.is_quantized:
             raise ValueError(f"{self.value} values are packed")
         return 4 if self is Dtype.FP32 else 2

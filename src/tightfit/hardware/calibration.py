@@ -24,7 +24,7 @@ ESTIMATED_DTYPES = ("fp32", "fp16", "bf16", FP8, FP8_EXACT)
 CAUSAL_FLOPS, BACKWARD_FLOPS = 2.0, 2.5
 """Of a causal square per head channel; backward over forward (arXiv:2307.08691 section 4.1)."""
 LOSS_BYTES = 36.0
-"""Traffic of the plain loss per logit, as `estimate/traffic.py` counts it."""
+"""Traffic of the plain loss per logit, as `estimation/traffic.py` counts it."""
 LEAST_OWN_FRACTION = 0.25
 """Of a kernel's time, what is surely its own once the gap is taken off: noise must not make a
 rate without bound."""

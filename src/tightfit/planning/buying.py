@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tightfit.core.errors import DoesNotFitError
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from tightfit.hardware.catalogue import list_gpus
 from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
 from tightfit.planning.plan import HOURS_PER_MONTH, Plan, estimate_cost, find_price, list_stages

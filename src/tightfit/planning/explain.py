@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tightfit.core.units import render_bytes
-from tightfit.estimate.result import EstimateSummary, Verdict
+from tightfit.estimation.result import EstimateSummary, Verdict
 from tightfit.planning.filter import StrategyFilter, name_memory_share
 from tightfit.planning.levers import LEVERS, Lever
 from tightfit.planning.ranking import Candidate, measure_seconds

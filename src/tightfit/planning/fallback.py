@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tightfit import __version__
 from tightfit.core.strategy import Loss, Offload, Sharding, Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.host_and_disk import DEFAULT_CHECKPOINTS
-from tightfit.estimate.job import estimate_job, exceeds_host_memory
-from tightfit.estimate.result import Estimate
+from tightfit.core.version import __version__
+from tightfit.estimation.host_and_disk import DEFAULT_CHECKPOINTS
+from tightfit.estimation.job import estimate_job, exceeds_host_memory
+from tightfit.estimation.result import Estimate
 from tightfit.planning.filter import name_memory_share
 from tightfit.planning.judge import assume_host
 from tightfit.planning.plan import Plan, estimate_cost

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from tightfit.core.strategy import Loss, Offload, Optimizer, Sharding, Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.job import LOAD, estimate_job, estimate_job_summary, exceeds_host_memory
-from tightfit.estimate.memory import (
+from tightfit.estimation.job import LOAD, estimate_job, estimate_job_summary, exceeds_host_memory
+from tightfit.estimation.memory import (
     MODEL_ERROR_FRACTION,
     BatchIndependentBytes,
     estimate_batch_independent_bytes,
     estimate_step_peak_bytes,
 )
-from tightfit.estimate.result import Estimate, EstimateSummary, Verdict
+from tightfit.estimation.result import Estimate, EstimateSummary, Verdict
 from tightfit.hardware.types import Node, NodeGroup
 from tightfit.planning.known_outcomes import KnownLimit
 from tightfit.planning.plan import Exclusion

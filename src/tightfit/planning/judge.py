@@ -5,8 +5,8 @@ from __future__ import annotations
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.rules import Case, find_violations, find_warnings

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.memory import estimate_step_peak_bytes
+from tightfit.estimation.memory import estimate_step_peak_bytes
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec
 

@@ -10,7 +10,7 @@ from tightfit.core.data_profile import DataProfile
 from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.result import Estimate, Phase
+from tightfit.estimation.result import Estimate, Phase
 from tightfit.hardware.types import Gpu, Node, Price
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.request import describe_strategy

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tightfit.core.strategy import Method, Optimizer, Strategy
-from tightfit.estimate.result import Estimate, EstimateSummary, Verdict
+from tightfit.estimation.result import Estimate, EstimateSummary, Verdict
 from tightfit.planning.levers import LEVERS
 from tightfit.planning.request import name_method
 from tightfit.planning.space import Layout

@@ -14,8 +14,8 @@ from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Method, Strategy
 from tightfit.core.suggest import did_you_mean
 from tightfit.core.training import Training
-from tightfit.estimate.host_and_disk import DEFAULT_CHECKPOINTS
-from tightfit.estimate.result import Estimate
+from tightfit.estimation.host_and_disk import DEFAULT_CHECKPOINTS
+from tightfit.estimation.result import Estimate
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.rules import check_lora_targets
 

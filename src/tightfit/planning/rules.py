@@ -18,8 +18,8 @@ from tightfit.core.strategy import (
     Strategy,
 )
 from tightfit.core.suggest import did_you_mean
-from tightfit.estimate.loss import can_fuse_head_and_loss
-from tightfit.estimate.weights import is_dora, is_lora_target
+from tightfit.estimation.loss import can_fuse_head_and_loss
+from tightfit.estimation.weights import is_dora, is_lora_target
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.attention import (
     FLASH,
@@ -575,7 +575,7 @@ _BNB = "https://huggingface.co/docs/bitsandbytes/main/en/installation"
 _FLASH = "https://github.com/Dao-AILab/flash-attention#nvidia-cuda-support"
 _VARLEN = "torch.nn.attention.varlen of torch 2.10 on, else the flash-attn package; " + _FLASH
 _LIGER = "https://github.com/linkedin/Liger-Kernel (monkey_patch.py, 0.8)"
-_LOSS_CHUNKS = "tightfit/train/model.py; liger-kernel 0.8.5, fused_linear_cross_entropy.py"
+_LOSS_CHUNKS = "tightfit/training/model.py; liger-kernel 0.8.5, fused_linear_cross_entropy.py"
 _SCALER = "https://huggingface.co/docs/peft/developer_guides/troubleshooting"
 _WHEELS = "https://github.com/pytorch/pytorch/issues/190385"
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from tightfit import __version__
 from tightfit.core.strategy import Loss, Method, Optimizer
 from tightfit.core.units import render_seconds
-from tightfit.estimate.loss import can_fuse_head_and_loss
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.core.version import __version__
+from tightfit.estimation.loss import can_fuse_head_and_loss
+from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.rates import measured_update_seconds
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.planning.explain import explain_choice, measure_levers, warn_of_slow_settings

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
-from tightfit.estimate.job import estimate_job, exceeds_host_memory
-from tightfit.estimate.result import Estimate, GpuMemory, Phase, StepTime, Verdict
-from tightfit.estimate.step_time import estimate_step_time
+from tightfit.estimation.job import estimate_job, exceeds_host_memory
+from tightfit.estimation.result import Estimate, GpuMemory, Phase, StepTime, Verdict
+from tightfit.estimation.step_time import estimate_step_time
 from tightfit.hardware.types import Gpu, Node
 from tightfit.planning.judge import assume_host
 from tightfit.planning.plan import Plan, estimate_cost

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from enum import Enum
 from statistics import median
 
-from tightfit import __version__
 from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.strategy import Strategy
+from tightfit.core.version import __version__
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import Speed, StepRecord, keep_finite, median_of
 from tightfit.runs.report import Comparison, Unit, compare, compare_one

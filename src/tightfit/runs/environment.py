@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 from pydantic import NonNegativeInt, ValidationError
 
-from tightfit import __version__
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.version import __version__
 from tightfit.hardware.environment import read_torch_build, read_version
 from tightfit.hardware.machine import read_machine
 from tightfit.hardware.nvml import DriverReading, read_driver

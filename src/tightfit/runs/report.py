@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
-from tightfit import __version__
 from tightfit.core.errors import NotFoundError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import FiniteFrozen
+from tightfit.core.version import __version__
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import name_method
 from tightfit.runs.environment import Environment, read_environment

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tightfit import __version__
 from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.locks import locked_file
 from tightfit.core.strategy import Strategy
+from tightfit.core.version import __version__
 from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.plan import Plan
 from tightfit.runs.environment import is_network_folder

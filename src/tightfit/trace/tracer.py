@@ -175,7 +175,7 @@ def _hash_own_code() -> str:
     """Hash of the sizes and times of our source files, so that a changed step is traced again."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for room in ("trace", "train", "runtime"):
+    for room in ("trace", "training", "runtime"):
         for path in sorted((root / room).rglob("*.py")):
             stat = path.stat()
             digest.update(f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode())

@@ -10,11 +10,11 @@ from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.protocol import Engine
-from tightfit.serve.compare.controls import ControlDefaults
-from tightfit.serve.compare.models import ComparedModel, ComparedModels
-from tightfit.serve.compare.page import ComparePage, make_compare_app
-from tightfit.serve.compare.server import address_of, bound_socket, serve_app
-from tightfit.serve.compare.votes import VoteFile
+from tightfit.serving.compare.controls import ControlDefaults
+from tightfit.serving.compare.models import ComparedModel, ComparedModels
+from tightfit.serving.compare.page import ComparePage, make_compare_app
+from tightfit.serving.compare.server import address_of, bound_socket, serve_app
+from tightfit.serving.compare.votes import VoteFile
 
 HOST = "127.0.0.1"
 

@@ -12,7 +12,7 @@ from chaos_jobs import Job
 
 
 class Nursery:
-    """Many starts of `python -m tightfit.train.worker RUN`, one after the other."""
+    """Many starts of `python -m tightfit.training.worker RUN`, one after the other."""
 
     def __init__(self, job: Job) -> None:
         environment = job.surroundings()
@@ -57,8 +57,8 @@ def _serve() -> None:
     import transformers  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
-    import tightfit.train.artefact
-    import tightfit.train.build  # noqa: F401
+    import tightfit.training.artefact
+    import tightfit.training.build  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:
@@ -72,7 +72,7 @@ def _serve() -> None:
 
 def _work(run: str) -> None:
     """As the end of worker.py does it."""
-    from tightfit.train.worker import main
+    from tightfit.training.worker import main
 
     quiet = os.open(f"{run}/log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

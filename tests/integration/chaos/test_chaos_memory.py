@@ -79,9 +79,9 @@ def list_changes(job: Job) -> list[dict[str, Any]]:
 
 PROBE = """
 import os, resource, sys
-import tightfit.train.build as build
+import tightfit.training.build as build
 from tightfit.runtime.devices import is_out_of_memory
-from tightfit.train.worker import main
+from tightfit.training.worker import main
 
 warm_up_step = build.warm_up_step
 
@@ -201,7 +201,7 @@ def find_workers(pid: int) -> list[int]:
     found = []
     for child in psutil.Process(pid).children(recursive=True):
         words = child.cmdline()
-        if "tightfit.train.worker" in words and "torch.distributed.run" not in words:
+        if "tightfit.training.worker" in words and "torch.distributed.run" not in words:
             found.append(child.pid)
     return found
 

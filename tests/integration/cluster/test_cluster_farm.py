@@ -20,10 +20,10 @@ import pytest
 
 import farm_trial
 from small_models import make_llama
-from tightfit.farm.folder import farm_path
-from tightfit.farm.heartbeat import read_statuses
-from tightfit.farm.submit import open_farm
-from tightfit.farm.worker_pool import read_jobs_file
+from tightfit.farming.folder import farm_path
+from tightfit.farming.heartbeat import read_statuses
+from tightfit.farming.submit import open_farm
+from tightfit.farming.worker_pool import read_jobs_file
 
 if TYPE_CHECKING:
     from slurm_lab import SlurmLab

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from small_models import make_llama
-from tightfit.farm.folder import farm_path
-from tightfit.farm.heartbeat import WorkerStatus, read_statuses
+from tightfit.farming.folder import farm_path
+from tightfit.farming.heartbeat import WorkerStatus, read_statuses
 
 if TYPE_CHECKING:
     from ray_lab import RayLab

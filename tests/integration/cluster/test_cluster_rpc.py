@@ -24,7 +24,7 @@ from namespaces import Hosts, open_hosts
 from small_models import make_llama
 from tightfit.export.convert import GgufRequest, convert_to_gguf
 from tightfit.runtime.build_rpc import build_rpc
-from tightfit.serve.generate.journal import journal_path
+from tightfit.serving.generate.journal import journal_path
 
 PORT = 50052
 NUM_PROMPTS = 60

@@ -10,7 +10,7 @@ from generate_trial import command, make_model, read_rows, run, write_prompts
 
 from tightfit.data.formats import recognise_format, to_messages
 from tightfit.data.sources import read_rows as read_data
-from tightfit.serve.generate.statistics import GenerateStatistics
+from tightfit.serving.generate.statistics import GenerateStatistics
 
 
 @pytest.fixture(scope="module")

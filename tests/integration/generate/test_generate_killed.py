@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from generate_trial import command, environment, make_model, read_rows, run, write_prompts
 
-from tightfit.serve.generate.journal import journal_path
+from tightfit.serving.generate.journal import journal_path
 
 NUM_PROMPTS, NUM_KILLS = 500, 10
 NUM_TRIES = 3

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tightfit.trace.tracer import TraceResponse
-from tightfit.train.tracing import worker
-from tightfit.train.tracing.job import TraceJob
+from tightfit.training.tracing import worker
+from tightfit.training.tracing.job import TraceJob
 
 LLAMA = {
     "model_type": "llama",

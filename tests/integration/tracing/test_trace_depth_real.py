@@ -11,8 +11,8 @@ import pytest
 from tightfit.trace.depth import DepthExtrapolation, plan_depths, sort_ends
 from tightfit.trace.depth_config import fill_defaults, find_extrapolation_obstacle, with_depth
 from tightfit.trace.recording import Recording
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.record import record_job
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.record import record_job
 
 DEPTH = 7
 MIXED = {"gemma2", "gemma3_text", "gpt_oss", "t5"}

@@ -23,16 +23,16 @@ from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import TEMPORARY, WEIGHTS, Recording
 from tightfit.trace.result import TracedStage
-from tightfit.train.model import prepare_model
-from tightfit.train.tracing.engine import (
+from tightfit.training.model import prepare_model
+from tightfit.training.tracing.engine import (
     FAKE_DEVICE,
     build_meta_module,
     load_fake_weights,
     make_training,
 )
-from tightfit.train.tracing.fake_kernels import without_kernels
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.trace import DepthTracer, trace
+from tightfit.training.tracing.fake_kernels import without_kernels
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.trace import DepthTracer, trace
 
 CARD = (9, 0)
 SMALL_BYTES = 1024

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import flop_registry
 
 from small_models import make_llama
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.flops import NO_ADAPTERS, sum_workload
-from tightfit.estimate.step_time import count_forward_kernels
+from tightfit.estimation.flops import NO_ADAPTERS, sum_workload
+from tightfit.estimation.step_time import count_forward_kernels
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.models.config import read_config
 from tightfit.runtime.calibrate.host import LAYER_CONFIG
@@ -36,8 +36,8 @@ from tightfit.trace.operations import (
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import Recording
 from tightfit.trace.traced_time import HostCosts, estimate_traced_time
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.record import record_job
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.record import record_job
 
 CARD = (9, 0)
 DEPTH = 7

@@ -19,18 +19,18 @@ from tightfit.core.errors import SetupError
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.load import LoadRequest, load_base, load_meta, materialize_empty
 from tightfit.trace.recording import OPTIMIZER, WEIGHTS, Recording
-from tightfit.train.model import Objective, prepare_model
-from tightfit.train.optimizers import build_optimizer
-from tightfit.train.tracing.engine import FAKE_DEVICE, build_meta_module, make_training
-from tightfit.train.tracing.fake_kernels import (
+from tightfit.training.model import Objective, prepare_model
+from tightfit.training.optimizers import build_optimizer
+from tightfit.training.tracing.engine import FAKE_DEVICE, build_meta_module, make_training
+from tightfit.training.tracing.fake_kernels import (
     _wrap_fake,
     is_quantized_parameter,
     list_quantization_state,
     quantize_meta_fake,
     without_kernels,
 )
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.record import record_job
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.record import record_job
 
 CARD = (9, 0)
 

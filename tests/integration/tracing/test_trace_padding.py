@@ -8,12 +8,12 @@ import pytest
 
 from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.memory import estimate_moments, peak_moment
+from tightfit.estimation.memory import estimate_moments, peak_moment
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
 from tightfit.trace.caching_allocator import AllocatorSettings
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.trace import DepthTracer, replay_unlimited
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.trace import DepthTracer, replay_unlimited
 
 CARD = (9, 0)
 ROWS, LENGTH = 8, 2048

@@ -20,14 +20,14 @@ from tightfit.trace.caching_allocator import find_peak
 from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import INPUTS, Recording
-from tightfit.train.distributed import DistContext, init_single_process_group
-from tightfit.train.engine import TorchEngine
-from tightfit.train.optimizers import build_optimizer
-from tightfit.train.sharding import replicate
-from tightfit.train.step import StepPlan, train_step
-from tightfit.train.tracing.engine import build_meta_module, list_local_tensors, make_training
-from tightfit.train.tracing.record import make_fake_batch
-from tightfit.train.tracing.sharded import (
+from tightfit.training.distributed import DistContext, init_single_process_group
+from tightfit.training.engine import TorchEngine
+from tightfit.training.optimizers import build_optimizer
+from tightfit.training.sharding import replicate
+from tightfit.training.step import StepPlan, train_step
+from tightfit.training.tracing.engine import build_meta_module, list_local_tensors, make_training
+from tightfit.training.tracing.record import make_fake_batch
+from tightfit.training.tracing.sharded import (
     build_distributed_engine,
     fake_process_group,
     record_fsdp,

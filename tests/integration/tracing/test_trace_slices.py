@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.loss import count_chunk_tokens
-from tightfit.estimate.memory import estimate_moments, peak_moment
+from tightfit.estimation.loss import count_chunk_tokens
+from tightfit.estimation.memory import estimate_moments, peak_moment
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
 from tightfit.trace.caching_allocator import AllocatorSettings
 from tightfit.trace.recording import Recording
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.trace import DepthTracer, replay_unlimited
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.trace import DepthTracer, replay_unlimited
 
 CARD = (9, 0)
 SPEC = resolve_model("Llama-3.2-1B")

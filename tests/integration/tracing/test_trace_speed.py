@@ -35,7 +35,7 @@ def _trace_7b(folder: Path, *, is_full_depth: bool) -> tuple[dict[str, Any], Any
     }
     given, answer = folder / "in", folder / "out"
     given.write_text(json.dumps(job) + "\n")
-    words = [sys.executable, "-m", "tightfit.train.tracing.worker"]
+    words = [sys.executable, "-m", "tightfit.training.tracing.worker"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with given.open() as stdin, answer.open("w") as stdout:
         used = _wait(subprocess.Popen(words, stdin=stdin, stdout=stdout, env=environment))

@@ -11,10 +11,10 @@ from tightfit.trace import recorder
 from tightfit.trace.operations import Operation
 from tightfit.trace.recorder import Recorder, RecorderPosition
 from tightfit.trace.recording import Allocation, Recording
-from tightfit.train.step import train_step
-from tightfit.train.tracing import record
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.trace import trace
+from tightfit.training.step import train_step
+from tightfit.training.tracing import record
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.trace import trace
 
 LLAMA = {
     "model_type": "llama",

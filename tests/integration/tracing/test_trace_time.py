@@ -13,8 +13,8 @@ from tightfit.trace.operations import RECOMPUTE
 from tightfit.trace.result import TracedTime
 from tightfit.trace.traced_time import estimate_traced_time
 from tightfit.trace.tracer import TraceResponse
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.trace import trace
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.trace import trace
 
 DEPTH = 9
 CONFIG: dict[str, Any] = {

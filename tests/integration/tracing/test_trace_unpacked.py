@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.result import Estimate
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.result import Estimate
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
 from tightfit.trace.result import TracedMemory
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.trace import trace
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.trace import trace
 
 LLAMA = {
     "model_type": "llama",

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.state import ZERO_BUCKET_VALUES
+from tightfit.estimation.state import ZERO_BUCKET_VALUES
 from tightfit.trace.recording import COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS, Recording
-from tightfit.train.tracing.job import TraceJob
-from tightfit.train.tracing.record import NUM_STEPS, record_job
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.record import NUM_STEPS, record_job
 
 HIDDEN, LAYERS, VOCAB, WIDE = 64, 2, 512, 128
 CONFIG: dict[str, Any] = {

@@ -13,7 +13,7 @@ from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import SetupError
 from tightfit.runs.run_folder import RunFolder
-from tightfit.train.artefact import choose_saved_dtype, write_artefact
+from tightfit.training.artefact import choose_saved_dtype, write_artefact
 
 IDS = torch.arange(1, 17).reshape(2, 8)
 

@@ -16,7 +16,7 @@ from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.adapters import load_adapter
 from tightfit.runtime.layers import is_dequantized
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.artefact import write_artefact
+from tightfit.training.artefact import write_artefact
 
 IDS = torch.arange(1, 17).reshape(2, 8)
 NUM_PACKED = 4 * 7

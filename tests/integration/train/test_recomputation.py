@@ -11,7 +11,7 @@ from torch import nn
 
 from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.runtime.layers import decoder_layers
-from tightfit.train.model import recompute_layers
+from tightfit.training.model import recompute_layers
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},

@@ -15,7 +15,7 @@ from typing import Any
 from shard_cases import Trainer, make_plan, quiet
 from tightfit.core.strategy import Method
 from tightfit.data.token_store import TokenStore
-from tightfit.train.distributed import DistContext, destroy_dist_context, init_dist_context
+from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
 
 NUM_STEPS = 6
 ALONE: dict[str, dict[str, Any]] = {

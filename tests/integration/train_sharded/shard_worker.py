@@ -29,10 +29,10 @@ from tightfit.core.strategy import Method, Sharding
 from tightfit.data.token_store import TokenStore
 from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.layers import decoder_layers
-from tightfit.train.build import build_engine
-from tightfit.train.checkpoint import Progress, find_checkpoint, read_progress, write_checkpoint
-from tightfit.train.distributed import DistContext, destroy_dist_context, init_dist_context
-from tightfit.train.sharding import Sharder
+from tightfit.training.build import build_engine
+from tightfit.training.checkpoint import Progress, find_checkpoint, read_progress, write_checkpoint
+from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
+from tightfit.training.sharding import Sharder
 
 SHARDED: dict[str, dict[str, Any]] = {
     "ddp": {"sharding": "ddp"},

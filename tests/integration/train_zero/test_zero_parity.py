@@ -30,9 +30,9 @@ from zero_cases import (
 
 from tightfit.core.strategy import Method, Offload, Sharding
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.engine import TorchEngine
-from tightfit.train.model import Objective, prepare_model
-from tightfit.train.optimizers import build_optimizer
+from tightfit.training.engine import TorchEngine
+from tightfit.training.model import Objective, prepare_model
+from tightfit.training.optimizers import build_optimizer
 
 WORKER = Path(__file__).with_name("zero_worker.py")
 STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}

@@ -26,12 +26,12 @@ from tightfit.core.strategy import Strategy
 from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import INPUTS
-from tightfit.train import zero as zero_engine
-from tightfit.train.step import StepPlan, train_step
-from tightfit.train.tracing import zero
-from tightfit.train.tracing.engine import build_meta_module, make_training
-from tightfit.train.tracing.record import make_fake_batch
-from tightfit.train.tracing.sharded import (
+from tightfit.training import zero as zero_engine
+from tightfit.training.step import StepPlan, train_step
+from tightfit.training.tracing import zero
+from tightfit.training.tracing.engine import build_meta_module, make_training
+from tightfit.training.tracing.record import make_fake_batch
+from tightfit.training.tracing.sharded import (
     build_distributed_engine,
     fake_process_group,
     record_fsdp,

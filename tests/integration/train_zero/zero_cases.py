@@ -11,14 +11,14 @@ import torch
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Offload, Sharding, Strategy
 from tightfit.core.training import Schedule, Training
-from tightfit.estimate.job import estimate_job
+from tightfit.estimation.job import estimate_job
 from tightfit.hardware.local import CpuReading, describe_cpu
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
 from tightfit.planning.plan import Plan, PlanHardware
-from tightfit.train.batches import IGNORED, Batch
-from tightfit.train.loop import learning_rate_at
-from tightfit.train.step import StepPlan, mix_seed, train_step
+from tightfit.training.batches import IGNORED, Batch
+from tightfit.training.loop import learning_rate_at
+from tightfit.training.step import StepPlan, mix_seed, train_step
 
 NUM_RANKS = 2
 NUM_MICRO = 2

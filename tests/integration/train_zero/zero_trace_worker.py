@@ -27,10 +27,10 @@ from zero_trace_cases import (
 
 from allocator_reports import Told, listening, mark_start
 from tightfit.core.strategy import Strategy
-from tightfit.train import zero
-from tightfit.train.distributed import DistContext
-from tightfit.train.step import StepPlan, train_step
-from tightfit.train.zero import build_zero_engine
+from tightfit.training import zero
+from tightfit.training.distributed import DistContext
+from tightfit.training.step import StepPlan, train_step
+from tightfit.training.zero import build_zero_engine
 
 
 def run(model: Path, strategy: Strategy, context: DistContext) -> Told:

@@ -28,9 +28,9 @@ from zero_cases import (
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Method, Offload, Sharding
-from tightfit.train.build import warm_up_step
-from tightfit.train.distributed import DistContext, destroy_dist_context, init_dist_context
-from tightfit.train.zero import ZeroEngine, build_zero_engine
+from tightfit.training.build import warm_up_step
+from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
+from tightfit.training.zero import ZeroEngine, build_zero_engine
 
 
 class Rank:

@@ -16,7 +16,7 @@ from tightfit.api.train import train
 from tightfit.api.training.search import NoPlanError
 from tightfit.core.errors import NotFoundError, UsageError, UserError
 from tightfit.core.strategy import Method
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from word_model import ROWS, plant_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Loss, Offload, Sharding, Strategy
 from tightfit.core.units import GIB, MIB
-from tightfit.estimate.result import (
+from tightfit.estimation.result import (
     DiskSpace,
     Estimate,
     GpuMemory,

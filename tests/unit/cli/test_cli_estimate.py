@@ -10,7 +10,7 @@ from conftest import Run
 from tightfit.api.training import hardware
 from tightfit.core.errors import SetupError
 from tightfit.core.units import GIB
-from tightfit.estimate.result import Estimate
+from tightfit.estimation.result import Estimate
 from tightfit.hardware.resolve import resolve_hardware
 
 PROMISED = (

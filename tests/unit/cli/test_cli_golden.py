@@ -17,8 +17,8 @@ from tightfit.cli.render.checkup import show_checkup
 from tightfit.cli.render.estimate import show_estimate, show_zero_table
 from tightfit.cli.render.plan import show_offers, show_plans
 from tightfit.core.units import GIB
-from tightfit.estimate.result import Verdict
-from tightfit.estimate.zero_table import estimate_zero_table
+from tightfit.estimation.result import Verdict
+from tightfit.estimation.zero_table import estimate_zero_table
 from tightfit.hardware.checkup import Checkup, Finding, Status
 from tightfit.planning.request import JobRequest
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from tightfit import __version__
 from tightfit.cli import doctor
+from tightfit.core.version import __version__
 from tightfit.hardware.checkup import Checkup, Finding, Status
 from tightfit.models.catalogue import list_models
 

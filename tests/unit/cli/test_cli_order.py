@@ -8,7 +8,7 @@ from cli_examples import OFFLOADED, STRATEGY, make_estimate, make_plan
 from tightfit.cli.render.plan import explain_order, explain_steps
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding, Strategy
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.estimation.result import Estimate, Verdict
 from tightfit.planning.plan import Plan
 
 

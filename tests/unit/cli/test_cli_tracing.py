@@ -17,7 +17,7 @@ from tightfit.api.training.tracing import ModelTracer
 from tightfit.cli.render.estimate import show_estimate
 from tightfit.cli.render.plan import show_plans
 from tightfit.core.units import GIB
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from tightfit.hardware import environment
 from tightfit.hardware.types import Cluster
 from tightfit.models.resolve import resolve_model

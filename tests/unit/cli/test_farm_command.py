@@ -13,7 +13,7 @@ import pytest
 from cli_run import run_here
 
 from small_models import make_llama
-from tightfit.farm.heartbeat import read_statuses
+from tightfit.farming.heartbeat import read_statuses
 
 
 @pytest.fixture(scope="module")

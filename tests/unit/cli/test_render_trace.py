@@ -15,7 +15,7 @@ from tightfit.cli.render.trace import (
     show_trace,
 )
 from tightfit.core.units import GIB, MIB, render_bytes
-from tightfit.estimate.host_and_disk import PROCESS_BYTES
+from tightfit.estimation.host_and_disk import PROCESS_BYTES
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.planning.advice import Advice
 from tightfit.planning.traced import judge_traced

@@ -29,7 +29,7 @@ def spread(num_nodes: int, gpus_per_node: int) -> Plan:
 
 def test_one_process_is_plain_python() -> None:
     assert worker_command(make_plan(), RUN) == [
-        sys.executable, "-m", "tightfit.train.worker", "/runs/a-run",
+        sys.executable, "-m", "tightfit.training.worker", "/runs/a-run",
     ]  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def test_several_processes_meet_on_this_machine_at_a_free_port() -> None:
         "--nnodes", "1", "--nproc-per-node", "4",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "a-run-0",
         "--rdzv-conf", "join_timeout=3600", "--max-restarts", "0", "--local-addr", "127.0.0.1",
-        "-m", "tightfit.clusters.local.elastic", "tightfit.train.worker", "/runs/a-run",
+        "-m", "tightfit.clusters.local.elastic", "tightfit.training.worker", "/runs/a-run",
     ]  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_several_nodes_meet_where_they_are_told() -> None:
         "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29500", "--rdzv-id", "a-run-3",
         "--rdzv-conf", "join_timeout=3600", "--max-restarts", "7", "--local-addr", "10.0.0.2",
-        "-m", "tightfit.clusters.local.elastic", "tightfit.train.worker", "/runs/a-run",
+        "-m", "tightfit.clusters.local.elastic", "tightfit.training.worker", "/runs/a-run",
     ]  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_torchrun_understands_the_options() -> None:
     )  # fmt: skip
     assert read.module
     assert read.training_script == "tightfit.clusters.local.elastic"
-    assert read.training_script_args == ["tightfit.train.worker", str(RUN)]
+    assert read.training_script_args == ["tightfit.training.worker", str(RUN)]
 
 
 def test_environment_of_a_gpu_plan() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tightfit.core.strategy import Method, Offload, Sharding, Strategy
-from tightfit.estimate.communication import (
+from tightfit.estimation.communication import (
     INSIDE_LATENCY_SECONDS,
     Links,
     Payload,

@@ -8,8 +8,8 @@ import pytest
 
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, MIB
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.memory import estimate_step_peak_bytes
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.memory import estimate_step_peak_bytes
 from tightfit.hardware.local import CpuReading, describe_cpu
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.types import Node

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tightfit.core.strategy import Attention, Method, Strategy
-from tightfit.estimate.flops import (
+from tightfit.estimation.flops import (
     count_pairs,
     estimate_adapter_flops,
     estimate_forward_flops,

@@ -10,8 +10,8 @@ import torch
 from made_calibrations import make_calibration, make_matmuls
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.calibration import MatmulTime
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.rates import FP8_SUSTAINED_FRACTION, sustained_fp8_flops

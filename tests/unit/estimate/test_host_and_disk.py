@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tightfit.core.strategy import Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.host_and_disk import estimate_disk_components
-from tightfit.estimate.weights import adapter_params
+from tightfit.estimation.host_and_disk import estimate_disk_components
+from tightfit.estimation.weights import adapter_params
 from tightfit.models.resolve import resolve_model
 
 LLAMA = resolve_model("Llama-3.2-1B")

@@ -9,9 +9,9 @@ import pytest
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.inference import InferenceJob, estimate_inference, kv_row_bytes
-from tightfit.estimate.job import kv_cache_bytes
-from tightfit.estimate.weights import estimate_weight_bytes
+from tightfit.estimation.inference import InferenceJob, estimate_inference, kv_row_bytes
+from tightfit.estimation.job import kv_cache_bytes
+from tightfit.estimation.weights import estimate_weight_bytes
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.config import read_config
 from tightfit.models.resolve import resolve_model

@@ -16,15 +16,15 @@ from tightfit.core.strategy import (
     Strategy,
 )
 from tightfit.core.units import GIB
-from tightfit.estimate.job import estimate_job, kv_cache_bytes
-from tightfit.estimate.memory import (
+from tightfit.estimation.job import estimate_job, kv_cache_bytes
+from tightfit.estimation.memory import (
     estimate_batch_independent_bytes,
     estimate_moments,
     estimate_step_peak_bytes,
     list_reserved_components,
     peak_moment,
 )
-from tightfit.estimate.weights import estimate_weight_bytes, num_trainable
+from tightfit.estimation.weights import estimate_weight_bytes, num_trainable
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from tightfit.core.strategy import Quirks, Strategy
-from tightfit.estimate.activations import (
+from tightfit.estimation.activations import (
     ActivationBytes,
     estimate_activation_bytes,
     estimate_layer_bytes,
     list_layers,
 )
-from tightfit.estimate.loss import estimate_loss_bytes
-from tightfit.estimate.memory import estimate_moments, peak_moment
-from tightfit.estimate.state import estimate_state_bytes
+from tightfit.estimation.loss import estimate_loss_bytes
+from tightfit.estimation.memory import estimate_moments, peak_moment
+from tightfit.estimation.state import estimate_state_bytes
 from tightfit.models.resolve import resolve_model
 
 LLAMA = resolve_model("meta-llama/Llama-2-7b-hf")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.memory import estimate_moments, estimate_step_peak_bytes
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.memory import estimate_moments, estimate_step_peak_bytes
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model

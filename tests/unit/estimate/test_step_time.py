@@ -11,9 +11,9 @@ import pytest
 from machine_pace import allow
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.result import StepTime
-from tightfit.estimate.step_time import estimate_step_time, padding_waste
-from tightfit.estimate.weights import num_trainable
+from tightfit.estimation.result import StepTime
+from tightfit.estimation.step_time import estimate_step_time, padding_waste
+from tightfit.estimation.weights import num_trainable
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.memory import estimate_moments, peak_moment
-from tightfit.estimate.result import Estimate
-from tightfit.estimate.weights import as_loaded
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.memory import estimate_moments, peak_moment
+from tightfit.estimation.result import Estimate
+from tightfit.estimation.weights import as_loaded
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.evaluate.sql import find_database, judge_answer, make_task
-from tightfit.evaluate.sql_sandbox import QueryLimits
+from tightfit.evaluation.sql import find_database, judge_answer, make_task
+from tightfit.evaluation.sql_sandbox import QueryLimits
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "make_demo_data.py"

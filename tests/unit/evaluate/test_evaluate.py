@@ -18,10 +18,10 @@ from made_runs import make_plan
 from tightfit.cli.app import main
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
 from tightfit.core.training import Training
-from tightfit.evaluate.evaluate import EvaluateRequest, evaluate_model
-from tightfit.evaluate.metrics import Metric
-from tightfit.evaluate.scored_models import find_eval_target
-from tightfit.evaluate.scores import AnswerRow, Scores, estimate_interval
+from tightfit.evaluation.evaluate import EvaluateRequest, evaluate_model
+from tightfit.evaluation.metrics import Metric
+from tightfit.evaluation.scored_models import find_eval_target
+from tightfit.evaluation.scores import AnswerRow, Scores, estimate_interval
 from tightfit.runs.run_folder import RunFolder
 
 
@@ -133,7 +133,7 @@ def test_gold_answers_score_full_marks(
     gold = [json.loads(line)["answer"] for line in sql_rows.read_text().splitlines()]
     gold[3] = "SELECT  MAX(age)\nFROM pets"
     monkeypatch.setattr(
-        "tightfit.evaluate.scored_models.generate_answers",
+        "tightfit.evaluation.scored_models.generate_answers",
         lambda *_: [tokenizer.encode(text) for text in gold],
     )
 
@@ -217,7 +217,7 @@ def test_a_place_that_cannot_be_written_is_found_first(
     llama: Path, sql_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tightfit.evaluate.evaluate.open_scored_models", lambda *_, **__: pytest.fail("loaded")
+        "tightfit.evaluation.evaluate.open_scored_models", lambda *_, **__: pytest.fail("loaded")
     )
     (tmp_path / "file").touch()
 
@@ -239,7 +239,7 @@ def test_a_missing_database_is_found_before_anything_is_loaded(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tightfit.evaluate.evaluate.open_scored_models", lambda *_, **__: pytest.fail("loaded")
+        "tightfit.evaluation.evaluate.open_scored_models", lambda *_, **__: pytest.fail("loaded")
     )
     path = tmp_path / "rows.jsonl"
     row = {"db_id": "zoo", "question": "How many?", "context": "", "answer": "SELECT 1"}

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from tightfit.core.training import DataSource
 from tightfit.data.encode import EncodeRequest, encode_dataset
 from tightfit.data.token_store import TokenStore
-from tightfit.evaluate import model_outputs
-from tightfit.evaluate.model_outputs import (
+from tightfit.evaluation import model_outputs
+from tightfit.evaluation.model_outputs import (
     MAX_LOGITS,
     GenerateRequest,
     generate_answers,
@@ -136,7 +136,7 @@ def write_rows(path: Path) -> Path:
 def test_loss_is_the_models_own_row_by_row(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_logits: int
 ) -> None:
-    monkeypatch.setattr("tightfit.evaluate.model_outputs.MAX_LOGITS", max_logits)
+    monkeypatch.setattr("tightfit.evaluation.model_outputs.MAX_LOGITS", max_logits)
     store = encode(llama, write_rows(tmp_path / "rows.jsonl"))
     model = load(AutoModelForCausalLM, llama)
     expected = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import NotFoundError, UsageError
-from tightfit.evaluate.sql import (
+from tightfit.evaluation.sql import (
     extract_query,
     find_database,
     find_literals,
@@ -20,7 +20,7 @@ from tightfit.evaluate.sql import (
     make_task,
     rows_agree,
 )
-from tightfit.evaluate.sql_sandbox import QueryError, QueryLimits, QueryRows
+from tightfit.evaluation.sql_sandbox import QueryError, QueryLimits, QueryRows
 
 LIMITS = QueryLimits(seconds=2)
 SCHEMA = (

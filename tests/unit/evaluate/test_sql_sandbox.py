@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.evaluate.sql_sandbox import QueryError, QueryLimits, Sandbox, open_sandbox, run_query
+from tightfit.evaluation.sql_sandbox import (
+    QueryError,
+    QueryLimits,
+    Sandbox,
+    open_sandbox,
+    run_query,
+)
 
 LIMITS = QueryLimits(seconds=0.5, num_rows=100)
 ATTACKS = (

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tightfit.core.errors import SetupError
-from tightfit.evaluate.metrics import make_rouge, match_exactly, match_loosely
+from tightfit.evaluation.metrics import make_rouge, match_exactly, match_loosely
 
 PAIRS = [
     ("Ann will bring the cakes.", "Ann is bringing cakes to the party."),

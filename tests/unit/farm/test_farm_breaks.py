@@ -16,16 +16,16 @@ import pytest
 
 from farm_trial import TrialEngine, check_answers, make_order, make_prompts, open_trial, run_trial
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.farm import submit
-from tightfit.farm.backends.local import LocalStarter
-from tightfit.farm.folder import farm_path, make_farm, read_farm
-from tightfit.farm.in_flight import MAX_SOLO_ATTEMPTS, InFlightChunks, _record_attempt
-from tightfit.farm.leases import Lease, LeaseReason, LeaseRecord, Leases
-from tightfit.farm.results import collect_output
-from tightfit.farm.store import FolderStore
-from tightfit.farm.submit import Submitter, open_farm
-from tightfit.farm.worker import run_worker
-from tightfit.farm.worker_pool import make_local_group
+from tightfit.farming import submit
+from tightfit.farming.backends.local import LocalStarter
+from tightfit.farming.folder import farm_path, make_farm, read_farm
+from tightfit.farming.in_flight import MAX_SOLO_ATTEMPTS, InFlightChunks, _record_attempt
+from tightfit.farming.leases import Lease, LeaseReason, LeaseRecord, Leases
+from tightfit.farming.results import collect_output
+from tightfit.farming.store import FolderStore
+from tightfit.farming.submit import Submitter, open_farm
+from tightfit.farming.worker import run_worker
+from tightfit.farming.worker_pool import make_local_group
 
 LOCAL = make_local_group(num_gpus=0, num_workers=1, gpu=None)
 

@@ -13,7 +13,7 @@ from tightfit.cli.farm import revise
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest, open_engine, open_prompter
-from tightfit.farm.estimate import (
+from tightfit.farming.estimate import (
     Bounds,
     EstimateBasis,
     FarmEstimate,
@@ -24,21 +24,21 @@ from tightfit.farm.estimate import (
     record_node_rate,
     record_single_engine,
 )
-from tightfit.farm.progress import FarmProgress
-from tightfit.farm.statistics import FarmStatistics, NodeStatistics
-from tightfit.farm.worker_pool import NodeType, WorkerBackend, WorkerGroup, make_local_group
+from tightfit.farming.progress import FarmProgress
+from tightfit.farming.statistics import FarmStatistics, NodeStatistics
+from tightfit.farming.worker_pool import NodeType, WorkerBackend, WorkerGroup, make_local_group
 from tightfit.hardware.machine import read_machine
 from tightfit.runs.measured_rates import MOST_KEPT, read_rates
 from tightfit.runtime.artefacts import find_artefact
-from tightfit.serve.generate.job import GenerateJob, describe_settings
-from tightfit.serve.generate.journal import open_journal
-from tightfit.serve.generate.prediction import (
+from tightfit.serving.generate.job import GenerateJob, describe_settings
+from tightfit.serving.generate.journal import open_journal
+from tightfit.serving.generate.prediction import (
     InferencePrediction,
     measure_prompts,
     predict_inference,
 )
-from tightfit.serve.generate.prompts import Prompt
-from tightfit.serve.generate.run import run_engine
+from tightfit.serving.generate.prompts import Prompt
+from tightfit.serving.generate.run import run_engine
 
 HERE = make_local_group(num_gpus=0, num_workers=1, gpu=None)
 SLURM = WorkerGroup(

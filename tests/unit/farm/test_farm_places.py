@@ -10,10 +10,10 @@ import pytest
 
 from tightfit.clusters.site import KubernetesSite, Site, Volume
 from tightfit.core.errors import NotFoundError, UsageError
-from tightfit.farm.backends.kubernetes import KubernetesStarter, choose_pod_groups
-from tightfit.farm.backends.slurm import SlurmStarter
-from tightfit.farm.estimate import FarmWorkload, estimate_farm
-from tightfit.farm.worker_pool import (
+from tightfit.farming.backends.kubernetes import KubernetesStarter, choose_pod_groups
+from tightfit.farming.backends.slurm import SlurmStarter
+from tightfit.farming.estimate import FarmWorkload, estimate_farm
+from tightfit.farming.worker_pool import (
     StartedWorkers,
     WorkerBackend,
     WorkerGroup,

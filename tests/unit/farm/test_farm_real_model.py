@@ -8,14 +8,14 @@ from small_models import make_llama
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
-from tightfit.farm.results import collect_output
-from tightfit.farm.submit import FarmJob, open_farm
-from tightfit.farm.worker import run_worker
+from tightfit.farming.results import collect_output
+from tightfit.farming.submit import FarmJob, open_farm
+from tightfit.farming.worker import run_worker
 from tightfit.runtime.artefacts import find_artefact
-from tightfit.serve.generate.job import GenerateJob, describe_settings
-from tightfit.serve.generate.journal import open_journal
-from tightfit.serve.generate.prompts import Prompt
-from tightfit.serve.generate.run import run_engine
+from tightfit.serving.generate.job import GenerateJob, describe_settings
+from tightfit.serving.generate.journal import open_journal
+from tightfit.serving.generate.prompts import Prompt
+from tightfit.serving.generate.run import run_engine
 
 
 def test_a_farm_answers_as_generate_does(tmp_path: Path) -> None:

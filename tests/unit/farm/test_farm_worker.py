@@ -19,16 +19,16 @@ import farm_trial
 from farm_trial import TrialEngine, check_answers, make_order, make_prompts, run_trial
 from tightfit.core.errors import EXIT_REQUEUE, SetupError, UsageError
 from tightfit.engines.protocol import Listener, Request
-from tightfit.farm.folder import FarmFile, farm_path
-from tightfit.farm.heartbeat import read_statuses
-from tightfit.farm.leases import FINISHED, LeaseReason, Leases
-from tightfit.farm.progress import ProgressReader
-from tightfit.farm.results import collect_output
-from tightfit.farm.statistics import sum_farm
-from tightfit.farm.store import FolderStore
-from tightfit.farm.submit import open_farm
-from tightfit.farm.worker import run_worker
-from tightfit.farm.worker_pool import make_local_group
+from tightfit.farming.folder import FarmFile, farm_path
+from tightfit.farming.heartbeat import read_statuses
+from tightfit.farming.leases import FINISHED, LeaseReason, Leases
+from tightfit.farming.progress import ProgressReader
+from tightfit.farming.results import collect_output
+from tightfit.farming.statistics import sum_farm
+from tightfit.farming.store import FolderStore
+from tightfit.farming.submit import open_farm
+from tightfit.farming.worker import run_worker
+from tightfit.farming.worker_pool import make_local_group
 
 LOCAL = make_local_group(num_gpus=0, num_workers=2, gpu=None)
 PAUSE_SECONDS = 3.0
@@ -229,7 +229,7 @@ def test_what_is_left_is_told_by_the_chunks_that_came(
     chance, now = random.Random(7), 1000.0
     # By a clock of our own: a machine that stands still for seconds is no pace of a worker.
     clock = SimpleNamespace(monotonic=lambda: now)
-    monkeypatch.setattr("tightfit.farm.progress.time", clock)
+    monkeypatch.setattr("tightfit.farming.progress.time", clock)
     lookout = ProgressReader(folder, farm)
     leases = Leases(FolderStore(folder), farm.shape, "by hand", seconds=600, rng=chance)
 

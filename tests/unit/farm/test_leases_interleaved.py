@@ -15,9 +15,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightfit.farm.folder import ChunkLayout, done_path
-from tightfit.farm.leases import Lease, Leases, LeaveReason, heartbeat_path
-from tightfit.farm.store import MemoryStore, Store
+from tightfit.farming.folder import ChunkLayout, done_path
+from tightfit.farming.leases import Lease, Leases, LeaveReason, heartbeat_path
+from tightfit.farming.store import MemoryStore, Store
 
 LEASE_SECONDS = 10.0
 MOST_STEPS = 20_000

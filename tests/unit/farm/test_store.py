@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tightfit.farm.folder import ChunkLayout
-from tightfit.farm.leases import Leases
-from tightfit.farm.store import FolderStore
+from tightfit.farming.folder import ChunkLayout
+from tightfit.farming.leases import Leases
+from tightfit.farming.store import FolderStore
 
 
 @pytest.fixture

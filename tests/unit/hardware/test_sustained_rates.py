@@ -19,10 +19,10 @@ from made_calibrations import (
 from tightfit.core.data_profile import DataProfile
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Quirks, Strategy
-from tightfit.estimate.communication import find_links
-from tightfit.estimate.inference import InferenceJob, estimate_inference
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.result import Estimate
+from tightfit.estimation.communication import find_links
+from tightfit.estimation.inference import InferenceJob, estimate_inference
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.result import Estimate
 from tightfit.hardware.calibration import AttentionTime, Calibration
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.rates import MatmulTable, attention_rates, bandwidth_at

@@ -9,7 +9,7 @@ from planning_cases import SHORT_ROWS, make_request
 
 from machine_pace import allow
 from tightfit.core.errors import DoesNotFitError
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from tightfit.hardware.catalogue import find_gpu, list_gpus
 from tightfit.planning.buying import buying_guide
 from tightfit.planning.plan import find_price

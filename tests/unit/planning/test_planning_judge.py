@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.result import Estimate, Verdict
+from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model

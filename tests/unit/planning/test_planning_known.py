@@ -5,7 +5,7 @@ from __future__ import annotations
 from planning_cases import make_cluster, make_request
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimate.memory import estimate_step_peak_bytes
+from tightfit.estimation.memory import estimate_step_peak_bytes
 from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.search import search
 

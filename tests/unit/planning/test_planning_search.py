@@ -12,7 +12,7 @@ from machine_pace import allow
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method
 from tightfit.core.units import GIB
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.planning.plan import Plan
 from tightfit.planning.ranking import handicap_total, measure_seconds

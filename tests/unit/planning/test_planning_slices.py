@@ -9,8 +9,8 @@ import pytest
 from planning_cases import make_cluster, make_request
 
 from tightfit.core.strategy import Loss, Strategy
-from tightfit.estimate.memory import MODEL_ERROR_FRACTION
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.memory import MODEL_ERROR_FRACTION
+from tightfit.estimation.result import Verdict
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.plan import Plan

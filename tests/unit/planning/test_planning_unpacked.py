@@ -9,8 +9,8 @@ from planning_cases import make_cluster, make_request
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Sharding, Strategy
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model

@@ -10,7 +10,7 @@ from planning_cases import make_cluster, make_request
 
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
 from tightfit.planning.traced import (

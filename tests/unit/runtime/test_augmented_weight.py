@@ -12,10 +12,7 @@ from test_fused_lora import IDS, adapted, assert_same, backward, distance, fold,
 from torch import Tensor, nn
 
 from tightfit.core.dtypes import Dtype
-from tightfit.estimate.fused_projections import (
-    FUSED_PROJECTION_NAMES,
-    uses_augmented_weights,
-)
+from tightfit.estimation.fused_projections import FUSED_PROJECTION_NAMES, uses_augmented_weights
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.kernels.fused_lora import (
     AUGMENTED_COLUMNS,
@@ -25,7 +22,7 @@ from tightfit.runtime.kernels.fused_lora import (
     is_augmented,
 )
 from tightfit.runtime.layers import decoder_layers
-from tightfit.train.model import recompute_layers
+from tightfit.training.model import recompute_layers
 
 
 def write_with_room(norm: Any, x: Tensor) -> Tensor:

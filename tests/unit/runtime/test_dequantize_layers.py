@@ -21,7 +21,7 @@ from tightfit.runtime.kernels import fp8
 from tightfit.runtime.kernels.fp8 import Fp8Linear, scale_matrix
 from tightfit.runtime.layers import dequantize_base, dequantize_deferred, is_dequantized
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.model import prepare_model
+from tightfit.training.model import prepare_model
 
 CPU = torch.device("cpu")
 NUM_LINEARS = {"llama": 14, "qwen2": 14, "gpt2": 8}

@@ -19,7 +19,7 @@ from tightfit.runtime.adapters import load_adapter, save_adapter
 from tightfit.runtime.kernels import fp8
 from tightfit.runtime.kernels.fp8 import Fp8Linear, takes_fp8, use_fp8
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.model import prepare_model
+from tightfit.training.model import prepare_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 51).reshape(3, 16)

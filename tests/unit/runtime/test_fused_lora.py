@@ -20,7 +20,7 @@ from tightfit.core.training import Training
 from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
 from tightfit.runtime.kernels.fused_lora import can_fuse_lora, fuse_lora
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.model import prepare_model
+from tightfit.training.model import prepare_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 51).reshape(3, 16)

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Method, Sharding
-from tightfit.estimate.fused_projections import can_fuse_trained_projections
+from tightfit.estimation.fused_projections import can_fuse_trained_projections
 from tightfit.runtime.kernels.fp8 import use_fp8
 from tightfit.runtime.kernels.fused_lora import fuse_trained_projections
 from tightfit.runtime.layers import decoder_layers
-from tightfit.train.model import recompute_layers
+from tightfit.training.model import recompute_layers
 
 
 def trained(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:

@@ -15,7 +15,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
 from tightfit.core.strategy import Attention, Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.weights import num_trainable
+from tightfit.estimation.weights import num_trainable
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.adapters import add_adapters, load_adapter, num_trained, save_adapter
 from tightfit.runtime.load import LoadRequest, load_base

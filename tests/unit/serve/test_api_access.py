@@ -10,8 +10,8 @@ import pytest
 from api_client import Served, serving
 from scripted_engine import ScriptedEngine
 from tightfit.core.errors import UserError
-from tightfit.serve.http.middleware import host_name, is_loopback
-from tightfit.serve.http.server import LOOPBACK_NAMES, bind_socket
+from tightfit.serving.http.middleware import host_name, is_loopback
+from tightfit.serving.http.server import LOOPBACK_NAMES, bind_socket
 
 KEY = "a-key-of-the-test"
 PATHS = ("/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json", "/nowhere")

@@ -8,7 +8,7 @@ import pytest
 
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
-from tightfit.serve.http.schemas import ChatChunk, ChatCompletion, Completion
+from tightfit.serving.http.schemas import ChatChunk, ChatCompletion, Completion
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
-from tightfit.serve.http.registry import ServerPhase
+from tightfit.serving.http.registry import ServerPhase
 
 LONG = 100_000
 
@@ -86,7 +86,7 @@ def test_a_slow_reader_costs_his_answer_and_no_more() -> None:
 
 
 def test_a_reader_who_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.serve.http.answers.STALL_SECONDS", 0.3)
+    monkeypatch.setattr("tightfit.serving.http.answers.STALL_SECONDS", 0.3)
     engine = _engine(token_seconds=0.0001, max_context=10**6)
     with serving(engine) as served:
         # Small buffers, so that little has to be said before nothing more goes through.

@@ -11,9 +11,9 @@ from tightfit.api.serve import choose_key
 from tightfit.core.errors import UsageError
 from tightfit.engines.protocol import Done, FinishReason
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serve.http.answers import count_usage, format_event
-from tightfit.serve.http.metrics import Counter, Histogram, Metrics, format_sample
-from tightfit.serve.http.server import name_models
+from tightfit.serving.http.answers import count_usage, format_event
+from tightfit.serving.http.metrics import Counter, Histogram, Metrics, format_sample
+from tightfit.serving.http.server import name_models
 
 LINE = re.compile(
     r"^[a-zA-Z_:][a-zA-Z0-9_:]*"

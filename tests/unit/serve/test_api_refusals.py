@@ -12,8 +12,8 @@ import pytest
 
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
-from tightfit.serve.http.errors import ErrorBody
-from tightfit.serve.http.registry import ServerPhase
+from tightfit.serving.http.errors import ErrorBody
+from tightfit.serving.http.registry import ServerPhase
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "abc"}]

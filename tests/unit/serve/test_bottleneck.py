@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tightfit.serve.generate.statistics import (
+from tightfit.serving.generate.statistics import (
     BottleneckKind,
     RunSigns,
     name_bottleneck,

@@ -25,14 +25,14 @@ from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message, recognise_format, to_messages
 from tightfit.data.sources import read_rows
 from tightfit.engines.protocol import Delta, Done, EngineInfo, FinishReason, Listener, Request
-from tightfit.serve.chat_commands import (
+from tightfit.serving.chat_commands import (
     change_sampling,
     read_command,
     read_messages,
     run_command,
     unescape_message,
 )
-from tightfit.serve.conversation import Conversation, printable_text
+from tightfit.serving.conversation import Conversation, printable_text
 
 LONG = 32_768
 """Tokens of a context that takes minutes to fill."""

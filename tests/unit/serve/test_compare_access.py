@@ -9,8 +9,8 @@ import pytest
 
 from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serve.compare.models import require_room
-from tightfit.serve.compare.server import address_of, bound_socket, check_exposure, is_loopback
+from tightfit.serving.compare.models import require_room
+from tightfit.serving.compare.server import address_of, bound_socket, check_exposure, is_loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.8.9.1"])

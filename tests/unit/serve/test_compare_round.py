@@ -16,11 +16,11 @@ from tightfit.core.errors import InvalidInputError
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
 from tightfit.engines.protocol import FinishReason
-from tightfit.serve.compare.chat_tab import ChatController, Turn, make_history, render_thread
-from tightfit.serve.compare.compare_tab import CompareController, Round
-from tightfit.serve.compare.controls import ControlDefaults, read_settings
-from tightfit.serve.compare.models import ComparedModel, ComparedModels
-from tightfit.serve.compare.votes import VoteFile
+from tightfit.serving.compare.chat_tab import ChatController, Turn, make_history, render_thread
+from tightfit.serving.compare.compare_tab import CompareController, Round
+from tightfit.serving.compare.controls import ControlDefaults, read_settings
+from tightfit.serving.compare.models import ComparedModel, ComparedModels
+from tightfit.serving.compare.votes import VoteFile
 
 HOSTILE = (
     "<img src=http://outside.example/a.png onerror=alert(1)> ![x](http://outside.example/b.png) "

@@ -12,9 +12,9 @@ import pytest
 
 from tightfit.core.dtypes import Dtype
 from tightfit.hardware.nvml import DriverReading, GpuReading
-from tightfit.serve.generate import measure
-from tightfit.serve.generate import measure as meters
-from tightfit.serve.generate.measure import (
+from tightfit.serving.generate import measure
+from tightfit.serving.generate import measure as meters
+from tightfit.serving.generate.measure import (
     RunMeter,
     count_threads,
     probe_copy_bandwidth,

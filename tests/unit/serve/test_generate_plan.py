@@ -12,12 +12,12 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError
 from tightfit.core.units import GIB
 from tightfit.engines.open import EngineChoice, EngineRequest
-from tightfit.estimate.inference import InferenceJob, estimate_inference
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.inference import InferenceJob, estimate_inference
+from tightfit.estimation.result import Verdict
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serve.generate.prediction import InferencePrediction, require_fit
+from tightfit.serving.generate.prediction import InferencePrediction, require_fit
 
 LLAMA = resolve_model("Llama-2-7b")
 CARD = resolve_hardware("RTX-4090").groups[0].node.gpu

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.serve.generate.journal import AnswerKey, journal_path, open_journal
+from tightfit.serving.generate.journal import AnswerKey, journal_path, open_journal
 
 SETTINGS = {"prompts": "d1", "model": "m1", "temperature": 0.7}
 
@@ -143,7 +143,7 @@ def test_two_processes_do_not_write_one_journal(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     program = (
         "import sys; from pathlib import Path\n"
-        "from tightfit.serve.generate.journal import open_journal\n"
+        "from tightfit.serving.generate.journal import open_journal\n"
         f"with open_journal(Path({str(out)!r}), {SETTINGS!r}, seed=1) as j:\n"
         "    print('held', flush=True); sys.stdin.read()"
     )

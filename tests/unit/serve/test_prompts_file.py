@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
 from tightfit.data.formats import Message
-from tightfit.serve.generate.prompts import (
+from tightfit.serving.generate.prompts import (
     PromptRequest,
     check_template,
     digest_prompts,

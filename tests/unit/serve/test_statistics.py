@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.engines.protocol import EngineInfo
-from tightfit.estimate.flops import estimate_forward_flops
-from tightfit.estimate.inference import estimate_answer_flops, estimate_read_fraction
+from tightfit.estimation.flops import estimate_forward_flops
+from tightfit.estimation.inference import estimate_answer_flops, estimate_read_fraction
 from tightfit.models.resolve import resolve_model
-from tightfit.serve.generate.job import AnswerTiming
-from tightfit.serve.generate.statistics import (
+from tightfit.serving.generate.job import AnswerTiming
+from tightfit.serving.generate.statistics import (
     DeviceCeilings,
     GenerateStatistics,
     PassTraffic,

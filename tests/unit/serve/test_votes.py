@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import SetupError
-from tightfit.serve.compare.votes import (
+from tightfit.serving.compare.votes import (
     Vote,
     VoteChoice,
     VoteFile,
@@ -145,7 +145,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_votes_whole(tmp_path: Path) -> 
 import resource, signal, sys
 from pathlib import Path
 from tightfit.core.errors import SetupError
-from tightfit.serve.compare.votes import append_vote, read_votes
+from tightfit.serving.compare.votes import append_vote, read_votes
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path({str(path)!r})
 vote = next(read_votes(path))

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tightfit.core.errors import SetupError
-from tightfit.estimate.loss import count_chunk_tokens
+from tightfit.estimation.loss import count_chunk_tokens
 from tightfit.models.resolve import resolve_model
 from tightfit.trace.concrete_values import ConcreteValues, set_concrete_value
 from tightfit.trace.kernel_stubs import liger_without_kernels, triton_without_kernels

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tightfit.core.strategy import Attention, Strategy
-from tightfit.estimate.result import StepTime
+from tightfit.estimation.result import StepTime
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import MeasuredRates
 from tightfit.planning.traced import with_traced_time

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_stores import draw_rows, make_store
 
-from tightfit.train.batches import BatchLoader, BatchSampler, choose_collate, count_trained
-from tightfit.train.distributed import DistContext
+from tightfit.training.batches import BatchLoader, BatchSampler, choose_collate, count_trained
+from tightfit.training.distributed import DistContext
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,14 @@ import torch
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.strategy import Sharding
 from tightfit.runs.run_folder import RunFolder
-from tightfit.train.checkpoint import (
+from tightfit.training.checkpoint import (
     Progress,
     find_checkpoint,
     list_damaged,
     read_progress,
     write_checkpoint,
 )
-from tightfit.train.distributed import DistContext
+from tightfit.training.distributed import DistContext
 
 NUM_KILLS = 20
 MOST_KILLS = 100

@@ -16,9 +16,9 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.strategy import Method, Sharding, Strategy
 from tightfit.runs.run_folder import RunFolder
-from tightfit.train.checkpoint import Progress, find_checkpoint, write_checkpoint
-from tightfit.train.distributed import DistContext
-from tightfit.train.engine import TorchEngine
+from tightfit.training.checkpoint import Progress, find_checkpoint, write_checkpoint
+from tightfit.training.distributed import DistContext
+from tightfit.training.engine import TorchEngine
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda groups: AdamW(groups, lr=0.1, fused=True),

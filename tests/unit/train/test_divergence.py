@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tightfit.core.errors import UserError
-from tightfit.train.loop import DivergenceCheck
-from tightfit.train.step import ReducedMetrics
+from tightfit.training.loop import DivergenceCheck
+from tightfit.training.step import ReducedMetrics
 
 ROWS = [f"train.jsonl line {number}" for number in range(1, 8)]
 

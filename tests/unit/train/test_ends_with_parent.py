@@ -26,7 +26,7 @@ HELPER = "from tightfit.core import with_parent\n{before}with_parent.end_with_pa
 WAIT = "import sys, time\nprint('ready', flush=True)\ntime.sleep(600)\n"
 POOL = """
 import os, time
-from tightfit.train.tracing.trace import fork_pool
+from tightfit.training.tracing.trace import fork_pool
 with fork_pool(1) as pool:
     print(pool.submit(os.getpid).result(), flush=True)
     time.sleep(600)
@@ -72,7 +72,7 @@ def wait_for_children_to_settle(process: psutil.Process) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_the_tracer_ends_with_whoever_asked(number: signal.Signals) -> None:
-    program = START.format(words="'-m', 'tightfit.train.tracing.worker'")
+    program = START.format(words="'-m', 'tightfit.training.tracing.worker'")
     with parent_of(program) as (parent, child):
         wait_for_children_to_settle(child)
         parent.send_signal(number)

@@ -11,12 +11,15 @@ import torch
 from small_models import make_llama
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
-from tightfit.estimate.host_and_disk import estimate_host_components, estimate_loading_bytes_by_rank
+from tightfit.estimation.host_and_disk import (
+    estimate_host_components,
+    estimate_loading_bytes_by_rank,
+)
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.train.model import prepare_model
-from tightfit.train.tracing.engine import make_training
-from tightfit.train.tracing.fake_kernels import list_quantization_state
+from tightfit.training.model import prepare_model
+from tightfit.training.tracing.engine import make_training
+from tightfit.training.tracing.fake_kernels import list_quantization_state
 
 FSDP = {"sharding": "fsdp", "gpus_per_node": 4, "num_nodes": 2}
 TABLE_BYTES = 4 * (16 + 256 + 1)

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tightfit.core.strategy import Loss, Strategy
-from tightfit.train.batches import IGNORED
-from tightfit.train.model import Objective, has_plain_head
+from tightfit.training.batches import IGNORED
+from tightfit.training.model import Objective, has_plain_head
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -17,8 +17,8 @@ from tightfit.core.strategy import Loss
 from tightfit.data.token_store import EncodedRow
 from tightfit.models.families.registry import FAMILIES as RECORDS
 from tightfit.runtime.attention import REPEAT, needs_padding_mask, register_attention
-from tightfit.train.batches import choose_collate, collate_padded
-from tightfit.train.model import Objective
+from tightfit.training.batches import choose_collate, collate_padded
+from tightfit.training.model import Objective
 
 WINDOW = {"sliding_window": 4}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48}

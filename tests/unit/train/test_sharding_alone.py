@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from tightfit.core.strategy import Sharding, Strategy
-from tightfit.train.distributed import DistContext, destroy_dist_context
-from tightfit.train.sharding import make_mesh
+from tightfit.training.distributed import DistContext, destroy_dist_context
+from tightfit.training.sharding import make_mesh
 
 PLACE = DistContext(
     rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")

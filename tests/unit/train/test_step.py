@@ -17,13 +17,13 @@ from transformers import (
 
 from tightfit.core.strategy import Loss, Strategy
 from tightfit.core.training import Schedule, Training
-from tightfit.train.batches import BatchLoader, BatchSampler, choose_collate
-from tightfit.train.distributed import DistContext
-from tightfit.train.engine import TorchEngine
-from tightfit.train.loop import learning_rate_at
-from tightfit.train.model import Objective
-from tightfit.train.optimizers import build_optimizer
-from tightfit.train.step import StepPlan, mix_seed, train_step
+from tightfit.training.batches import BatchLoader, BatchSampler, choose_collate
+from tightfit.training.distributed import DistContext
+from tightfit.training.engine import TorchEngine
+from tightfit.training.loop import learning_rate_at
+from tightfit.training.model import Objective
+from tightfit.training.optimizers import build_optimizer
+from tightfit.training.step import StepPlan, mix_seed, train_step
 
 ALONE = DistContext(
     rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")

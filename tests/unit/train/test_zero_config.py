@@ -9,14 +9,14 @@ import pytest
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Offload, Sharding, Strategy
 from tightfit.core.training import Training
-from tightfit.estimate.job import estimate_job
-from tightfit.estimate.state import estimate_buffer_bytes
+from tightfit.estimation.job import estimate_job
+from tightfit.estimation.state import estimate_buffer_bytes
 from tightfit.hardware.types import Node
 from tightfit.hardware.words import parse_hardware
 from tightfit.models.catalogue import list_models, load_row
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.plan import Plan, PlanHardware
-from tightfit.train.zero import make_zero_config
+from tightfit.training.zero import make_zero_config
 
 HIDDEN = 4096
 HALF_PRECISION = {

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tightfit.core.errors import SetupError
-from tightfit.train.distributed import DistContext
-from tightfit.train.zero import start_deepspeed
+from tightfit.training.distributed import DistContext
+from tightfit.training.zero import start_deepspeed
 
 PLACE = DistContext(
     rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")

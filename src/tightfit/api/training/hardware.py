@@ -12,7 +12,7 @@ from tightfit.core.errors import InvalidInputError, SetupError, UsageError, User
 from tightfit.core.text import shorten
 from tightfit.core.training import MEMORY_VARIABLE
 from tightfit.core.units import parse_bytes, parse_link_speed
-from tightfit.estimate.communication import UNSTATED_NETWORK
+from tightfit.estimation.communication import UNSTATED_NETWORK
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster, NodeGroup
 

@@ -14,8 +14,8 @@ from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
 from tightfit.core.packages import TRACING, require_packages
 from tightfit.core.progress import Progress
 from tightfit.core.text import count_of, sanitize
-from tightfit.estimate.host_and_disk import PROCESS_BYTES, estimate_loading_bytes_by_rank
-from tightfit.estimate.result import Estimate, GpuMemory, StepTime
+from tightfit.estimation.host_and_disk import PROCESS_BYTES, estimate_loading_bytes_by_rank
+from tightfit.estimation.result import Estimate, GpuMemory, StepTime
 from tightfit.hardware.types import Node
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.spec import ModelSpec
@@ -36,11 +36,11 @@ from tightfit.trace.operations import OperationLog
 from tightfit.trace.result import TracedMemory, TracedTime
 from tightfit.trace.traced_time import estimate_traced_time
 from tightfit.trace.tracer import Tracer, TraceResponse, has_torch
-from tightfit.train.tracing.job import TraceJob, find_trace_obstacle
+from tightfit.training.tracing.job import TraceJob, find_trace_obstacle
 
 _log = logging.getLogger(__name__)
 
-TRACE_WORKER = "tightfit.train.tracing.worker"
+TRACE_WORKER = "tightfit.training.tracing.worker"
 NUM_TRACED = 3
 """Plans that are traced: the first and what may yet take its place."""
 TRACE_VARIABLE = "TIGHTFIT_TRACE"

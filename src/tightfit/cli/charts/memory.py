@@ -19,7 +19,7 @@ from tightfit.core.files import check_writable, write_atomic
 from tightfit.core.html_page import MEMORY_COLOURS, render_page
 from tightfit.core.text import shorten
 from tightfit.core.units import GIB, render_bytes
-from tightfit.estimate.result import Estimate
+from tightfit.estimation.result import Estimate
 from tightfit.planning.plan import fullest_phases
 
 OTHER_COLOURS = ("#ccbb44", "#997700", "#994455", "#117733", "#88ccaa", "#332288")

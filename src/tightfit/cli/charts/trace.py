@@ -33,7 +33,7 @@ from tightfit.core.files import write_atomic
 from tightfit.core.html_page import MEMORY_COLOURS, render_page
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, render_bytes
-from tightfit.estimate.result import Estimate
+from tightfit.estimation.result import Estimate
 from tightfit.hardware.types import Gpu
 from tightfit.planning.describe import describe_how, describe_levers
 from tightfit.trace.result import Timeline, TracedMemory

@@ -20,8 +20,8 @@ from tightfit.cli.terminal.screen import (
 from tightfit.core.strategy import Strategy
 from tightfit.core.text import count_of
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds
-from tightfit.estimate.result import Estimate, StepTime, Verdict
-from tightfit.estimate.zero_table import ZeroRow
+from tightfit.estimation.result import Estimate, StepTime, Verdict
+from tightfit.estimation.zero_table import ZeroRow
 from tightfit.hardware.types import NodeGroup
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.describe import describe_gpus, describe_sharding, describe_strategy

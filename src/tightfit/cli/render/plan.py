@@ -27,7 +27,7 @@ from tightfit.core.data_profile import DataProfile
 from tightfit.core.strategy import Offload, Strategy
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds, render_usd
-from tightfit.estimate.result import StepTime, Verdict
+from tightfit.estimation.result import StepTime, Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer
 from tightfit.planning.describe import (

@@ -24,8 +24,8 @@ from tightfit.cli.terminal.screen import (
 from tightfit.core.memory_peak import Peak, PeakTensor
 from tightfit.core.text import count_of
 from tightfit.core.units import render_bytes, render_seconds
-from tightfit.estimate.host_and_disk import PROCESS_BYTES
-from tightfit.estimate.result import Estimate, StepTime
+from tightfit.estimation.host_and_disk import PROCESS_BYTES
+from tightfit.estimation.result import Estimate, StepTime
 from tightfit.hardware.types import Gpu
 from tightfit.planning.advice import Advice
 from tightfit.planning.describe import shorten_gpu

@@ -21,7 +21,7 @@ from tightfit.cli.terminal.screen import (
 from tightfit.clusters.slurm.queue import read_job_file
 from tightfit.core.text import count_of
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds
-from tightfit.estimate.result import Verdict
+from tightfit.estimation.result import Verdict
 from tightfit.planning.describe import describe_how, describe_levers
 from tightfit.planning.plan import Plan
 from tightfit.runs.report import RunReport

@@ -18,7 +18,7 @@ from tightfit.core.training import MEMORY_VARIABLE
 from tightfit.planning.plan import Plan
 from tightfit.runs.run_folder import RunFolder
 
-WORKER = "tightfit.train.worker"
+WORKER = "tightfit.training.worker"
 RUN_VARIABLE = "TIGHTFIT_RUN"
 """Marks every process of a run, so that leftovers of a killed launcher can be told apart."""
 LOOPBACK = "127.0.0.1"

@@ -19,7 +19,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tightfit import __version__
 from tightfit.clusters.agents import SendAnswer, open_answers, read_requests
 from tightfit.clusters.preflight import folder
 from tightfit.clusters.preflight.messages import PROTOCOL
@@ -32,6 +31,7 @@ from tightfit.clusters.preflight.probes import (
     send_datagrams,
     send_stream,
 )
+from tightfit.core.version import __version__
 
 MAX_LIFE_SECONDS = 180.0
 

@@ -17,7 +17,7 @@ from tightfit.clusters.preflight.node_findings import list_nodes
 from tightfit.clusters.preflight.observations import NodePair, Observations, host_of
 from tightfit.core.findings import Finding, Status
 from tightfit.core.units import render_seconds
-from tightfit.estimate.communication import ASSUMED_NETWORK_BYTES_PER_SECOND
+from tightfit.estimation.communication import ASSUMED_NETWORK_BYTES_PER_SECOND
 
 SLOW_SECONDS = 1.0
 OPTIONS = "the options below name addresses and do without names"

@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 
 import psutil
 
-from tightfit import __version__
 from tightfit.clusters.preflight.messages import (
     ConnectionOutcome,
     ConnectionProbe,
@@ -39,6 +38,7 @@ from tightfit.clusters.preflight.messages import (
     Route,
     StreamResult,
 )
+from tightfit.core.version import __version__
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes")
 _BUILD = re.compile(r"^cuda\b[^=]*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)

@@ -11,8 +11,8 @@ from typing import Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.files import publish_folder, write_atomic
-from tightfit.estimate.host_and_disk import FILE_SHARD_BYTES
-from tightfit.estimate.weights import largest_matrix
+from tightfit.estimation.host_and_disk import FILE_SHARD_BYTES
+from tightfit.estimation.weights import largest_matrix
 from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize.job import PROCESS_BYTES, QuantizeJob, QuantizeMeasurement
 from tightfit.export.quantize.summary import QuantizeForecast

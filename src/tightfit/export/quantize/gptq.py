@@ -19,7 +19,7 @@ from pathlib import Path
 from tightfit.core.errors import DoesNotFitError, SetupError, UserError
 from tightfit.core.files import partial_path, publish_folder, write_atomic
 from tightfit.core.progress import CountProgress
-from tightfit.estimate.weights import largest_layer
+from tightfit.estimation.weights import largest_layer
 from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize import gptq_worker
 from tightfit.export.quantize.gptq_worker import EXIT_MEMORY, EXIT_MISSING, GPTQMODEL, GptqJob

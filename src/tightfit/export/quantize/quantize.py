@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from tightfit import __version__
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
 from tightfit.core.progress import Progress
+from tightfit.core.version import __version__
 from tightfit.export.formats import LIMITS, ExportFormat
 from tightfit.export.quantize.job import (
     OutputPaths,

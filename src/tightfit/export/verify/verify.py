@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tightfit import __version__
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.progress import Progress
+from tightfit.core.version import __version__
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import Engine, EngineInfo
 from tightfit.export.formats import StepKind

@@ -8,10 +8,10 @@ from typing import Literal
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
 from tightfit.core.strategy import Attention, Optimizer, Strategy
-from tightfit.estimate import communication as comms
-from tightfit.estimate import traffic
-from tightfit.estimate.memory import estimate_context_bytes
-from tightfit.estimate.step_time import ADAPTER_KERNELS
+from tightfit.estimation import communication as comms
+from tightfit.estimation import traffic
+from tightfit.estimation.memory import estimate_context_bytes
+from tightfit.estimation.step_time import ADAPTER_KERNELS
 from tightfit.hardware import rates as eff
 from tightfit.hardware.calibration import BACKWARD_FLOPS, KERNEL, Calibration
 from tightfit.hardware.types import Node

@@ -12,8 +12,8 @@ import torch
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Attention, Method, Strategy
-from tightfit.estimate.flops import NO_ADAPTERS, sum_workload
-from tightfit.estimate.step_time import count_forward_kernels
+from tightfit.estimation.flops import NO_ADAPTERS, sum_workload
+from tightfit.estimation.step_time import count_forward_kernels
 from tightfit.hardware.calibration import HostTimes
 from tightfit.models.config import read_config
 from tightfit.runtime.calibrate.bench import Bench

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from tightfit import __version__
 from tightfit.core.errors import SetupError
 from tightfit.core.progress import Progress
+from tightfit.core.version import __version__
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.environment import read_version
 from tightfit.hardware.local import read_cpu

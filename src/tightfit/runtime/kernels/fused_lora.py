@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tightfit.estimate.fused_projections import FUSED_PROJECTION_NAMES, count_augmented_columns
+from tightfit.estimation.fused_projections import FUSED_PROJECTION_NAMES, count_augmented_columns
 from tightfit.runtime.kernels.fp8 import (
     Fp8Linear,
     cast_input,

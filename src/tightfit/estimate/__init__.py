@@ -1,1 +1,0 @@
-"""Closed forms for memory and time. No torch, no run history."""

@@ -1,0 +1,533 @@
+"""Activations: tensors that autograd keeps per layer, those of its backward pass, and their
+sum over the micro-batch.
+
+Counted tensor by tensor as transformers 5 layers make them; `docs/formulas.md` lists each with
+its origin, and `benchmarks/results/h200_steps.json` holds the measurements behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Attention, Method, Strategy
+from tightfit.estimation.flops import skips_masked_pairs
+from tightfit.estimation.fused_projections import augmented_token_bytes
+from tightfit.estimation.weights import is_dora, is_lora_target
+from tightfit.models.families.registry import find_family
+from tightfit.models.spec import Block, Linear, ModelSpec, Role
+
+# Bytes per value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueWidths:
+    """Bytes per value in the parts of a model, for one strategy."""
+
+    value: int
+    """Results of matrix products."""
+    residual: int
+    """The residual stream: fp32 where weights or norms are, else as `value`."""
+    is_autocast: bool
+    is_full: bool
+    adapter: int
+    """Inputs of adapters."""
+    is_cpu: bool = False
+
+
+def find_value_widths(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> ValueWidths:
+    # A quantized matrix returns the dtype it was given: fp32, where norms are, and where
+    # autocast runs LayerNorm in fp32. Source: bitsandbytes Linear4bit; torch autocast's fp32 ops.
+    is_uniform = _has_one_dtype(strategy)
+    is_autocast = strategy.is_autocast and not is_uniform
+    is_wide_norm = strategy.upcast_unquantized or (is_autocast and not spec.is_rms_norm)
+    is_upcast = strategy.weights.is_quantized and is_wide_norm
+    value = 4 if is_upcast else strategy.compute.value_bytes
+    return ValueWidths(
+        value=value,
+        residual=4 if strategy.casts_weights or is_upcast else value,
+        is_autocast=is_autocast,
+        is_full=strategy.method is Method.FULL,
+        # Autocast casts an adapter's input to the compute dtype, whatever the adapter is in.
+        adapter=(
+            strategy.compute if is_autocast or is_uniform else strategy.adapter_dtype
+        ).value_bytes,
+        is_cpu=is_cpu,
+    )
+
+
+def _has_one_dtype(strategy: Strategy) -> bool:
+    """Whether modules see weights and adapters in the compute dtype only, without casts.
+
+    DeepSpeed knows no autocast and wants one dtype throughout; FSDP casts fp32 shards as it
+    gathers them, adapters among them.
+    """
+    is_half = strategy.compute.value_bytes == 2
+    is_gathered_half = strategy.sharding.is_fsdp and strategy.weights is Dtype.FP32
+    return is_half and (strategy.sharding.is_zero or is_gathered_half)
+
+
+COMPOSED_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "gelu_python": 2, "quick_gelu": 1}
+"""Extra kept tensors of activations written as several ops. Source: transformers activations.py."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """One layer's activations, in bytes per token of the micro-batch."""
+
+    saved: int
+    """Kept from forward to backward when nothing is recomputed."""
+    checkpoint: int
+    """Kept when the layer is recomputed: its input."""
+    working: int
+    """On top of `saved` at the peak of this layer's own backward pass."""
+    adapted_weights: int
+    """Total bytes, whatever the tokens: sums of weights and adapters that the graph keeps."""
+
+
+def estimate_layer_bytes(
+    spec: ModelSpec, block: Block, strategy: Strategy, *, is_cpu: bool = False
+) -> LayerBytes:
+    """Activations of one layer of `block`, per token.
+
+    Scope: decoder and encoder layers of the families in `models/families`,
+    dense or with experts, eager or fused attention. Leaves out dropout masks
+    and padding masks.
+    """
+    numerics = find_value_widths(spec, strategy, is_cpu=is_cpu)
+    norms = _norm_bytes(spec, block, strategy, numerics)
+    attention = _attention_bytes(spec, block, strategy, numerics)
+    mlp = _mlp_bytes(spec, block, strategy, numerics)
+    inputs = _context_bytes(spec, block, strategy, numerics)
+    held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
+    saved = norms + attention + mlp + held + _outlier_bytes(block, strategy)
+    saved += _dora_bytes(block, strategy, numerics) + augmented_token_bytes(spec, block, strategy)
+    mlp_peak = saved + _mlp_working(spec, block, numerics)
+    attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
+    return LayerBytes(
+        saved=saved,
+        checkpoint=numerics.residual * spec.hidden_size
+        + inputs
+        + _held_input_bytes(block, strategy, numerics, is_recomputed=True),
+        working=max(mlp_peak, attention_peak) - saved,
+        adapted_weights=_adapted_weight_bytes(block, strategy),
+    )
+
+
+def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
+    """Keys and values that one layer leaves in the cache, per token.
+
+    Views of a fused projection keep all of it. Source: transformers 4.48 modeling_gpt_bigcode,
+    which fills the cache under gradient checkpointing too.
+    """
+    if not strategy.quirks.use_cache:
+        return 0
+    first = next(part for part in block.linears if part.role is Role.ATTENTION)
+    keys = 2 * spec.num_kv_heads * spec.head_dim
+    is_fused = first.out_features > spec.num_heads * spec.head_dim
+    return find_value_widths(spec, strategy).value * (first.out_features if is_fused else keys)
+
+
+def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
+    """peft adapts bare parameters by adding the adapter's product, which makes a copy of each.
+
+    Source: peft ParamWrapper; h200_steps.json, Mixtral and Qwen3-MoE under `all-linear`.
+    """
+    if strategy.method is not Method.LORA:
+        return 0
+    return strategy.compute.value_bytes * sum(
+        part.copies * part.in_features * part.out_features
+        for part in block.linears
+        if not part.is_module and is_lora_target(part, strategy.lora_targets)
+    )
+
+
+def _dora_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Outputs of base and adapter that DoRA keeps per target, for the magnitude's gradient.
+
+    With dropout the base's result is computed again from the dropped input, which the adapter
+    keeps already. Source: peft `DoraLinearLayer.forward`, counted by saved-tensor hooks.
+    """
+    if not is_dora(strategy):
+        return 0
+    wide = max(numerics.value, numerics.adapter)
+    return sum(
+        (numerics.value + wide) * part.out_features
+        for part in block.linears
+        if part.is_module and is_lora_target(part, strategy.lora_targets)
+    )
+
+
+def _outlier_bytes(block: Block, strategy: Strategy) -> int:
+    """Columns that LLM.int8 multiplies in 16 bit and keeps for its backward pass.
+
+    Which they are depends on values: none here, or all of an MLP's product.
+    Source: bitsandbytes MatMul8bitLt `subA`; h200_steps.json, Llama-2-7b with random weights.
+    """
+    if strategy.weights is not Dtype.INT8 or not strategy.quirks.outlier_columns:
+        return 0
+    dense = [part for part in block.linears if part.role is Role.MLP]
+    return strategy.compute.value_bytes * dense[-1].in_features if dense else 0
+
+
+def _held_input_bytes(
+    block: Block, strategy: Strategy, numerics: ValueWidths, *, is_recomputed: bool
+) -> int:
+    """Inputs that 4-bit matrices of old bitsandbytes keep on the autograd context.
+
+    While the layer's own tensors live, those are left out that an adapter or fused attention
+    keeps anyway. Only reentrant checkpointing drops them with the layer.
+    Source: bitsandbytes #1270, which removed it from MatMul4Bit.
+    """
+    if strategy.weights is not Dtype.NF4 or not strategy.quirks.keeps_quantized_inputs:
+        return 0
+    if is_recomputed and strategy.quirks.reentrant:
+        return 0
+    shares = _shares_inputs(strategy, numerics)
+    total = 0
+    for role in (Role.ATTENTION, Role.MLP):
+        parts = [part for part in block.linears if part.role is role]
+        for group in filter(None, (parts[:-1], parts[-1:])):
+            is_adapted = any(is_lora_target(part, strategy.lora_targets) for part in group)
+            is_output = role is Role.ATTENTION and group == parts[-1:]
+            if is_recomputed or not (is_output or (shares and is_adapted)):
+                total += numerics.value * group[0].in_features
+    return total
+
+
+def _context_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Inputs that LLM.int8 keeps even where the layer is recomputed.
+
+    bitsandbytes holds them on the autograd context itself, where non-reentrant
+    checkpointing cannot drop them. Source: bitsandbytes MatMul8bitLt; h200_trace_dev.json.
+    """
+    if strategy.weights is not Dtype.INT8 or strategy.method is not Method.LORA:
+        return 0
+    roles = {part.role: part.in_features for part in block.linears if part.is_module}
+    widths = sum(spec.hidden_size + last for last in roles.values())
+    return numerics.residual * widths + _outlier_bytes(block, strategy)
+
+
+def fuses_pointwise(strategy: Strategy) -> bool:
+    """Whether norms and activations keep only their inputs and are recomputed in backward.
+
+    torch.compile cuts the graph so that pointwise results are recomputed. Counted on a Llama
+    layer under full tuning, per token and hidden unit: 42 bytes eager, 29 compiled.
+    Source: torch._functorch.partitioners `min_cut_rematerialization_partition`.
+    """
+    return strategy.fused_kernels or strategy.compile
+
+
+def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Tensors that the layer's norms keep; their outputs are counted as inputs of matrices.
+
+    RMSNorm upcasts to fp32 and keeps that copy; where its weight is trained it
+    keeps the normalised values too. LayerNorm and fused norms keep their input.
+    """
+    widths = sum(block.norm_widths)
+    if spec.is_parallel_residual:
+        widths = max(block.norm_widths)  # both norms read the same tensor
+    if not spec.is_rms_norm or fuses_pointwise(strategy):
+        return numerics.residual * widths
+    kept = 4 * widths
+    if numerics.is_full:
+        family = find_family(spec.model_type)
+        kept += (4 if family.keeps_norm_output_fp32 else numerics.residual) * widths
+    return kept
+
+
+def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Copies of one input that its matrices keep.
+
+    A trained matrix keeps its input; all matrices share one copy, except under
+    autocast, which casts for each. A frozen one keeps nothing, its adapter does.
+    """
+    if numerics.is_full:
+        num_copies = len(parts) if numerics.is_autocast else 1
+        return num_copies * numerics.value * width
+    num_targets = sum(is_lora_target(part, strategy.lora_targets) for part in parts)
+    if strategy.method is not Method.LORA or not num_targets:
+        return 0
+    masks = num_targets * width if strategy.lora_dropout else 0
+    copies = 1 if _shares_inputs(strategy, numerics) else num_targets
+    return copies * numerics.adapter * width + masks
+
+
+def _shares_inputs(strategy: Strategy, numerics: ValueWidths) -> bool:
+    """Whether adapters read the same tensor as their matrices, without cast or dropout.
+
+    Source: peft lora/layer.py; h200_steps.json, Llama-2-7b with and without `lora_dropout`.
+    """
+    is_cast = numerics.adapter != numerics.value or numerics.is_autocast
+    return not is_cast and not strategy.lora_dropout
+
+
+def _attention_bytes(
+    spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths
+) -> int:
+    total = 0
+    for role in (Role.ATTENTION, Role.CROSS_ATTENTION):
+        parts = [part for part in block.linears if part.role is role]
+        if not parts:
+            continue
+        total += _input_bytes(parts[:-1], spec.hidden_size, strategy, numerics)
+        total += _score_bytes(spec, strategy, numerics)
+        context = spec.num_heads * spec.head_dim
+        output = _input_bytes(parts[-1:], context, strategy, numerics)
+        # Fused attention keeps its own output already; a copy cast for an adapter is another.
+        is_fused = not _is_eager(spec, strategy)
+        total += (
+            max(output, numerics.value * context)
+            if is_fused and not _casts(strategy, numerics)
+            else output + (numerics.value * context if is_fused else 0)
+        )
+    if block.head_norm_params:
+        heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        total += (4 + (numerics.value if numerics.is_full else 0)) * heads
+    return total
+
+
+def _casts(strategy: Strategy, numerics: ValueWidths) -> bool:
+    return strategy.method is Method.LORA and numerics.adapter != numerics.value
+
+
+def _is_eager(spec: ModelSpec, strategy: Strategy) -> bool:
+    has_fused = find_family(spec.model_type).has_fused_attention
+    return strategy.attention is Attention.EAGER or not has_fused
+
+
+MATH_SCORE_BYTES = 4
+"""Per query, key and head that SDPA's math kernel keeps: probabilities in fp32, beside
+fp32 queries, keys, values. Source: torch `_scaled_dot_product_attention_math`; h200_steps.json."""
+BIASED_SCORE_BYTES = 8
+"""The same with a learned bias and dropout: the bias as a mask, and the dropout mask.
+Source: h200_steps.json, t5-large."""
+
+
+def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> bool:
+    """Whether SDPA falls back to the math kernel, which keeps the scores.
+
+    FlashAttention has no fp32 and, as Falcon calls it, a mask; the
+    memory-efficient kernel has no grouped heads. A CPU's kernel takes them all.
+    Source: torch 2.13, `_scaled_dot_product_flash_attention_for_cpu` as the gradient's name.
+    """
+    family = find_family(spec.model_type)
+    if numerics.is_cpu and not family.has_position_bias:
+        return False
+    is_grouped = spec.num_kv_heads < spec.num_heads and _repeated_fraction(spec, strategy) < 1
+    has_no_flash = strategy.compute is Dtype.FP32 or family.sdpa_always_masks
+    return strategy.attention is Attention.SDPA and (
+        family.has_position_bias or (has_no_flash and is_grouped)
+    )
+
+
+def has_padding_mask(strategy: Strategy) -> bool:
+    """Whether padded rows come with a mask; not in tightfit's own jobs, see `collate_padded`."""
+    return strategy.quirks.padding_mask and strategy.micro_batch > 1 and not strategy.packing
+
+
+def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
+    """Share of layers where grouped keys and values are repeated before SDPA.
+
+    transformers repeats them where there is a mask, as for a window that is no longer than
+    the row; Falcon lets SDPA broadcast. Source: transformers `use_gqa_in_sdpa`, modeling_falcon.
+    """
+    family = find_family(spec.model_type)
+    if strategy.attention is not Attention.SDPA or family.sdpa_always_masks:
+        return 0.0
+    if strategy.repeat_keys or has_padding_mask(strategy):
+        return 1.0
+    is_windowed = not strategy.packing and not skips_masked_pairs(
+        strategy.attention, window=spec.sliding_window, seq_len=strategy.seq_len
+    )
+    return spec.num_sliding_layers / spec.num_layers if is_windowed else 0.0
+
+
+def find_unfused_attention(
+    spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
+) -> Literal["eager", "math"] | None:
+    """The attention implementation, if it writes its scores to memory; None for a fused kernel."""
+    if _is_eager(spec, strategy):
+        return "eager"
+    numerics = find_value_widths(spec, strategy, is_cpu=is_cpu)
+    return "math" if _uses_math_kernel(spec, strategy, numerics) else None
+
+
+def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Queries, keys, values and, when eager, the S x S probabilities."""
+    query = spec.num_heads * spec.head_dim
+    repeated = _repeated_fraction(spec, strategy) * (spec.num_heads - spec.num_kv_heads)
+    key = round((spec.num_kv_heads + repeated) * spec.head_dim)
+    # The values are a view that keeps the whole projection alive, where queries and keys are
+    # rotated copies. Falcon without grouped heads uses ALiBi instead.
+    family = find_family(spec.model_type)
+    is_grouped = spec.num_kv_heads < spec.num_heads
+    is_split = family.splits_rotary and (family.alibi != "ungrouped" or is_grouped)
+    projection = numerics.value * (query + key) if is_split else 0
+    if not _is_eager(spec, strategy):
+        inputs = numerics.value * (query + 2 * key) + projection
+        if not _uses_math_kernel(spec, strategy, numerics):
+            return inputs + 4 * spec.num_heads
+        if family.has_position_bias:
+            return inputs + BIASED_SCORE_BYTES * spec.num_heads * strategy.seq_len
+        # With several rows, broadcast keys and values are copied to all heads.
+        copied = 8 * (query if strategy.micro_batch > 1 else key)
+        return (
+            4 * query + copied + projection + MATH_SCORE_BYTES * spec.num_heads * strategy.seq_len
+        )
+    # softmax in fp32, kept; then the copy in the compute dtype that meets the values, kept too
+    probability = 4 if numerics.value == 4 else 4 + numerics.value
+    if spec.has_attention_softcap:
+        probability += numerics.value
+    scores = probability * spec.num_heads * strategy.seq_len
+    return numerics.value * 3 * query + projection + scores
+
+
+def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
+    dense = [part for part in block.linears if part.role is Role.MLP]
+    experts = [part for part in block.linears if part.role is Role.EXPERT]
+    total = 0
+    if dense:
+        width = dense[-1].in_features
+        total += _input_bytes(dense[:-1], spec.hidden_size, strategy, numerics)
+        total += _inner_bytes(spec, strategy, numerics) * width
+        total += _input_bytes(dense[-1:], width, strategy, numerics)
+    if experts:
+        num_active = experts[-1].copies_per_token
+        width = experts[-1].in_features
+        # tokens are gathered for each expert, and each expert's output is kept for the router
+        per_expert = _inner_bytes(spec, strategy, numerics) * width
+        per_expert += numerics.value * spec.hidden_size
+        if numerics.is_full:
+            per_expert += numerics.value * (width + spec.hidden_size)
+        total += num_active * per_expert
+        if not dense:
+            total += _input_bytes(experts[:1], spec.hidden_size, strategy, numerics)
+    return total
+
+
+def _inner_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Kept per unit of MLP width, without the input of the last matrix.
+
+    Gated: both branches and the activated one; a fused kernel recomputes the
+    latter. Plain: the activation's input, more where it is composed of ops.
+    """
+    if spec.is_gated_mlp:
+        return numerics.value * (2 if fuses_pointwise(strategy) else 3)
+    is_composed = not strategy.compile
+    return numerics.value * (1 + is_composed * COMPOSED_ACTIVATIONS.get(spec.activation, 0))
+
+
+def _mlp_working(spec: ModelSpec, block: Block, numerics: ValueWidths) -> int:
+    """Gradients of the two branches and of the residual stream."""
+    parts = [part for part in block.linears if part.role in (Role.MLP, Role.EXPERT)]
+    if not parts:
+        return 2 * numerics.residual * spec.hidden_size
+    width = parts[-1].in_features * parts[-1].copies_per_token
+    return 2 * numerics.value * width + 2 * numerics.residual * spec.hidden_size
+
+
+def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Gradients of queries, keys and values; eager adds those of the scores, in fp32."""
+    query = spec.num_heads * spec.head_dim
+    fused = 4 * numerics.value * query + 2 * numerics.residual * spec.hidden_size
+    if not _is_eager(spec, strategy) and not _uses_math_kernel(spec, strategy, numerics):
+        return fused
+    of_probabilities = numerics.value if _is_eager(spec, strategy) else 4
+    return fused + (of_probabilities + 8) * spec.num_heads * strategy.seq_len
+
+
+# The whole micro-batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """Activations of the whole micro-batch."""
+
+    kept: int
+    """Everything alive at the end of the forward pass."""
+    in_layers: int
+    """The part alive when the forward pass is in the last layer but one."""
+    first_layer: int
+    """The part alive at the end of the backward pass: the first layer's own."""
+    recomputed: int
+    """With selective checkpointing: all activations alive in the backward pass of the last
+    recomputed layer, when those of the other layers are freed. 0 otherwise."""
+    of_recomputed: int
+    """Inputs of the recomputed layers, a part of `recomputed`."""
+    dropped: int
+    """Activations that recomputed layers freed in the forward pass."""
+    working: int
+    """Gradients of activations inside the worst layer, recomputed tensors included."""
+    cache: int
+    """Keys and values of all layers, until the model's output is dropped."""
+
+
+def list_layers(
+    spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False
+) -> list[tuple[int, LayerBytes]]:
+    """Number of layers of each kind, and the bytes of one per token."""
+    return [
+        (b.num_layers, estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu)) for b in spec.blocks
+    ]
+
+
+def estimate_activation_bytes(
+    spec: ModelSpec, strategy: Strategy, layers: list[tuple[int, LayerBytes]]
+) -> ActivationBytes:
+    """Sum over all layers with their checkpointing, and the final norm."""
+    tokens = strategy.tokens_per_micro_batch
+    worst = max((layer for _, layer in layers), key=lambda layer: layer.saved + layer.working)
+    final = _final_norm_bytes(spec, strategy, worst)
+
+    def whole(layer: LayerBytes) -> int:
+        return tokens * layer.saved + layer.adapted_weights
+
+    left = strategy.count_recomputed(spec.num_layers)
+    is_selective = 0 < left < spec.num_layers
+    of_recomputed = of_others = dropped = 0
+    for count, layer in layers:
+        num_recomputed = min(count, left)
+        left -= num_recomputed
+        of_recomputed += num_recomputed * tokens * layer.checkpoint
+        of_others += (count - num_recomputed) * whole(layer)
+        dropped += num_recomputed * tokens * max(0, layer.saved - layer.checkpoint)
+    again = whole(worst) if strategy.checkpointing else 0
+    of_layers = of_recomputed + of_others
+    first = tokens * worst.checkpoint if strategy.checkpointing else whole(worst)
+    return ActivationBytes(
+        kept=of_layers + tokens * final,
+        in_layers=of_layers * (spec.num_layers - 1) // spec.num_layers,
+        first_layer=2 * of_layers if _pins_layer_inputs(strategy) else first,
+        recomputed=of_recomputed + again + tokens * worst.working if is_selective else 0,
+        of_recomputed=of_recomputed,
+        dropped=dropped,
+        # If the last layers are not recomputed, the backward pass begins without recomputation.
+        working=(0 if is_selective else again) + tokens * worst.working,
+        cache=tokens * sum(b.num_layers * cache_bytes(spec, b, strategy) for b in spec.blocks),
+    )
+
+
+def _pins_layer_inputs(strategy: Strategy) -> bool:
+    """Whether each layer's input and its gradient outlive the layer's backward pass.
+
+    FSDP1 frees a frozen layer's gathered weights by a hook on the layer's inputs, and holds
+    that hook until the whole backward pass is over. A reentrant checkpoint hands the layer
+    detached inputs, which are leaves: the hook then holds the leaf and the gradient in it.
+    Source: torch.distributed.fsdp._runtime_utils `_register_post_backward_reshard_only_hook`,
+    torch.utils.checkpoint `CheckpointFunction`; counted on two CPU ranks: 2 x 2 bytes x hidden
+    per layer at the end of the backward pass, and nothing of it without reentrance.
+    """
+    is_wrapped = strategy.sharding.is_fsdp and strategy.quirks.flat_shards
+    is_nested = (
+        strategy.checkpointing and strategy.quirks.reentrant and strategy.quirks.recomputes_shards
+    )
+    return is_wrapped and is_nested and strategy.method is Method.LORA
+
+
+def _final_norm_bytes(spec: ModelSpec, strategy: Strategy, layer: LayerBytes) -> int:
+    """The last norm's fp32 copy, its output, and the stream it read."""
+    value = strategy.compute.value_bytes
+    kept = (4 + value) if spec.is_rms_norm and not fuses_pointwise(strategy) else value
+    return kept * spec.hidden_size + layer.checkpoint

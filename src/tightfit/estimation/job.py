@@ -1,0 +1,414 @@
+"""The whole estimate of one job: memory by phase, host, disk, time and verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from tightfit.core.data_profile import DataProfile
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Method, Strategy
+from tightfit.core.units import GIB, render_bytes
+from tightfit.estimation.activations import estimate_layer_bytes
+from tightfit.estimation.communication import describe_network
+from tightfit.estimation.host_and_disk import (
+    DEFAULT_CHECKPOINTS,
+    estimate_disk_components,
+    estimate_host_components,
+    estimate_phase_host_bytes,
+)
+from tightfit.estimation.inference import inference_components, kv_row_bytes
+from tightfit.estimation.loss import estimate_loss_bytes
+from tightfit.estimation.memory import (
+    Moment,
+    estimate_context_bytes,
+    estimate_moments,
+    judge_fit,
+    list_reserved_components,
+    peak_moment,
+)
+from tightfit.estimation.result import (
+    DiskSpace,
+    Estimate,
+    EstimateSummary,
+    GpuMemory,
+    HostMemory,
+    ParameterCounts,
+    Phase,
+    Verdict,
+)
+from tightfit.estimation.state import StateBytes, estimate_buffer_bytes, estimate_state_bytes
+from tightfit.estimation.step_time import estimate_step_time
+from tightfit.estimation.weights import (
+    NF4_BLOCK,
+    as_loaded,
+    as_used_for_inference,
+    estimate_weight_bytes,
+    largest_layer,
+    largest_matrix,
+    num_trainable,
+)
+from tightfit.hardware.types import Node
+from tightfit.models.spec import ModelSpec, Role
+
+# Phases around the training step: load, eval, save, merge, quantize, inference
+
+LOAD = "load"
+CALIBRATION_ROWS = 128
+CALIBRATION_LENGTH = 2048
+"""GPTQ's usual calibration set. Source: arXiv:2210.17323 section 4."""
+
+
+def estimate_phases(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> list[Moment]:
+    """Peaks of all phases but the training step, on the fullest GPU."""
+    state = estimate_state_bytes(spec, strategy)
+    phases = [estimate_load(spec, strategy, state)]
+    if strategy.is_trained:
+        phases += [_eval(spec, strategy, state, is_cpu=is_cpu), _save(spec, strategy, state)]
+        if strategy.method is Method.LORA:
+            phases.append(_merge(spec))
+    return [*phases, _quantize(spec), _inference(spec, strategy)]
+
+
+def _make_moment(name: str, **parts: int) -> Moment:
+    return Moment(name=name, components={key: size for key, size in parts.items() if size})
+
+
+def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None = None) -> Moment:
+    """Weights are loaded matrix by matrix; each is held in 16 bit while it is quantized.
+
+    A dequantized base is loaded in nf4: the last matrix exists beside its codes and scales, which
+    double quantization dequantizes first. fp8 is cast last, matrix by matrix, with a scaled bf16
+    copy; from a bf16 base all matrices are there, from nf4 only the one being cast.
+    """
+    temporary = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    if strategy.stores_fp8:
+        others = 0 if strategy.dequantized_base else spec.linear_params - largest_matrix(spec)
+        temporary = others + 4 * largest_matrix(spec)
+    elif strategy.dequantized_base:
+        scales = largest_matrix(spec) // NF4_BLOCK
+        temporary = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
+    state = state or estimate_state_bytes(spec, strategy)
+    gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
+    return _make_moment(
+        LOAD,
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        communication=gathered,
+        dequantized=temporary,
+    )
+
+
+def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes, *, is_cpu: bool) -> Moment:
+    """One batch of the training size without gradients: one layer's tensors and the loss."""
+    tokens = strategy.tokens_per_micro_batch
+    layers = [estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu) for b in spec.blocks]
+    buffers = estimate_buffer_bytes(spec, strategy)
+    return _make_moment(
+        "eval",
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        optimizer=state.optimizer,
+        activations=tokens * max(layer.saved for layer in layers),
+        logits=estimate_loss_bytes(spec, strategy).forward,
+        communication=buffers.forward,
+        dequantized=buffers.dequantized_forward,
+        weight_norms=buffers.weight_norms,
+    )
+
+
+def _save(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
+    """Sharded tensors are gathered one at a time, then copied to the host."""
+    gathered = 0
+    if strategy.sharding.shards_weights:
+        trained = min(num_trainable(spec, strategy), spec.embedding_params)
+        gathered = trained * (4 if strategy.weights is Dtype.FP32 else 2)
+    return _make_moment(
+        "save",
+        weights=state.weights,
+        quantization=state.quantization,
+        adapters=state.adapters,
+        optimizer=state.optimizer,
+        communication=gathered,
+    )
+
+
+def _merge(spec: ModelSpec) -> Moment:
+    """Layer by layer: the base matrix in 16 bit, and in fp32 while its adapter is added."""
+    return _make_moment(
+        "merge", weights=2 * largest_layer(spec), activations=8 * largest_matrix(spec)
+    )
+
+
+def _quantize(spec: ModelSpec) -> Moment:
+    """GPTQ, one layer at a time: weights, one fp32 Hessian and its inverse, calibration inputs."""
+    widest = max(part.in_features for block in spec.blocks for part in block.linears)
+    inputs = 2 * CALIBRATION_ROWS * CALIBRATION_LENGTH * spec.hidden_size
+    return _make_moment(
+        "quantize",
+        weights=2 * largest_layer(spec),
+        quantization=2 * 4 * widest**2 + 4 * largest_matrix(spec),
+        activations=2 * inputs,
+    )
+
+
+def kv_cache_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """Keys and values of every layer for `micro_batch` rows of `seq_len` tokens."""
+    return strategy.micro_batch * kv_row_bytes(spec, strategy.seq_len)
+
+
+def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
+    """Generation on one GPU with the base weights as stored and a full KV cache.
+
+    fp8 is used for training only: inference uses the base as stored.
+    """
+    strategy = as_used_for_inference(strategy)
+    weights = estimate_weight_bytes(spec, strategy)
+    parts = inference_components(
+        spec,
+        weight_bytes=weights.packed + weights.plain,
+        kv_bytes=kv_cache_bytes(spec, strategy),
+        compute=strategy.compute,
+        num_rows=strategy.micro_batch,
+        pass_tokens=strategy.tokens_per_micro_batch,
+    )
+    parts["quantization"] = weights.quantization_state
+    parts["dequantized"] = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    return _make_moment("inference", **parts)
+
+
+HOST_SHARE_FRACTION = 0.95
+"""Share of a node's memory that a job may use; the rest is the system's."""
+
+
+def exceeds_host_memory(host: HostMemory) -> bool:
+    """Whether the job needs more host memory than it may use; False if the node's is unknown."""
+    capacity = host.capacity_bytes
+    return capacity is not None and host.peak_bytes > HOST_SHARE_FRACTION * capacity
+
+
+def estimate_job_summary(
+    *,
+    spec: ModelSpec,
+    strategy: Strategy,
+    node: Node,
+    network_bytes_per_second: float | None = None,
+    profile: DataProfile | None = None,
+) -> EstimateSummary:
+    """Whether `strategy` fits on nodes like `node`, and the time of its step."""
+    strategy = as_loaded(spec, strategy)
+    return _summarize(
+        spec, strategy, node, _list_moments(spec, strategy, node), network_bytes_per_second, profile
+    )
+
+
+def estimate_job(
+    *,
+    spec: ModelSpec,
+    strategy: Strategy,
+    node: Node,
+    network_bytes_per_second: float | None = None,
+    profile: DataProfile | None = None,
+    num_checkpoints: int = DEFAULT_CHECKPOINTS,
+) -> Estimate:
+    """The estimate of `strategy` on nodes like `node`. Does not check whether it is legal.
+
+    `num_checkpoints` are kept on disk beside the one being written.
+    """
+    asked, strategy = strategy, as_loaded(spec, strategy)
+    moments = _list_moments(spec, strategy, node)
+    outline = _summarize(spec, strategy, node, moments, network_bytes_per_second, profile)
+    disk = estimate_disk_components(spec, strategy, num_checkpoints=num_checkpoints)
+    return Estimate(
+        verdict=outline.verdict,
+        reason=outline.reason,
+        parameters=ParameterCounts(
+            total=spec.num_params,
+            trainable=_count_trainable(spec, strategy),
+            active=spec.num_active_params,
+        ),
+        gpu=outline.gpu,
+        host=outline.host,
+        disk=DiskSpace(bytes=sum(disk.values()), components=disk),
+        time=outline.time,
+        phases=_phases(spec, strategy, node, moments, outline.gpu),
+        assumptions=(
+            *_describe_unquantized(spec, asked, strategy),
+            *_assumptions(spec, strategy, node, network_bytes_per_second),
+        ),
+    )
+
+
+def _describe_unquantized(spec: ModelSpec, asked: Strategy, loaded: Strategy) -> Iterator[str]:
+    if loaded.weights is not asked.weights and not loaded.dequantized_base:
+        yield (
+            f"transformers packs none of {spec.model_type}'s layers: {asked.weights.value} weights "
+            f"stay {loaded.weights.value}"
+        )
+
+
+def _list_moments(spec: ModelSpec, strategy: Strategy, node: Node) -> list[Moment]:
+    """Moments of the step; none for method `load`."""
+    if not strategy.is_trained:
+        return []
+    return estimate_moments(spec, strategy, is_cpu=node.gpu.is_cpu)
+
+
+def _count_trainable(spec: ModelSpec, strategy: Strategy) -> int:
+    return num_trainable(spec, strategy) if strategy.is_trained else 0
+
+
+def _summarize(
+    spec: ModelSpec,
+    strategy: Strategy,
+    node: Node,
+    moments: list[Moment],
+    network_bytes_per_second: float | None,
+    profile: DataProfile | None,
+) -> EstimateSummary:
+    gpu = _gpu_memory(spec, strategy, node, moments)
+    host = _host_memory(spec, strategy, node, gpu)
+    verdict, reason = _verdict(gpu, host, node)
+    return EstimateSummary(
+        verdict=verdict,
+        reason=reason,
+        gpu=gpu,
+        host=host,
+        time=estimate_step_time(
+            spec=spec,
+            strategy=strategy,
+            node=node,
+            network_bytes_per_second=network_bytes_per_second,
+            profile=profile,
+            num_trainable=_count_trainable(spec, strategy),
+        ),
+    )
+
+
+def _gpu_memory(
+    spec: ModelSpec, strategy: Strategy, node: Node, moments: list[Moment]
+) -> GpuMemory:
+    is_cpu = node.gpu.is_cpu
+    context = node.gpu.measured_context_bytes
+    # A frozen fp8 base is larger while loading; otherwise training needs at least as much.
+    is_loading = not moments or strategy.stores_fp8
+    peak = peak_moment([*moments, *([estimate_load(spec, strategy)] if is_loading else [])])
+    others = moments if peak in moments else []
+    components = list_reserved_components(
+        peak, others, strategy, is_cpu=is_cpu, measured_context_bytes=context
+    )
+    return GpuMemory(
+        peak_phase=peak.name,
+        peak_allocated_bytes=peak.allocated_bytes,
+        peak_reserved_bytes=sum(components.values()),
+        context_bytes=estimate_context_bytes(
+            strategy.world_size, is_cpu=is_cpu, measured_bytes=context
+        ),
+        capacity_bytes=node.free_gpu_memory_bytes or node.gpu.memory_bytes,
+        components=components,
+    )
+
+
+def _phases(
+    spec: ModelSpec, strategy: Strategy, node: Node, moments: list[Moment], gpu: GpuMemory
+) -> tuple[Phase, ...]:
+    is_cpu = node.gpu.is_cpu
+    held = partial(
+        list_reserved_components,
+        strategy=strategy,
+        is_cpu=is_cpu,
+        measured_context_bytes=node.gpu.measured_context_bytes,
+    )
+    host = estimate_phase_host_bytes(spec, strategy)
+
+    def phase(moment: Moment, parts: dict[str, int]) -> Phase:
+        total = sum(parts.values())
+        on_host = strategy.gpus_per_node * total if is_cpu else None
+        return Phase(
+            name=moment.name,
+            peak_allocated_bytes=moment.allocated_bytes,
+            peak_reserved_bytes=total,
+            components=parts,
+            host_peak_bytes=on_host or host.get(moment.name, host["step"]),
+        )
+
+    steps = (phase(m, _within(gpu, held(m, moments))) for m in moments)
+    around = estimate_phases(spec, strategy, is_cpu=is_cpu)
+    load, *later = (phase(m, held(m, [])) for m in around)
+    return (load, *steps, *later)
+
+
+def _within(gpu: GpuMemory, held: dict[str, int]) -> dict[str, int]:
+    """The same with slack limited to the step's peak reserve, which no moment exceeds."""
+    over = max(0, sum(held.values()) - gpu.peak_reserved_bytes)
+    return held | {"allocator_slack": max(0, held["allocator_slack"] - over)}
+
+
+def _host_memory(spec: ModelSpec, strategy: Strategy, node: Node, gpu: GpuMemory) -> HostMemory:
+    components = estimate_host_components(spec, strategy)
+    if node.gpu.is_cpu:  # host memory is device memory
+        components = {"processes": strategy.gpus_per_node * gpu.peak_reserved_bytes}
+    return HostMemory(
+        peak_bytes=sum(components.values()),
+        capacity_bytes=node.host_memory_bytes,
+        components=components,
+    )
+
+
+def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str]:
+    verdict = judge_fit(
+        allocated_bytes=gpu.peak_allocated_bytes + gpu.context_bytes,
+        reserved_bytes=gpu.peak_reserved_bytes,
+        capacity_bytes=gpu.capacity_bytes,
+    )
+    needs = render_bytes(gpu.peak_reserved_bytes)
+    has = f"{node.gpu.name} has {render_bytes(gpu.capacity_bytes)}"
+    per = "per process" if node.gpu.is_cpu else "per GPU"
+    if exceeds_host_memory(host) and not node.gpu.is_cpu:
+        return (
+            Verdict.DOES_NOT_FIT,
+            f"needs {render_bytes(host.peak_bytes)} of host memory per node; the node has "
+            f"{render_bytes(host.capacity_bytes or 0)}, {HOST_SHARE_FRACTION:.0%} of which a job "
+            "may take",
+        )
+    if verdict is Verdict.FITS:
+        spare = render_bytes(gpu.capacity_bytes - gpu.peak_reserved_bytes)
+        return verdict, f"needs {needs} {per}; {has} ({spare} to spare)"
+    if verdict is Verdict.TIGHT:
+        tensors = gpu.peak_allocated_bytes + gpu.context_bytes
+        outside = "the process" if node.gpu.is_cpu else "CUDA"
+        outlook = "it may run, with retries, or run out of memory"
+        if tensors > gpu.capacity_bytes:
+            outlook = "too little by less than this estimate can be off"
+        return verdict, (
+            f"needs {render_bytes(tensors)} for tensors and {outside}, {needs} with the "
+            f"allocator's slack, {per}; {has}: {outlook}"
+        )
+    short = render_bytes(gpu.peak_allocated_bytes + gpu.context_bytes - gpu.capacity_bytes)
+    return verdict, f"needs {needs} {per}; {has} ({short} short)"
+
+
+def _assumptions(
+    spec: ModelSpec, strategy: Strategy, node: Node, network_bytes_per_second: float | None
+) -> tuple[str, ...]:
+    found = list(spec.warnings)
+    if node.host_memory_bytes is None:
+        found.append("host memory was not stated: it is not checked")
+    network = describe_network(strategy, network_bytes_per_second)
+    if network is not None:
+        found.append(network)
+    packed = as_used_for_inference(strategy).weights
+    is_by_module = packed.is_quantized and packed is not Dtype.GPTQ4
+    if is_by_module and any(part.role is Role.EXPERT for b in spec.blocks for part in b.linears):
+        found.append(
+            f"the experts stay in 16 bit: {packed.value} loading packs linear modules, "
+            "and transformers keeps experts as bare parameters"
+        )
+    if node.gpu.measured is not None:
+        found.append(f"rates measured here on {node.gpu.measured.date} by tightfit calibrate")
+    if node.gpu.memory_bytes < GIB:
+        device = "CPU" if node.gpu.is_cpu else "GPU"
+        found.append(f"the {device} has less than 1 GiB of memory")
+    return tuple(found)

@@ -1,1 +1,0 @@
-"""Scores of a model on data: loss, exact match, ROUGE, execution accuracy of SQL."""

@@ -1,0 +1,379 @@
+"""The submitter of a farm: creates the folder, keeps workers running, collects the output.
+
+It may be killed at any moment: the folder holds all state, and the same command resumes it. A lock
+in the folder keeps a second submitter out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import ValidationError
+
+from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.files import write_atomic
+from tightfit.engines.open import EngineRequest
+from tightfit.farming.folder import (
+    FarmFile,
+    choose_chunk_layout,
+    describe_engine,
+    done_path,
+    farm_path,
+    make_farm,
+    numbers_in,
+    read_farm,
+    remove_farm,
+)
+from tightfit.farming.heartbeat import read_statuses, status_path
+from tightfit.farming.leases import FINISHED, heartbeat_path
+from tightfit.farming.progress import FarmProgress, ProgressReader
+from tightfit.farming.results import (
+    CollectedOutput,
+    collect_output,
+    find_missing_chunks,
+    is_collected,
+    read_chunk,
+    read_output_record,
+    remove_intermediate_files,
+    reopen_chunks,
+    write_output_record,
+)
+from tightfit.farming.statistics import FarmStatistics, sum_farm
+from tightfit.farming.store import FolderStore, StoredFile
+from tightfit.farming.worker_pool import WorkerBackend, WorkerGroup, WorkerPool, WorkerStarter
+from tightfit.serving.generate.job import GenerateJob
+from tightfit.serving.generate.journal import AnswerSettings, describe_differences, require_folder
+
+# The submitter lock: two submitters would start workers twice and remove files of the other.
+
+SUBMITTERS = "submitters"
+SUBMITTER_TIMEOUT_SECONDS = 30.0
+"""After which a submitter on another host is taken for dead."""
+
+
+def acquire_submitter_lock(store: FolderStore, out: str) -> str:
+    """The file whose time we set from now on. Refused where another watches over the farm."""
+    mine = _describe_this_process()
+    while True:
+        newest = max(numbers_in(store.names(SUBMITTERS)), default=-1)
+        if newest >= 0 and _require_not_running(store, newest, out) == mine:
+            return f"{SUBMITTERS}/{newest}"
+        if store.publish(f"{SUBMITTERS}/{newest + 1}", json.dumps(mine).encode()):
+            return f"{SUBMITTERS}/{newest + 1}"
+
+
+def require_no_other_submitter(folder: Path, out: str) -> None:
+    """Refused where another watches over the farm; nothing where there is no farm."""
+    try:
+        store = FolderStore(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    newest = max(numbers_in(store.names(SUBMITTERS)), default=-1)
+    if newest >= 0:
+        _require_not_running(store, newest, out)
+
+
+def _require_not_running(store: FolderStore, number: int, out: str) -> dict[str, Any]:
+    """Who is named there, which is us or dead."""
+    seen = store.look(f"{SUBMITTERS}/{number}")
+    try:
+        held = {} if seen is None else json.loads(seen.content)
+    except ValueError:
+        held = {}
+    if seen is None or not held or held == _describe_this_process():
+        return dict(held)
+    if _is_submitter_alive(store, held, seen):
+        raise UsageError(
+            f"Another `tightfit farm` (process {held['pid']} on {held['host']}) watches over "
+            f"{out}.",
+            remedy=f"wait for it, or end it: kill {held['pid']}    (its workers go on)",
+        )
+    return dict(held)
+
+
+def _describe_this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "began": _process_start_time(os.getpid()),
+    }
+
+
+def _is_submitter_alive(store: FolderStore, held: dict[str, Any], seen: StoredFile) -> bool:
+    if held.get("host") == socket.gethostname():
+        return _process_start_time(int(held["pid"])) == held.get("began")
+    probe = f"tmp/clock-{socket.gethostname()}-{os.getpid()}"
+    store.create(probe)
+    return store.beat(probe) - seen.mtime_s < SUBMITTER_TIMEOUT_SECONDS
+
+
+def _process_start_time(pid: int) -> float | None:
+    try:
+        return round(psutil.Process(pid).create_time(), 2)
+    except psutil.Error:
+        return None
+
+
+POLL_SECONDS = 1.0
+POOL_POLL_SECONDS = {WorkerBackend.LOCAL: 1.0}
+MAX_POOL_POLL_SECONDS = 10.0
+"""Between looks at who still runs: a scheduler is not to be asked every second."""
+STATISTICS_FILE = "statistics.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarmJob:
+    """What is to be farmed, and where its answers go."""
+
+    out: Path
+    job: GenerateJob
+    request: EngineRequest
+    settings: AnswerSettings
+    num_workers: int
+    lease_seconds: float
+    is_fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarmOutcome:
+    """What came of it."""
+
+    statistics: FarmStatistics
+    collected: CollectedOutput
+
+
+OnFarmProgress = Callable[[FarmProgress], None]
+OnFarmMessage = Callable[[str], None]
+
+
+def open_farm(job_request: FarmJob) -> tuple[Path, FarmFile, bool]:
+    """The folder to work in, and whether its output is finished already."""
+    require_folder(job_request.out)
+    folder = farm_path(job_request.out.absolute())
+    if job_request.is_fresh:
+        require_no_other_submitter(folder, str(job_request.out))
+        remove_farm(folder)
+    farm = read_farm(folder)
+    if farm is not None:
+        _require_same(job_request, farm)
+        if is_collected(folder, job_request.out):
+            remove_intermediate_files(folder)  # where a submitter died before it did
+            return folder, farm, True
+        if not (folder / "lease").is_dir():  # finished once, and the output changed or taken away
+            _refuse_changed(job_request.out)
+            remove_farm(folder)
+            farm = None
+    if farm is not None:
+        return folder, _with_current_settings(job_request, farm), False
+    if os.path.lexists(job_request.out) and not job_request.is_fresh:
+        raise UsageError(
+            f"{job_request.out} exists already.",
+            remedy="--out OTHER keeps it, and --fresh replaces it when the answers are there",
+        )
+
+    seed = job_request.job.sampling.seed
+    farm = FarmFile(
+        out=str(job_request.out.absolute()),
+        settings=dict(job_request.settings),
+        seed=secrets.randbelow(2**31) if seed is None else seed,
+        shape=choose_chunk_layout(len(job_request.job.prompts), job_request.num_workers),
+        num_samples=job_request.job.num_samples,
+        is_raw=job_request.job.is_raw,
+        sampling=replace(job_request.job.sampling, seed=None),
+        engine=describe_engine(job_request.request),
+        num_workers=job_request.num_workers,
+        lease_seconds=job_request.lease_seconds,
+    )
+    if not make_farm(folder, farm, job_request.job.prompts):
+        return open_farm(replace(job_request, is_fresh=False))  # another was quicker
+    return folder, farm, False
+
+
+def read_statistics(folder: Path) -> FarmStatistics:
+    """Of a farm that is finished."""
+    try:
+        return FarmStatistics.model_validate_json((folder / STATISTICS_FILE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise NotFoundError(
+            f"The statistics in {folder} are not there, or cannot be read.",
+            remedy="leave --stats out; --fresh makes the answers and their statistics again",
+        ) from error
+
+
+def _with_current_settings(job_request: FarmJob, farm: FarmFile) -> FarmFile:
+    """What answers do not depend on is as this command says: a larger --context, another device."""
+    return farm.model_copy(
+        update={
+            "engine": describe_engine(job_request.request),
+            "num_workers": job_request.num_workers,
+            "lease_seconds": job_request.lease_seconds,
+        }
+    )
+
+
+def _require_same(job_request: FarmJob, farm: FarmFile) -> None:
+    differing = describe_differences(farm.settings, job_request.settings)
+    if differing:
+        raise UsageError(
+            f"{job_request.out} was begun with other settings: {differing}.",
+            remedy="--fresh begins again, --out OTHER keeps both, the former settings go on",
+        )
+
+
+def _refuse_changed(out: Path) -> None:
+    if os.path.lexists(out):
+        raise UsageError(
+            f"{out} was finished and has been changed since.",
+            remedy="--out OTHER keeps it, and --fresh replaces it",
+        )
+
+
+class Submitter:
+    """One run of the command over one folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        farm: FarmFile,
+        groups: Sequence[WorkerGroup],
+        starters: Mapping[WorkerBackend, WorkerStarter],
+    ) -> None:
+        self._folder = folder
+        self._farm = farm
+        self._store = FolderStore(folder)
+        self._pool_poll_s = max(
+            POOL_POLL_SECONDS.get(group.kind, MAX_POOL_POLL_SECONDS) for group in groups
+        )
+        self._mine = self._claim()
+        self._reopen_lost()
+        over = ("ended", "stopped", "broken")
+        self._former = {s.worker for s in read_statuses(folder) if s.state in over}
+        self._pool = WorkerPool(folder, groups, starters)
+
+    def run(self, watch: OnFarmProgress, report: OnFarmMessage) -> FarmOutcome:
+        """Until every chunk is done; then the output."""
+        try:
+            self._watch(watch, report)
+            return self._finish()
+        except OSError as error:
+            raise self._explain(error) from error
+
+    def _watch(self, watch: OnFarmProgress, report: OnFarmMessage) -> None:
+        lookout = ProgressReader(self._folder, self._farm)
+        pool_due_s, num_done = 0.0, -1
+        while True:
+            progress = lookout.look()
+            self._store.beat(self._mine)
+            watch(progress)
+            if progress.is_finished:
+                return
+            if progress.num_done > num_done:
+                num_done = progress.num_done
+                self._pool.note_progress()
+            if time.monotonic() >= pool_due_s:
+                self._refuse_unloadable()
+                self._pool.top_up(num_left=progress.num_chunks - progress.num_done, report=report)
+                pool_due_s = time.monotonic() + self._pool_poll_s
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """End every worker; everything that was answered is kept."""
+        self._pool.stop()
+
+    def _finish(self) -> FarmOutcome:
+        collected = collect_output(self._folder, self._farm, Path(self._farm.out))
+        self._pool.stop()
+        statuses = read_statuses(self._folder)  # with the last words of those who ended
+        statistics = sum_farm(
+            collected.heads,
+            statuses,
+            farm=self._farm,
+            num_failed=len(collected.failures),
+            commits_s=collected.commits_s,
+        )
+        write_atomic(self._folder / STATISTICS_FILE, statistics.model_dump_json(indent=1) + "\n")
+        write_output_record(self._folder, collected.note)
+        if not collected.failures:
+            remove_intermediate_files(self._folder)
+        return FarmOutcome(statistics=statistics, collected=collected)
+
+    def _refuse_unloadable(self) -> None:
+        """Where no worker of ours could load the model, no other will."""
+        statuses = [s for s in read_statuses(self._folder) if s.worker not in self._former]
+        errors = [status.error for status in statuses if status.state == "broken"]
+        if not errors or len(errors) < len(statuses) or any(s.loaded_s for s in statuses):
+            return
+        self._pool.stop()
+        for status in statuses:  # none of them had a lease; the next try counts anew
+            for path in (status_path(status.worker), heartbeat_path(status.worker)):
+                (self._folder / path).unlink(missing_ok=True)
+        raise SetupError(
+            f"No worker could load {self._farm.engine.model}: {str(errors[-1]).rstrip('.')}.",
+            remedy=f"mend that and give the same command again; logs: {self._folder / 'logs'}",
+        )
+
+    def _claim(self) -> str:
+        try:
+            mine = acquire_submitter_lock(self._store, self._farm.out)
+        except FileNotFoundError:  # cleared by one that has just finished
+            self._require_begun()
+            raise
+        self._require_begun()
+        if read_farm(self._folder) != self._farm:
+            content = self._farm.model_dump_json(indent=1) + "\n"
+            write_atomic(self._folder / "farm.json", content)
+        return mine
+
+    def _require_begun(self) -> None:
+        """What was opened may have been finished by another, or begun anew, until we had it."""
+        found = read_farm(self._folder)
+        is_same = found is not None and found.is_same_work(self._farm)
+        if not is_same or not (self._folder / "lease").is_dir():
+            raise UsageError(
+                f"Another `tightfit farm` has just finished {self._farm.out}, or begun it anew.",
+                remedy="give the same command again: it says which",
+            )
+
+    def _explain(self, error: OSError) -> SetupError:
+        if self._store.is_at(self._folder):
+            return SetupError(
+                f"{self._folder}: {error.strerror or error}.",
+                remedy="mend that and give the same command again; the workers go on meanwhile",
+            )
+        self._pool.stop()
+        return SetupError(
+            f"{self._folder} was taken away while workers ran; they were stopped.",
+            remedy="the same command begins again",
+        )
+
+    def _reopen_lost(self) -> None:
+        """A finished farm that comes here has prompts that failed, or lacks a chunk."""
+        if not (self._folder / FINISHED).exists():
+            return
+        chunks = find_missing_chunks(self._folder, self._farm)
+        note = read_output_record(self._folder)
+        if note is not None and note.num_failed:
+            chunks += self._failed_chunks(set(chunks))
+        if chunks:
+            reopen_chunks(self._folder, self._farm, chunks)
+
+    def _failed_chunks(self, missing: set[int]) -> list[int]:
+        shape = self._farm.shape
+        found = []
+        for chunk in range(shape.num_chunks):
+            if chunk in missing:
+                continue
+            path = self._folder / done_path(shape, chunk)
+            head, _ = read_chunk(path, self._farm.num_keys(chunk))
+            if head.failures:
+                found.append(chunk)
+        return found

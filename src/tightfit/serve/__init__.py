@@ -1,1 +1,0 @@
-"""Using a model: chat, batches of prompts with statistics, the HTTP API, the compare page."""

@@ -1,1 +1,0 @@
-"""The web page with two models side by side."""

@@ -1,1 +1,0 @@
-"""Many prompts answered once each, resumably, with statistics."""

@@ -1,1 +1,0 @@
-"""The training loop, its one step, and everything that keeps a run alive."""

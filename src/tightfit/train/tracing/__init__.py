@@ -1,1 +1,0 @@
-"""The training step on fake tensors: what the tracer of `estimate.trace` is handed."""

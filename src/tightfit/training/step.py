@@ -1,0 +1,160 @@
+"""The one training step, and the all-reduce of its metrics.
+
+The tracer runs `train_step` on fake tensors: prediction and run share this function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tightfit.core.strategy import Strategy
+from tightfit.training.batches import Batch
+
+
+class Engine(Protocol):
+    """What a step needs of the model's holder: plain torch, DDP, FSDP2 or DeepSpeed."""
+
+    module: nn.Module
+    """The wrapped `Objective`."""
+    world_size: int
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The autocast context of the forward pass."""
+
+    def accumulate(self, *, is_last: bool) -> AbstractContextManager[object]:
+        """Wraps one micro-batch: gradients are all-reduced with the last one only."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the loss's gradients."""
+
+    def update(self, learning_rate: float) -> Update:
+        """Clip, step the optimizer, drop the gradients."""
+
+
+class TrainEngine(Engine, Protocol):
+    """An engine with what the loop needs beside steps: checkpoints and the result."""
+
+    device: torch.device
+    strategy: Strategy
+    is_updating: bool
+    """Whether an update is running: out of memory in it leaves parameters half updated."""
+
+    @property
+    def model(self) -> Any:
+        """The transformers or peft model inside."""
+
+    @property
+    def optimizer(self) -> Any: ...
+
+    def save_state(self, folder: Path, *, alone: bool = False) -> None:
+        """Write parameters, optimizer and scaler into an existing folder; all ranks together.
+
+        `alone`: by this rank, which must hold the full state.
+        """
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what `save_state` wrote."""
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """On rank 0 full tensors on the CPU, named as in `model`; on others nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The result of one optimizer update."""
+
+    grad_norm: Tensor | None
+    """Over all trained parameters, before clipping. None if the engine does not report it."""
+    is_skipped: bool | Tensor = False
+    """The gradients were not finite: normal under fp16's scaler, an error otherwise. A tensor if
+    the update kernel decided it on the device; reading it synchronizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """The inputs of one step beside its batches."""
+
+    num_trained_tokens: int
+    """Over all ranks and micro-batches."""
+    learning_rate: float
+    seeds: tuple[int, ...]
+    """One per micro-batch: dropout is reproducible without saved random state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """One rank's result of a step."""
+
+    loss_sum: Tensor
+    """Of this rank's trained tokens."""
+    update: Update
+
+
+def train_step(engine: Engine, batches: Sequence[Batch], plan: StepPlan) -> StepOutcome:
+    """Forward and backward over every micro-batch, then one update.
+
+    The loss is the mean over the step's trained tokens of all ranks, so each token has the same
+    weight however rows are split. DDP, FSDP and ZeRO average gradients over ranks, so each rank
+    scales its sum by `world_size`.
+    """
+    scale = engine.world_size / plan.num_trained_tokens
+    sums = []
+    for position, (batch, seed) in enumerate(zip(batches, plan.seeds, strict=True)):
+        torch.manual_seed(seed)
+        with engine.accumulate(is_last=position == len(batches) - 1):
+            with engine.autocast():
+                loss = engine.module(**batch)
+            sums.append(loss.detach())
+            engine.backward(loss * scale)
+            del loss
+    update = engine.update(plan.learning_rate)
+    return StepOutcome(loss_sum=torch.stack(sums).sum(), update=update)
+
+
+def mix_seed(seed: int, *numbers: int) -> int:
+    """A seed of its own for each combination of `numbers` (step, micro-batch, rank)."""
+    mixed = seed
+    for number in numbers:
+        mixed = (mixed * 6_364_136_223_846_793_005 + number + 1_442_695_040_888_963_407) % 2**63
+    return mixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducedMetrics:
+    """A step's metrics and flags after the all-reduce: the same on every rank."""
+
+    loss: float
+    """Mean over the step's trained tokens."""
+    grad_norm: float | None
+    is_skipped: bool
+    must_stop: bool
+    must_save: bool
+
+
+def all_reduce_metrics(
+    outcome: StepOutcome, *, num_trained_tokens: int, must_stop: bool, must_save: bool
+) -> ReducedMetrics:
+    """Sum losses and flags over ranks, in one collective; a flag set on one rank holds on all."""
+    loss = outcome.loss_sum.double()
+    is_skipped = torch.as_tensor(outcome.update.is_skipped, dtype=loss.dtype, device=loss.device)
+    flags = loss.new_tensor([float(must_stop), float(must_save)])
+    values = torch.cat([torch.stack([loss, is_skipped]), flags])
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    loss_sum, skipped, stop, save = values.tolist()
+    norm = outcome.update.grad_norm
+    return ReducedMetrics(
+        loss=loss_sum / num_trained_tokens,
+        grad_norm=None if norm is None else float(norm),
+        is_skipped=skipped > 0,
+        must_stop=stop > 0,
+        must_save=save > 0,
+    )
