@@ -55,19 +55,19 @@ def main() -> int:
     print(f"its packages {yardstick_seconds:.2f} s: limits are {slower:.2f} times the usual")
     print(f"--help {help_seconds:.2f} s (limit {help_limit:.2f})")
     print(f"plan   {plan_seconds:.2f} s (limit {plan_limit:.2f}), {considered} strategies")
-    faults = []
+    errors = []
     if help_seconds >= help_limit:
-        faults.append("--help is too slow")
+        errors.append("--help is too slow")
     if plan_seconds >= plan_limit:
-        faults.append("plan is too slow")
+        errors.append("plan is too slow")
     if considered < MIN_STRATEGIES:
-        faults.append(f"only {considered} strategies were considered")
+        errors.append(f"only {considered} strategies were considered")
     if not answer["plans"]:
-        faults.append("no plan was found")
+        errors.append("no plan was found")
     if "Traceback" in doctor.stderr or not doctor.stdout:
-        faults.append("doctor failed on a bare machine")
-    print("\n".join(f"fault: {fault}" for fault in faults) or "bare environment: all good")
-    return 1 if faults else 0
+        errors.append("doctor failed on a bare machine")
+    print("\n".join(f"fault: {error}" for error in errors) or "bare environment: all good")
+    return 1 if errors else 0
 
 
 def make_environment(folder: Path) -> Path:

@@ -85,12 +85,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         make_tokenizer(Path(folder))
         prompter = Prompter(load_tokenizer(Path(folder)))
-    told: dict[str, Any] = {family: check_family(family, prompter) for family in FAMILIES}
-    is_good = all(item["same"] == item["of"] for item in told.values())
+    reported: dict[str, Any] = {family: check_family(family, prompter) for family in FAMILIES}
+    is_good = all(item["same"] == item["of"] for item in reported.values())
     if len(sys.argv) > 1:
-        told["gptq"] = check_gptq(Path(sys.argv[1]))
-        is_good &= told["gptq"]["worst_difference"] < 1e-3 * told["gptq"]["largest_score"]
-    print(json.dumps(told, indent=1))
+        reported["gptq"] = check_gptq(Path(sys.argv[1]))
+        is_good &= reported["gptq"]["worst_difference"] < 1e-3 * reported["gptq"]["largest_score"]
+    print(json.dumps(reported, indent=1))
     return 0 if is_good else 1
 
 

@@ -34,16 +34,16 @@ def mark_start() -> None:
 @contextmanager
 def listening() -> Iterator[Told]:
     """The result is filled in at the end."""
-    told = Told()
+    reported = Told()
     gc.collect()  # what earlier work left in cycles must not be given back while we listen
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        yield told
+        yield reported
     profiler: Any = profiled.profiler
     for num_bytes in _list_sizes(profiler.kineto_results.experimental_event_tree()):
-        told.live_bytes += num_bytes
-        told.peak_bytes = max(told.peak_bytes, told.live_bytes)
+        reported.live_bytes += num_bytes
+        reported.peak_bytes = max(reported.peak_bytes, reported.live_bytes)
         if num_bytes == -_MARK_BYTES:
-            told.peak_bytes = told.live_bytes
+            reported.peak_bytes = reported.live_bytes
 
 
 def _list_sizes(events: Any) -> list[int]:

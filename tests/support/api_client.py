@@ -78,5 +78,5 @@ def wait_until(is_so: Any, *, seconds: float = 30.0) -> None:
 
 def read_events(response: httpx.Response) -> list[Any]:
     """The JSON of every event; the end mark as a text."""
-    told = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    return [one if one == "[DONE]" else json.loads(one) for one in told]
+    reported = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    return [one if one == "[DONE]" else json.loads(one) for one in reported]

@@ -291,9 +291,9 @@ def open_hosts(
     try:
         try:
             hosts.open()
-        except OSError as fault:
+        except OSError as error:
             remedy = _find_remedy(f"{sys.executable} -m pytest {test_file}".strip())
-            pytest.fail(f"hosts cannot be made here: {fault}. Try: {remedy}", pytrace=False)
+            pytest.fail(f"hosts cannot be made here: {error}. Try: {remedy}", pytrace=False)
         yield hosts
     finally:
         hosts.close()

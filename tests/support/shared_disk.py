@@ -117,8 +117,8 @@ class Mounted:
         while True:
             try:
                 request = os.read(self._fuse, _MOST_BYTES + 4096)
-            except OSError as fault:
-                if fault.errno in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
+            except OSError as error:
+                if error.errno in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
                     continue
                 return
             head = _IN.unpack_from(request)
@@ -127,8 +127,8 @@ class Mounted:
                 continue
             try:
                 body, code = self._do(opcode, node, request[_IN.size :], link), 0
-            except OSError as fault:
-                body, code = b"", -(fault.errno or errno.EIO)
+            except OSError as error:
+                body, code = b"", -(error.errno or errno.EIO)
             os.write(self._fuse, _OUT.pack(_OUT.size + len(body), code, unique) + body)
 
     def _do(self, opcode: int, node: int, body: bytes, link: socket.socket) -> bytes:
@@ -185,8 +185,8 @@ def _open_fuse() -> int:
         if not Path(path).exists():
             os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(10, 229))
         return os.open(path, os.O_RDWR)
-    except OSError as fault:
-        sys.exit(f"{fault}: try `modprobe fuse`, or docker run --privileged --device {path}")
+    except OSError as error:
+        sys.exit(f"{error}: try `modprobe fuse`, or docker run --privileged --device {path}")
 
 
 def _begin(body: bytes) -> bytes:

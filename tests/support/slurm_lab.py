@@ -161,8 +161,8 @@ def lab(request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
     try:
         with take_turn(CONFIGURATION, announce, seconds=TURN_SECONDS):
             yield from _open_lab()
-    except (RuntimeError, OSError, subprocess.TimeoutExpired) as fault:
-        pytest.fail(f"the Slurm lab does not work: {fault}", pytrace=False)
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        pytest.fail(f"the Slurm lab does not work: {error}", pytrace=False)
 
 
 def _open_lab() -> Iterator[SlurmLab]:

@@ -97,7 +97,7 @@ def trace(recording: Recording, **fields: Any) -> TracedMemory:
     settings = AllocatorSettings()
     sizes = [round_block(size) for size in recording.sizes]
     stages = list_stage_peaks(recording, CachingAllocator(settings))
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "peak_allocated_bytes": find_peak(sizes, recording.events)[0],
         "peak_reserved_bytes": max(stage.peak_reserved_bytes for stage in stages),
         "smallest_capacity_bytes": find_smallest_capacity(sizes, recording.events, settings),
@@ -109,7 +109,7 @@ def trace(recording: Recording, **fields: Any) -> TracedMemory:
         "seconds": 4.2,
         "versions": {"torch": "2.13.0", "transformers": "5.22.2"},
     }
-    return TracedMemory(**(told | fields))
+    return TracedMemory(**(reported | fields))
 
 
 def _load(scribe: Scribe, num_layers: int) -> list[tuple[int, ...]]:

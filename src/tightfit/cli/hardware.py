@@ -285,22 +285,24 @@ def _part(free: int | None, whole: int) -> str:
 
 def _span(amounts: Sequence[int | None], form: str | None = None) -> str:
     """One amount, or the least and the most; nothing where none was told. Bytes without a form."""
-    told = [amount for amount in amounts if amount is not None]
-    if not told:
+    reported = [amount for amount in amounts if amount is not None]
+    if not reported:
         return ""
-    least, most = (form.format(n) if form else render_bytes(n) for n in (min(told), max(told)))
+    least, most = (
+        form.format(n) if form else render_bytes(n) for n in (min(reported), max(reported))
+    )
     return least if least == most else f"{least} to {most}"
 
 
 def _render_errors(inventory: Inventory) -> Iterator[RenderableType]:
     broken = [node for node in inventory.nodes if not node.state.takes_jobs]
-    told = [
+    reported = [
         f"{node.name} is {node.state.value}{f': {node.reason}' if node.reason else ''}"
         for node in broken[:MAX_ERRORS_SHOWN]
     ]
     if len(broken) > MAX_ERRORS_SHOWN:
-        told.append(f"{len(broken) - MAX_ERRORS_SHOWN} more (--each lists them)")
-    yield from render_notes("Taking no jobs", told)
+        reported.append(f"{len(broken) - MAX_ERRORS_SHOWN} more (--each lists them)")
+    yield from render_notes("Taking no jobs", reported)
 
 
 def hardware(flags: HardwareFlags) -> None:
@@ -396,6 +398,11 @@ def _describe_node(node: ClusterNode) -> dict[str, Any]:
         {"kind": one.kind, "gpu": one.name, "count": one.count, "num_free": one.num_free}
         for one in node.devices
     ]
-    told = dataclasses.asdict(node)
-    del told["devices"]
-    return {**told, "state": node.state.value, "takes_jobs": node.state.takes_jobs, "gpus": gpus}
+    reported = dataclasses.asdict(node)
+    del reported["devices"]
+    return {
+        **reported,
+        "state": node.state.value,
+        "takes_jobs": node.state.takes_jobs,
+        "gpus": gpus,
+    }

@@ -56,8 +56,8 @@ def _render_list(specs: Sequence[ModelSpec]) -> Iterator[RenderableType]:
             yield heading(spec.name)
             yield Padding(plain(_describe(spec)), (0, 0, 0, 2))
     yield ""
-    told = count_of(len(specs), "model")
-    yield plain(f"{told}. One of them, part by part: tightfit models NAME")
+    reported = count_of(len(specs), "model")
+    yield plain(f"{reported}. One of them, part by part: tightfit models NAME")
 
 
 def _row(spec: ModelSpec) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def models(flags: ModelsFlags) -> None:
 
 def _show_list(result: ModelsResult, *, as_json: bool) -> None:
     if as_json:
-        told = [
+        reported = [
             {
                 "name": row.model,
                 "model_type": spec.model_type,
@@ -155,7 +155,7 @@ def _show_list(result: ModelsResult, *, as_json: bool) -> None:
             for row, spec in zip(result.rows, result.models, strict=True)
             if row is not None
         ]
-        show_json({"models": told})
+        show_json({"models": reported})
         return
 
     show_models(result.models)

@@ -177,10 +177,10 @@ def _render_comparison(runs: Sequence[RunView]) -> Iterator[RenderableType]:
     yield heading("How far predictions were off (above 0: predicted too much)")
     errors = [{found.name: found.error_percent for found in r.report.compared} for r in runs]
     quantities = dict.fromkeys(name for side in errors for name in side)
-    told: list[tuple[str | Text, ...]] = [
+    reported: list[tuple[str | Text, ...]] = [
         (name, *(_error(side.get(name)) for side in errors)) for name in quantities
     ]
-    yield make_table((Column(title="quantity"), *columns[1:]), told)
+    yield make_table((Column(title="quantity"), *columns[1:]), reported)
 
 
 def _status(status: RunStatus) -> Text:
@@ -231,30 +231,30 @@ def _list(flags: RunsFlags, folders: Sequence[RunFolder]) -> None:
 
 
 def _show_one(flags: RunsFlags, folder: RunFolder) -> None:
-    told = load_run_views([folder])
+    reported = load_run_views([folder])
     if flags.as_json:
-        _write_files(flags, told)
-        show_json(_describe(told[0]))
+        _write_files(flags, reported)
+        show_json(_describe(reported[0]))
         return
 
-    show_run(told[0])
-    _write_files(flags, told)
+    show_run(reported[0])
+    _write_files(flags, reported)
 
 
 def _compare(flags: RunsFlags, folders: Sequence[RunFolder]) -> None:
-    told = _report_drawable(flags, folders)
+    reported = _report_drawable(flags, folders)
     if flags.as_json:
-        _write_files(flags, told)
+        _write_files(flags, reported)
         show_json(
             {
-                "runs": [_describe(run) for run in told],
-                "differing": list_differing([run.past.plan for run in told]),
+                "runs": [_describe(run) for run in reported],
+                "differing": list_differing([run.past.plan for run in reported]),
             }
         )
         return
 
-    show_comparison(told)
-    _write_files(flags, told)
+    show_comparison(reported)
+    _write_files(flags, reported)
 
 
 def _report_drawable(flags: RunsFlags, folders: Sequence[RunFolder]) -> Sequence[RunView]:
@@ -310,5 +310,5 @@ def _describe_found(found: FoundRun) -> dict[str, Any]:
     path = str(found.folder.path)
     if found.report is not None:
         return {"path": path, **found.report.model_dump(mode="json")}
-    fault = found.fault
-    return {"path": path, "error": fault and fault.problem, "remedy": fault and fault.remedy}
+    error = found.fault
+    return {"path": path, "error": error and error.problem, "remedy": error and error.remedy}

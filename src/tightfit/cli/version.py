@@ -11,12 +11,12 @@ from tightfit.core.version import __version__
 
 def version(flags: VersionFlags) -> None:
     """Print the version of tightfit and of the Python it runs in."""
-    told = {
+    reported = {
         "tightfit": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
     if flags.as_json:
-        show_json(told)
+        show_json(reported)
     else:
-        write_out(f"tightfit {__version__} (Python {told['python']}, {told['platform']})\n")
+        write_out(f"tightfit {__version__} (Python {reported['python']}, {reported['platform']})\n")

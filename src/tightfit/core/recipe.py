@@ -206,18 +206,18 @@ def read_recipe(path: Path | str) -> Recipe:
     document = read_yaml(Path(path))
     if not isinstance(document.value, dict):
         raise _refused(document, [_not_a_recipe(document.value)])
-    faults: list[str] = []
-    plain = _plain(document.value, (), document, faults)
+    errors: list[str] = []
+    plain = _plain(document.value, (), document, errors)
     try:
         # Strict JSON mode: text is never taken for a number, yet enums may be written as text.
         recipe = Recipe.model_validate_json(json.dumps(_spelt_out(plain)), strict=True)
     except ValidationError as error:
         homes = {f"strategy.{name}": home for name, home in TOP_LEVEL_HOMES.items()}
         homes |= {f"strategy.{old}": f"strategy.{new}" for old, new in RENAMED_SETTINGS.items()}
-        faults += describe_validation_errors(error, Recipe, lines=document.lines, homes=homes)
-        raise _refused(document, faults) from error
-    if faults:
-        raise _refused(document, faults)
+        errors += describe_validation_errors(error, Recipe, lines=document.lines, homes=homes)
+        raise _refused(document, errors) from error
+    if errors:
+        raise _refused(document, errors)
     return _with_paths_from(recipe, document.path.parent)
 
 
@@ -314,6 +314,6 @@ def _refused(document: YamlDocument, faults: list[str]) -> InvalidInputError:
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
     advice = "write some lines" if document.value is None else "correct the lines above"
     return InvalidInputError(
-        "\n".join([f"{document.path} has {count}:", *(f"  {fault}" for fault in faults)]),
+        "\n".join([f"{document.path} has {count}:", *(f"  {error}" for error in faults)]),
         remedy=f"{advice}; a recipe's keys are {', '.join(Recipe.model_fields)}",
     )

@@ -314,7 +314,7 @@ class EncodingJob:
         table, count = self.writer.table, self.findings.count
         name = self._template_name()
         template = self._options.template
-        told = [*self._tokenizer.notes, *notes, *self._notes(name)]
+        reported = [*self._tokenizer.notes, *notes, *self._notes(name)]
         return DataReport(
             key=key,
             seq_len=self._options.seq_len,
@@ -338,7 +338,7 @@ class EncodingJob:
             num_duplicates=count("duplicate"),
             num_empty_answers=count("empty-answer"),
             findings=self.findings.listed(),
-            notes=tuple(note for note in told if note),
+            notes=tuple(note for note in reported if note),
         )
 
     def _source_reports(self) -> tuple[SourceReport, ...]:
@@ -366,69 +366,69 @@ class EncodingJob:
         )
 
     def _notes(self, template_name: str) -> list[str]:
-        counts, told = self._encoder.counts, []
+        counts, reported = self._encoder.counts, []
         template = self._options.template
         if template is not None and template.note and template_name != "none":
-            told.append(template.note)
+            reported.append(template.note)
         if counts.num_cut_texts:
-            told.append(
+            reported.append(
                 f"{counts.num_cut_texts:,} texts longer than {self._options.seq_len} tokens were "
                 "cut into several rows."
             )
         if counts.num_texts_with_control:
-            told.append(
+            reported.append(
                 f"{counts.num_texts_with_control:,} plain texts spell control tokens, which count "
                 "as such there."
             )
         if counts.num_straddling_tokens:
-            told.append(
+            reported.append(
                 f"{counts.num_straddling_tokens:,} tokens lie across the border between prompt and "
                 "answer; they are not trained."
             )
-        return told + self._render_notes()
+        return reported + self._render_notes()
 
     def _render_notes(self) -> list[str]:
         if self._encoder.renderer is None:
             return []
-        counts, told = self._encoder.renderer.counts, []
+        counts, reported = self._encoder.renderer.counts, []
         template = self._options.template
         if counts.num_folded_systems:
-            told.append(
+            reported.append(
                 f"The template has no system role: in {counts.num_folded_systems:,} rows the "
                 "system text was put before the first user message."
             )
         if counts.num_split:
-            told.append(
+            reported.append(
                 f"The template writes earlier turns differently once more follow: "
                 f"{counts.num_split:,} conversations became one row per answer, each as the model "
                 "will see it."
             )
         if counts.num_appended_stops:
-            told.append(
+            reported.append(
                 f"The template ends answers without a token that this tokenizer knows as one: "
                 f"`{self._tokenizer.names.get('eos_token', '')}` was added to "
                 f"{counts.num_appended_stops:,} rows."
             )
         if counts.num_unprompted:
-            told.append(
+            reported.append(
                 f"{counts.num_unprompted:,} conversations begin with an answer, which the template "
                 "cannot ask for; that first answer is not trained."
             )
         if counts.num_lost_texts:
-            told.append(
+            reported.append(
                 f"The template leaves out or rewrites text of {counts.num_lost_texts:,} rows "
                 "(system or user messages)."
             )
         if template is not None and "strftime_now" in template.text:
-            told.append("The template writes the date of the encoding into every row.")
+            reported.append("The template writes the date of the encoding into every row.")
         unknown = sorted(counts.stop_ids - set(self._tokenizer.stop_ids))
         if unknown:
             named = ", ".join(f"`{self._tokenizer.token_name(i)}`" for i in unknown)
-            told.append(
+            reported.append(
                 f"Answers end with {named}, which the model's generation config does not name "
                 "as a stop; generate with it as a stop token."
             )
-        return told
+        return reported
 
 
 def _nothing(findings: DataIssues, options: EncoderOptions) -> InvalidInputError:

@@ -387,8 +387,8 @@ def _cpu_group(name: str, nodes: Sequence[ClusterNode], *, max_seconds: float | 
 
 def _smallest(amounts: Sequence[int | None]) -> int | None:
     """None where one was not told."""
-    told = [amount for amount in amounts if amount]
-    return min(told) if len(told) == len(amounts) else None
+    reported = [amount for amount in amounts if amount]
+    return min(reported) if len(reported) == len(amounts) else None
 
 
 def _left_out(inventory: Inventory) -> Iterator[str]:

@@ -338,16 +338,16 @@ def _node(
     name = str(at(node, "metadata", "name") or "?")
     words = read_labels(get_mapping(node, "metadata", "labels"))
     taken = None if held is None else held.get(name, {})
-    fault = _why_unusable(node)
-    devices = _devices(node, words, taken, takes_jobs=fault is None)
+    error = _why_unusable(node)
+    devices = _devices(node, words, taken, takes_jobs=error is None)
     if words.replicas > 1 and devices:
         shared = f"{words.replicas} pods share each GPU in turns"
         warnings.append(f"{devices[0].name}: {shared}; whole GPUs are counted.")
-    if fault is None:
+    if error is None:
         warnings += _taint_notes(node, name)
     cores, free_cores = _amounts(node, "cpu", taken)
     memory, free_memory = _amounts(node, "memory", taken)
-    state = _state(fault, devices, cores, free_cores)
+    state = _state(error, devices, cores, free_cores)
     return ClusterNode(
         name=name,
         pools=(words.pool or "",),
@@ -360,7 +360,7 @@ def _node(
         or None,
         state=state,
         state_word=state.value,
-        reason=fault or "",
+        reason=error or "",
     )
 
 
@@ -399,8 +399,8 @@ def _why_unusable(node: KubernetesObject) -> str | None:
     conditions = get_list(node, "status", "conditions")
     ready = [one for one in conditions if at(one, "type") == "Ready"]
     if ready and at(ready[0], "status") != "True":
-        told = str(at(ready[0], "message") or "").strip()
-        return f"it is not ready{f': {told[:160]}' if told else ''}"
+        reported = str(at(ready[0], "message") or "").strip()
+        return f"it is not ready{f': {reported[:160]}' if reported else ''}"
     taints = get_list(node, "spec", "taints")
     return _CONTROL if any(_keeps_out(taint, _CONTROL_TAINTS) for taint in taints) else None
 

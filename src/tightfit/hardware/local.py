@@ -52,21 +52,21 @@ def read_cpu(info: Path = Path("/proc/cpuinfo")) -> CpuReading:
     except OSError:
         text = ""
     lines = (line.partition(":") for line in text.splitlines())
-    told = {key.strip().casefold(): value.strip() for key, _, value in lines}
+    reported = {key.strip().casefold(): value.strip() for key, _, value in lines}
     return CpuReading(
-        model=told.get("model name") or os.uname().machine,
-        hz=_read_clock(told.get("cpu mhz", "")),
-        flags=frozenset((told.get("flags") or told.get("features") or "").split()),
+        model=reported.get("model name") or os.uname().machine,
+        hz=_read_clock(reported.get("cpu mhz", "")),
+        flags=frozenset((reported.get("flags") or reported.get("features") or "").split()),
     )
 
 
 def _read_clock(megahertz: str) -> float | None:
     try:
-        told = psutil.cpu_freq()
+        reported = psutil.cpu_freq()
     except (OSError, RuntimeError, NotImplementedError, AttributeError):
-        told = None
-    if told is not None and max(told.max, told.current) > 0:
-        return float(max(told.max, told.current)) * 1e6
+        reported = None
+    if reported is not None and max(reported.max, reported.current) > 0:
+        return float(max(reported.max, reported.current)) * 1e6
     try:
         return float(megahertz) * 1e6 or None
     except ValueError:

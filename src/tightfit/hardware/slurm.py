@@ -248,12 +248,12 @@ def build_inventory(
         pools[node.partition] = NodePool(
             name=node.partition, max_seconds=node.max_seconds, is_open=node.is_partition_up
         )
-    told = () if details is not None else (_UNKNOWN_USE,)
+    reported = () if details is not None else (_UNKNOWN_USE,)
     inventory = Inventory(
         source="slurm",
         pools=tuple(pools[name] for name in names),
         nodes=tuple(_node(members, details) for members in lines.values()),
-        warnings=told,
+        warnings=reported,
     )
     return inventory if partition is None else inventory.only(partition)
 

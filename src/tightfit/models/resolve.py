@@ -147,20 +147,20 @@ def resolve_model(name: str, *, hub_cache: Path | None = None) -> ModelSpec:
     """
     if not name.strip():
         raise NotFoundError("No model was named.", remedy="tightfit models")
-    fault: UserError | None = None
+    error: UserError | None = None
     try:
         on_disk = _read_path(name)
         if on_disk is not None:
             return on_disk
     except NotFoundError as not_a_model:
-        fault = not_a_model  # a folder without a model may share its name with one we know
+        error = not_a_model  # a folder without a model may share its name with one we know
     known = _read_known(name, hub_cache or locate_hub_cache())
     if known is not None:
         return known
     sized = read_synthetic(name)
     if sized is not None:
         return sized
-    raise fault or _unknown(name)
+    raise error or _unknown(name)
 
 
 def _read_known(name: str, cache: Path | None) -> ModelSpec | None:

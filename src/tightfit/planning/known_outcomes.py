@@ -52,17 +52,17 @@ def find_known_limit(
     """
     is_cpu, context = node.gpu.is_cpu, node.gpu.measured_context_bytes
     predict = partial(estimate_step_peak_bytes, is_cpu=is_cpu, measured_context_bytes=context)
-    told = [
+    reported = [
         (outcome, predict(spec, outcome.strategy))
         for outcome in known
         if outcome.model_name == spec.name
         and outcome.gpu_name == node.gpu.name
         and outcome.strategy.is_trained
     ]
-    done = [(outcome.date, need) for outcome, need in told if outcome.status == "finished"]
+    done = [(outcome.date, need) for outcome, need in reported if outcome.status == "finished"]
     failed = [
         KnownLimit(need_bytes=need, date=outcome.date)
-        for outcome, need in told
+        for outcome, need in reported
         if outcome.status == "out-of-memory"
         and not any(date > outcome.date and other >= need for date, other in done)
     ]

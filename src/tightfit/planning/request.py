@@ -102,12 +102,12 @@ def _coerce(fixed: Mapping[str, object]) -> Mapping[str, object]:
     """The same fields with enums in place of words, or the first fault as a message."""
     try:
         checked = Strategy.model_validate(dict(fixed))
-    except ValidationError as fault:
-        first = fault.errors()[0]
+    except ValidationError as error:
+        first = error.errors()[0]
         raise UsageError(
             f"`{first['loc'][0]}` cannot be {first['input']!r}: {first['msg'].lower()}.",
             remedy="tightfit plan --help",
-        ) from fault
+        ) from error
     return MappingProxyType({name: getattr(checked, name) for name in fixed})
 
 

@@ -335,8 +335,8 @@ def _settle(plan: Plan, found: TraceOutcome) -> _Settled:
         estimate=estimate,
         num_epochs=plan.num_epochs,
     )
-    told = plan.model_copy(update={"estimate": estimate, "cost": cost})
-    return _Settled(plan=told, found=found, closed=closed)
+    reported = plan.model_copy(update={"estimate": estimate, "cost": cost})
+    return _Settled(plan=reported, found=found, closed=closed)
 
 
 def _recompute(plan: Plan, num_recomputed: int | None) -> Plan:
@@ -372,10 +372,10 @@ def _change(plan: Plan, strategy: Strategy) -> Plan:
         network_bytes_per_second=plan.hardware.network_bytes_per_second,
         profile=plan.data,
     )
-    told = estimate.model_copy(update={"assumptions": plan.estimate.assumptions})
+    reported = estimate.model_copy(update={"assumptions": plan.estimate.assumptions})
     sequences = strategy.micro_batch * strategy.grad_accum * strategy.world_size
     return plan.model_copy(
-        update={"strategy": strategy, "estimate": told, "effective_batch": sequences}
+        update={"strategy": strategy, "estimate": reported, "effective_batch": sequences}
     )
 
 

@@ -133,15 +133,15 @@ def load_run_views(folders: Iterable[RunFolder]) -> tuple[RunView, ...]:
     """Read each run once; a name that occurs twice gets its parent folder in front."""
     pasts = [read_run(folder) for folder in folders]
     names = Counter(past.name for past in pasts)
-    told = []
+    reported = []
     for place, past in enumerate(pasts):
         report = report_run(past)
         curves = make_curves(past, report, place=place)
         if names[past.name] > 1:
             parent = past.folder.path.resolve().parent.name
             curves = replace(curves, name=f"{parent}/{past.name}")
-        told.append(RunView(past=past, report=report, curves=curves))
-    return tuple(told)
+        reported.append(RunView(past=past, report=report, curves=curves))
+    return tuple(reported)
 
 
 # Line charts as inline SVG, with the numbers beside them for the page's own small script.
@@ -353,9 +353,9 @@ def make_memory_chart(runs: Sequence[RunCurves]) -> LineChart:
         if len(runs) == 1:  # several runs would make a thicket
             reserved = _scaled(run.reserved, size)
             lines.append(Line(label="reserved", colour=RESERVED_COLOUR, points=reserved))
-        told = f"{start}predicted peak {render_bytes(run.predicted_peak_bytes)}"
+        reported = f"{start}predicted peak {render_bytes(run.predicted_peak_bytes)}"
         value = run.predicted_peak_bytes / size
-        levels.append(Level(label=told, value=value, colour=run.colour))
+        levels.append(Level(label=reported, value=value, colour=run.colour))
     for capacity in sorted({run.capacity_bytes for run in runs}):
         if capacity <= FAR_ABOVE * tallest:
             levels.append(Level(label=_name_capacity(runs, capacity), value=capacity / size))
@@ -402,11 +402,11 @@ def draw_png(runs: Sequence[RunCurves]) -> bytes:
         # The object interface, not pyplot: no display, no global state.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as fault:
+    except ImportError as error:
         raise SetupError(
             "A PNG plot needs matplotlib, which is not installed.",
             remedy="pip install 'tightfit[plot]'    (or --plot runs.html, which needs nothing)",
-        ) from fault
+        ) from error
     num_rows = sum(len(run.report.compared) for run in runs)
     heights = (3.4, 2.8, 0.5 + 0.36 * max(num_rows, 1))
     figure = Figure(figsize=(10, sum(heights) + 2.2), dpi=150)
@@ -456,9 +456,9 @@ def _draw_loss(axis: Any, runs: Sequence[RunCurves]) -> None:
             )  # fmt: skip
         for step in run.nonfinite_steps[:1]:
             more = len(run.nonfinite_steps) - 1
-            told = f"not finite from step {step:,}" if more else f"not finite at step {step:,}"
+            reported = f"not finite from step {step:,}" if more else f"not finite at step {step:,}"
             axis.axvline(
-                step, color=LIMIT, linewidth=1.2, linestyle="--", label=_label(run, told, runs)
+                step, color=LIMIT, linewidth=1.2, linestyle="--", label=_label(run, reported, runs)
             )
     _dress(axis, "Loss: lower is better; eval is on rows held back from training")
     _finish(axis, has_lines=any(run.loss or run.eval_loss for run in runs))
@@ -513,15 +513,15 @@ def _draw_compared(axis: Any, runs: Sequence[RunCurves]) -> None:
     for place, (run, found) in enumerate(rows):
         names.append(_label(run, found.name, runs))
         measured, predicted = found.measured, found.predicted
-        told = f"predicted {render_quantity(predicted, found.unit)}"
+        reported = f"predicted {render_quantity(predicted, found.unit)}"
         share = 0.0
         if measured is not None and predicted:
             share = 100 * measured / predicted
-            told = f"measured {render_quantity(measured, found.unit)}, {told}"
-            told += f" ({render_error(found.error_percent)})"
+            reported = f"measured {render_quantity(measured, found.unit)}, {reported}"
+            reported += f" ({render_error(found.error_percent)})"
         axis.barh(place, min(share, 250.0), height=0.62, color=run.colour)
         axis.annotate(
-            told, (min(share, 250.0), place), xytext=(5, 0), textcoords="offset points",
+            reported, (min(share, 250.0), place), xytext=(5, 0), textcoords="offset points",
             va="center", fontsize=8, color=INK, zorder=5,
             path_effects=[withStroke(linewidth=4, foreground="white")],
         )  # fmt: skip

@@ -67,8 +67,8 @@ def read_found_runs(folders: Iterable[RunFolder]) -> list[FoundRun]:
 def _read(run: RunFolder) -> FoundRun:
     try:
         return FoundRun(folder=run, report=read_report(run))
-    except UserError as fault:
-        return FoundRun(folder=run, report=None, fault=fault)
+    except UserError as error:
+        return FoundRun(folder=run, report=None, fault=error)
 
 
 def _changed_at(found: FoundRun) -> tuple[float, str]:

@@ -61,10 +61,10 @@ def prepare_calibrations_folder() -> Path:
     folder = ledger.parent / CALIBRATIONS_FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot make the folder {str(folder)!r}: {fault.strerror or fault}.", remedy=remedy
-        ) from fault
+            f"Cannot make the folder {str(folder)!r}: {error.strerror or error}.", remedy=remedy
+        ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SetupError(f"Cannot write into {str(folder)!r}.", remedy=remedy)
     return folder
@@ -86,12 +86,12 @@ def read_calibration(gpu_name: str, host: str | None = None) -> StoredCalibratio
         if path.stat().st_size > MAX_CALIBRATION_BYTES:
             raise ValueError("it is too large")
         found = Calibration.model_validate_json(path.read_bytes())
-    except ValidationError as fault:
+    except ValidationError as error:
         return StoredCalibration(
-            path=path, fault=_explain_unused(path, _describe_validation_error(fault))
+            path=path, fault=_explain_unused(path, _describe_validation_error(error))
         )
-    except (OSError, ValueError) as fault:
-        return StoredCalibration(path=path, fault=_explain_unused(path, str(fault)))
+    except (OSError, ValueError) as error:
+        return StoredCalibration(path=path, fault=_explain_unused(path, str(error)))
     if (found.gpu_name, found.host) != (gpu_name, host or socket.gethostname()):
         other = f"it was measured on {found.gpu_name} of {found.host}"
         return StoredCalibration(path=path, fault=_explain_unused(path, other))

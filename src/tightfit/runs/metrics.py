@@ -105,12 +105,12 @@ def append_record(path: Path, record: Record) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(handle)
-    except OSError as fault:
+    except OSError as error:
         raise SetupError(
-            f"Cannot write {str(path)!r}: {fault.strerror or fault}.",
+            f"Cannot write {str(path)!r}: {error.strerror or error}.",
             remedy="make room on that disk, then the same command again goes on from the last "
             "checkpoint",
-        ) from fault
+        ) from error
 
 
 def _ends_a_line(handle: int) -> bool:

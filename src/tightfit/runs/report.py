@@ -103,11 +103,11 @@ def probe_state(run: RunFolder) -> RunState:
         state = run.read_state()
     except NotFoundError:
         return RunState(status=RunStatus.PREPARED, updated_at=_changed_at(run.plan_path))
-    except UserError as fault:
+    except UserError as error:
         return RunState(
             status=RunStatus.FAILED,
-            problem=fault.problem,
-            remedy=fault.remedy,
+            problem=error.problem,
+            remedy=error.remedy,
             updated_at=_changed_at(run.state_path),
         )
     if state.status is not RunStatus.RUNNING or not _is_gone(run, state):

@@ -180,8 +180,8 @@ def _cards(report: RunReport) -> str:
     peak = next(label for label in values if label.endswith("memory, peak"))
 
     def change(what: str, before: str, after: str) -> tuple[str, str]:
-        told = values[f"{what}, {before}"], values[f"{what}, {after}"]
-        return (what, UNKNOWN if set(told) == {UNKNOWN} else " → ".join(told))
+        reported = values[f"{what}, {before}"], values[f"{what}, {after}"]
+        return (what, UNKNOWN if set(reported) == {UNKNOWN} else " → ".join(reported))
 
     shown = [
         change("eval loss", "before", "after"),

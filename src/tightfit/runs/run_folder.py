@@ -145,13 +145,13 @@ class RunFolder:
 def _read(path: Path, kind: type[_Document]) -> _Document:
     try:
         return kind.model_validate_json(path.read_bytes())
-    except FileNotFoundError as fault:
+    except FileNotFoundError as error:
         raise NotFoundError(
             f"{path.parent} is no run folder: it has no {path.name}.",
             remedy="tightfit runs    (lists the runs there are)",
-        ) from fault
-    except (OSError, ValidationError) as fault:
+        ) from error
+    except (OSError, ValidationError) as error:
         raise InvalidInputError(
-            f"{path} cannot be read as a run's {path.stem}: {str(fault).splitlines()[0]}.",
+            f"{path} cannot be read as a run's {path.stem}: {str(error).splitlines()[0]}.",
             remedy="bring the file back from a copy, or start over: tightfit train RUN --fresh",
-        ) from fault
+        ) from error

@@ -130,12 +130,12 @@ def record_outcome(outcome: Outcome, path: Path | None = None) -> str | None:
                 _insert(place, outcome)
             except sqlite3.OperationalError:
                 raise
-            except sqlite3.DatabaseError as fault:
+            except sqlite3.DatabaseError as error:
                 aside = _move_aside(place)
                 _insert(place, outcome)
-                return f"The ledger was broken ({fault}); it lies now in {aside}, a new one began."
-    except (OSError, sqlite3.Error, _NewerLedgerError) as fault:
-        return f"The outcome was not kept in the ledger {place}: {_describe_error(fault)}."
+                return f"The ledger was broken ({error}); it lies now in {aside}, a new one began."
+    except (OSError, sqlite3.Error, _NewerLedgerError) as error:
+        return f"The outcome was not kept in the ledger {place}: {_describe_error(error)}."
     return None
 
 

@@ -92,7 +92,7 @@ def test_stop_ends_both_answers_and_keeps_them(tab: Watched) -> None:
 
     figures = page.locator(".tf-figures").all_inner_texts()
     assert len(figures) == 2
-    assert all("stopped" in told for told in figures)
+    assert all("stopped" in reported for reported in figures)
     assert all(page.locator(".tf-answer").all_inner_texts())
 
 

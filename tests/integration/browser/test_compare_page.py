@@ -89,7 +89,7 @@ def test_both_answers_stream_in_and_can_be_voted_on_and_exported(
         spans[name] = (grown[name][0][0], grown[name][-1][0])
     assert max(low for low, _ in spans.values()) < min(high for _, high in spans.values())
     figures = page.locator(".tf-figures").all_inner_texts()
-    assert all("tokens/s" in told and "in all" in told for told in figures), figures
+    assert all("tokens/s" in reported and "in all" in reported for reported in figures), figures
     assert "of the words are in both answers" in page.inner_text("#tf-verdict")
     keep_picture(page, "compare-desktop")
 
@@ -163,10 +163,10 @@ def test_the_plan_tab_says_what_fits_and_why_not(tab: Watched) -> None:
     page.locator("#tf-plan-hardware input, #tf-plan-hardware textarea").fill("RTX-4090")
     page.click("#tf-go-plan")
     page.wait_for_selector(".tf-plan .tf-track")
-    told = page.inner_text("#tf-plans")
-    assert "qlora" in told
-    assert "fits" in told
-    assert "GiB" in told
+    reported = page.inner_text("#tf-plans")
+    assert "qlora" in reported
+    assert "fits" in reported
+    assert "GiB" in reported
     keep_picture(page, "plan-desktop")
 
     page.locator("#tf-ask-plan input, #tf-ask-plan textarea").fill("Lama-2-7b")

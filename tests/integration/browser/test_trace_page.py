@@ -117,10 +117,10 @@ def test_the_peak_says_where_it_is(tab: Watched, panel: TracePanel) -> None:
     peak = panel.traced.peak
     assert f"{peak.stage}: {peak.op}" in tab.page.locator(".peak").first.inner_text()
     point_at(tab.page, panel, panel.peak_column)
-    told = tab.page.locator(".tip").first.inner_text()
-    assert f"{peak.stage}: the peak" in told
-    assert peak.op in told
-    assert "over the card by" in told
+    reported = tab.page.locator(".tip").first.inner_text()
+    assert f"{peak.stage}: the peak" in reported
+    assert peak.op in reported
+    assert "over the card by" in reported
     # The mark hangs over the fullest place.
     mark = tab.page.locator(".lead").first.bounding_box()
     frame = tab.page.locator(".plot").first.bounding_box()
@@ -200,8 +200,8 @@ def test_dark_mode_darkens_the_page(chromium: Any, address: str) -> None:
         colours = []
         for scheme in ("light", "dark"):
             watched.page.emulate_media(color_scheme=scheme)
-            told = watched.page.evaluate("getComputedStyle(document.body).backgroundColor")
-            colours.append(sum(map(int, re.findall(r"\d+", told)[:3])))
+            reported = watched.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            colours.append(sum(map(int, re.findall(r"\d+", reported)[:3])))
         keep_picture(watched.page, "trace-dark")
         assert colours[0] > 700
         assert colours[1] < 150
@@ -214,8 +214,8 @@ def test_without_a_script_the_peak_can_still_be_read(
     text = re.sub(r"<script>.*</script>", "", (tmp_path / "a.html").read_text(), flags=re.DOTALL)
     page = chromium.new_page()
     page.set_content(text)
-    told = page.inner_text("body")
+    reported = page.inner_text("body")
     page.close()
-    assert panel.traced.peak.op in told
+    assert panel.traced.peak.op in reported
     for tensor in panel.traced.peak.tensors:
-        assert render_bytes(tensor.num_bytes) in told
+        assert render_bytes(tensor.num_bytes) in reported

@@ -125,10 +125,10 @@ def find_limit(job: Job) -> int:
     """A little less than the whole micro-batch needs at its first try, which is the same in every
     process. Half of it gets all the rest: over many steps memory falls in pieces, and it needs
     more than its first try did."""
-    told = subprocess.check_output(
+    reported = subprocess.check_output(
         [sys.executable, "-c", PROBE, str(job.run)], text=True, env=job.surroundings()
     )
-    half, whole = map(int, told.split()[-2:])
+    half, whole = map(int, reported.split()[-2:])
     assert whole - half > 60 * MIB
     return whole - 8 * MIB
 

@@ -67,9 +67,9 @@ def hosts() -> Iterator[Hosts]:
     made = Hosts()
     try:
         made.open()
-    except (OSError, subprocess.CalledProcessError) as fault:
+    except (OSError, subprocess.CalledProcessError) as error:
         made.close()
-        pytest.skip(f"network namespaces cannot be made here ({fault}); un-skip: {UNSKIP}")
+        pytest.skip(f"network namespaces cannot be made here ({error}); un-skip: {UNSKIP}")
     yield made
     made.close()
 

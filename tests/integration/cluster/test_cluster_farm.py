@@ -59,8 +59,8 @@ def run_submitter(out: Path, *, seconds: float = 240) -> dict[str, Any]:
         submitter_words(out), capture_output=True, text=True, check=False, timeout=seconds
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    reported: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return reported
 
 
 def wait_until(is_so: Callable[[], bool], *, seconds: float) -> bool:
@@ -108,14 +108,14 @@ def test_a_farm_is_as_fast_as_its_nodes_together(lab: SlurmLab, out: Path) -> No
     for number in range(NUM_ROUNDS):
         answers = out.with_name(f"{number}-{out.name}")
         with timed_tokens() as tokens:
-            told = run_submitter(answers)
+            reported = run_submitter(answers)
         farm_trial.check_answers(answers, NUM_PROMPTS)
-        assert told["num_workers"] == sum(WORKERS.values())
+        assert reported["num_workers"] == sum(WORKERS.values())
         shares = dict.fromkeys(WORKERS, 0.0)
-        for node in told["nodes"]:
+        for node in reported["nodes"]:
             shares[node["partition"]] += node["share"]
-        possible = count_possible(answers, told["seconds"]) / find_slowdown(tokens)
-        pace = told["num_answers"] / possible
+        possible = count_possible(answers, reported["seconds"]) / find_slowdown(tokens)
+        pace = reported["num_answers"] / possible
         if pace >= LEAST_FRACTION and shares["gpu"] == pytest.approx(fair, abs=0.08):
             return
         paces.append((pace, shares["gpu"]))
@@ -174,13 +174,13 @@ def test_every_answer_once_whatever_dies(lab: SlurmLab, out: Path) -> None:
             time.sleep(1)
         time.sleep(7)  # longer than a lease: what it held is done by others
         frozen.resume()
-        told = run_submitter(out)
+        reported = run_submitter(out)
     finally:
         lab.poweron(node)
 
     farm_trial.check_answers(out, NUM_PROMPTS)
-    assert told["released"].get("dead", 0) > 0, "the dead held chunks, which others did"
-    assert told["num_answers"] == NUM_PROMPTS
+    assert reported["released"].get("dead", 0) > 0, "the dead held chunks, which others did"
+    assert reported["num_answers"] == NUM_PROMPTS
     again = run_submitter_again(out)
     assert again == 0
 
@@ -217,5 +217,5 @@ def test_the_command_farms_a_real_model(lab: SlurmLab, tmp_path: Path) -> None:
     done = run("farm", farmed, "--partitions", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     assert farmed.read_bytes() == whole.read_bytes()
-    told = json.loads(done.stdout)
-    assert {node["partition"] for node in told["nodes"]} == {"cpu"}
+    reported = json.loads(done.stdout)
+    assert {node["partition"] for node in reported["nodes"]} == {"cpu"}

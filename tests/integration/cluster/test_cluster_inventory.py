@@ -72,8 +72,8 @@ def shown_by_scontrol() -> dict[str, dict[str, str]]:
 
 @pytest.mark.usefixtures("lab")
 def test_the_inventory_is_what_slurm_says() -> None:
-    told, shown = tell("hardware", "--on", "slurm"), shown_by_scontrol()
-    nodes = {node["name"]: node for node in told["nodes"]}
+    reported, shown = tell("hardware", "--on", "slurm"), shown_by_scontrol()
+    nodes = {node["name"]: node for node in reported["nodes"]}
     assert nodes.keys() == shown.keys() == {"gpu01", "gpu02", "big01", "cpu01", "cpu02"}
     for name, node in nodes.items():
         there = shown[name]
@@ -82,11 +82,11 @@ def test_the_inventory_is_what_slurm_says() -> None:
         assert sorted(node["pools"]) == sorted(there["Partitions"].split(","))
         gres = [f"gpu:{gpu['kind']}:{gpu['count']}" for gpu in node["gpus"]]
         assert (",".join(gres) or "(null)") == there["Gres"]
-    assert told["totals"]["num_gpus"] == 4, "nodes of two partitions count once"
-    listed = {(p["name"], kind["kind"]) for p in told["partitions"] for kind in p["kinds"]}
+    assert reported["totals"]["num_gpus"] == 4, "nodes of two partitions count once"
+    listed = {(p["name"], kind["kind"]) for p in reported["partitions"] for kind in p["kinds"]}
     assert ("cpu", "CPU") in listed
     assert ("low", "2 x A100-SXM4-40GB") in listed
-    assert {p["name"]: p["max_seconds"] for p in told["partitions"]} == dict.fromkeys(
+    assert {p["name"]: p["max_seconds"] for p in reported["partitions"]} == dict.fromkeys(
         ("cpu", "gpu", "low"), 3600.0
     )
 
@@ -122,12 +122,12 @@ def test_a_node_without_power_is_down(lab: SlurmLab) -> None:
     lab.poweroff("gpu02")
     try:
         wait_until(lambda: list_nodes()["gpu02"]["state_word"] == "down*", seconds=120)
-        told = tell("hardware", "--on", "slurm")
-        groups = {group["name"]: group for group in told["groups"]}
+        reported = tell("hardware", "--on", "slurm")
+        groups = {group["name"]: group for group in reported["groups"]}
         assert groups["gpu/1xv100d32q"]["num_nodes"] == 1
-        assert any("gpu02 (down*" in warning for warning in told["warnings"])
-        assert told["totals"]["num_gpus"] == 4
-        assert told["totals"]["num_free_gpus"] <= 3
+        assert any("gpu02 (down*" in warning for warning in reported["warnings"])
+        assert reported["totals"]["num_gpus"] == 4
+        assert reported["totals"]["num_free_gpus"] <= 3
     finally:
         lab.poweron("gpu02")
     wait_until(lambda: list_nodes()["gpu02"]["state"] == "idle", seconds=120)
@@ -136,8 +136,8 @@ def test_a_node_without_power_is_down(lab: SlurmLab) -> None:
 def test_plans_are_made_per_partition(submit: Submit) -> None:
     job = submit("hold", "sleep 300", partition="gpu", gpus_per_node=2, gpu_kind="a100")
     wait_until(lambda: is_running(job))
-    told = tell("plan", MODEL, "--on", "slurm", "--no-trace")
-    groups = {group["name"]: group for group in told["groups"]}
+    reported = tell("plan", MODEL, "--on", "slurm", "--no-trace")
+    groups = {group["name"]: group for group in reported["groups"]}
     kinds = ("1xv100d32q", "2xa100")
     assert groups.keys() == {f"{where}/{kind}" for where in ("gpu", "low") for kind in kinds}
     for name, group in groups.items():
@@ -147,8 +147,8 @@ def test_plans_are_made_per_partition(submit: Submit) -> None:
 
 @pytest.mark.usefixtures("lab")
 def test_a_partition_without_gpus_is_planned_when_it_is_named() -> None:
-    told = tell("plan", MODEL, "--on", "slurm:cpu", "--no-trace")
-    hardware = told["plans"][0]["hardware"]
+    reported = tell("plan", MODEL, "--on", "slurm:cpu", "--no-trace")
+    hardware = reported["plans"][0]["hardware"]
     assert hardware["group"] == "cpu"
     assert hardware["node"]["gpu"]["is_cpu"]
     assert hardware["node"]["num_cores"] == 4

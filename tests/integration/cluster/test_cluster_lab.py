@@ -38,17 +38,17 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_sessions_take_turns(holder: subprocess.Popen[str], tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     def announce() -> None:
-        told.append("waiting")
+        reported.append("waiting")
 
     too_late = pytest.raises(RuntimeError, match="another session")
     with too_late, take_turn(tmp_path, announce, seconds=0.3):
         pass
     holder.kill()
     with take_turn(tmp_path, announce, seconds=60):
-        assert told[0] == "waiting"
+        assert reported[0] == "waiting"
 
 
 def test_jobs_of_others_are_left_alone(lab: SlurmLab) -> None:

@@ -68,11 +68,11 @@ def preflight(hosts: Hosts, *options: str, nodes: str = "a,b") -> Told:
         timeout=100,
         check=False,
     )
-    told = Told(done, time.monotonic() - begin)
-    for finding in told.report["findings"]:
+    reported = Told(done, time.monotonic() - begin)
+    for finding in reported.report["findings"]:
         assert finding["remedy"] or finding["status"] in ("ok", "info"), finding
-    assert told.seconds < MOST_SECONDS
-    return told
+    assert reported.seconds < MOST_SECONDS
+    return reported
 
 
 def faults_of(told: Told, *areas: str) -> dict[str, str]:
@@ -87,23 +87,23 @@ def only_fault(told: Told, area: str) -> str:
 
 
 def test_all_is_right(hosts: Hosts, tmp_path: Path) -> None:
-    told = preflight(hosts, "--shared", str(tmp_path))
+    reported = preflight(hosts, "--shared", str(tmp_path))
 
-    assert told.code == 0
-    assert told.faults() == []
-    areas = {finding["area"] for finding in told.report["findings"]}
+    assert reported.code == 0
+    assert reported.faults() == []
+    areas = {finding["area"] for finding in reported.report["findings"]}
     assert areas >= {"nodes", "versions", "clock", "names", "interface", "port", "network",
                      "bandwidth", "folder", "gpu", "machine"}  # fmt: skip
-    links = {(link["source"], link["target"]): link for link in told.report["links"]}
+    links = {(link["source"], link["target"]): link for link in reported.report["links"]}
     assert set(links) == {("a", "b"), ("b", "a")}
     for link in links.values():
         assert link["bytes_per_second"] > 1e6
         assert 0 < link["rtt_seconds"] < 5, "a cable inside this machine, however busy it is"
         assert link["lost_fraction"] < 0.05
-    assert told.report["all_reduce"]["backend"] == "gloo"
-    assert told.report["all_reduce"]["bus_bytes_per_second"] > 1e6
+    assert reported.report["all_reduce"]["backend"] == "gloo"
+    assert reported.report["all_reduce"]["bus_bytes_per_second"] > 1e6
     assert not list(tmp_path.glob(".tightfit-preflight*"))
-    assert told.report["nodes"][1]["options"] == [
+    assert reported.report["nodes"][1]["options"] == [
         "--nodes", "2", "--rendezvous", f"{hosts.first_address}:{PORT}", "--node-rank", "1",
         "--local-addr", hosts["b"].address, "--interface", DEVICE,
     ]  # fmt: skip
@@ -117,16 +117,16 @@ def test_faults_of_several_areas_and_no_other(hosts: Hosts, shared: Path) -> Non
     holder.stdout.readline()
     hosts.name_everyone("a", without=["b"])
     hosts.mount_own("b", str(shared))
-    told = preflight(hosts, "--interface", "ib7", "--shared", str(shared))
+    reported = preflight(hosts, "--interface", "ib7", "--shared", str(shared))
 
-    details = faults_of(told, "interface", "port", "names", "folder")
+    details = faults_of(reported, "interface", "port", "names", "folder")
     assert "ib7" in details["interface"]
-    assert f"--interface {DEVICE}" in told.of("interface", "fault")[0]["remedy"]
+    assert f"--interface {DEVICE}" in reported.of("interface", "fault")[0]["remedy"]
     assert f"pid {holder.pid}" in details["port"]
     assert "cannot resolve b" in details["names"]
-    assert f"{hosts['b'].address} b" in told.of("names", "fault")[0]["remedy"]
+    assert f"{hosts['b'].address} b" in reported.of("names", "fault")[0]["remedy"]
     assert "not shared: b" in details["folder"]
-    assert told.report["nodes"][0]["interface"] == DEVICE
+    assert reported.report["nodes"][0]["interface"] == DEVICE
 
 
 def test_other_faults_of_the_same_areas(hosts: Hosts, shared: Path) -> None:
@@ -138,11 +138,11 @@ def test_other_faults_of_the_same_areas(hosts: Hosts, shared: Path) -> None:
     hosts.swallow_port("a", PORT)
     hosts.name_everyone("b", without=["a"], lines="10.231.9.77 a\n")
     hosts.do("b", f"mount --bind {shared} {shared}", f"mount -o remount,ro,bind {shared}")
-    told = preflight(hosts, "--interface", "v0", "--shared", str(shared))
+    reported = preflight(hosts, "--interface", "v0", "--shared", str(shared))
 
-    details = faults_of(told, "interface", "port", "names", "folder")
+    details = faults_of(reported, "interface", "port", "names", "folder")
     assert "v0" in details["interface"]
-    assert f"--interface {DEVICE}" in told.of("interface", "fault")[0]["remedy"]
+    assert f"--interface {DEVICE}" in reported.of("interface", "fault")[0]["remedy"]
     assert f"from b to port {PORT} of a" in details["port"]
     assert "without a word" in details["port"]
     assert "10.231.9.77, which is not a's address" in details["names"]
@@ -154,28 +154,28 @@ def test_what_deserves_a_warning_is_no_fault(hosts: Hosts) -> None:
     hosts.name_everyone("a", without=["a"], lines="127.0.1.1 a\n")
     hosts.name_everyone("b", without=["b"])
     hosts.shape("b", 50e6)
-    told = preflight(hosts)
+    reported = preflight(hosts)
 
-    assert told.code == 0, told.faults()
-    details = [finding["detail"] for finding in told.of("names", "warning")]
+    assert reported.code == 0, reported.faults()
+    details = [finding["detail"] for finding in reported.of("names", "warning")]
     assert any("its own name a stands for 127.0.1.1" in detail for detail in details)
     assert any("cannot resolve its own name b" in detail for detail in details)
-    assert told.report["all_reduce"]["error"] is None
-    warning = told.of("bandwidth", "warning")[0]
+    assert reported.report["all_reduce"]["error"] is None
+    warning = reported.of("bandwidth", "warning")[0]
     assert "plans assume 10 Gb/s" in warning["detail"]
     assert "--network" in warning["remedy"]
-    for link in told.report["links"]:
+    for link in reported.report["links"]:
         assert 1e6 < link["bytes_per_second"] < 8e6
 
 
 def test_an_interface_that_is_down(hosts: Hosts) -> None:
     hosts.do("b", "ip link add v0 type veth peer name v1")
     hosts.do("a", "ip link add v0 type veth peer name v1")
-    told = preflight(hosts, "--interface", "v0")
+    reported = preflight(hosts, "--interface", "v0")
 
-    assert "v0 of b is down" in only_fault(told, "interface")
-    assert told.report["nodes"][0]["interface"] == DEVICE
-    assert told.report["all_reduce"]["bus_bytes_per_second"] > 1e6
+    assert "v0 of b is down" in only_fault(reported, "interface")
+    assert reported.report["nodes"][0]["interface"] == DEVICE
+    assert reported.report["all_reduce"]["bus_bytes_per_second"] > 1e6
 
 
 def test_one_way_everything_is_lost(hosts: Hosts) -> None:
@@ -187,11 +187,11 @@ def test_one_way_everything_is_lost(hosts: Hosts) -> None:
 
 def test_one_way_much_is_lost(hosts: Hosts) -> None:
     hosts.shape("b", 200_000, is_towards=True)
-    told = preflight(hosts)
+    reported = preflight(hosts)
 
-    assert told.code == 6
-    assert [f["name"] for f in told.of("network", "fault")] == ["a to b"], told.faults()
-    assert "one-way" in told.of("network", "fault")[0]["detail"]
+    assert reported.code == 6
+    assert [f["name"] for f in reported.of("network", "fault")] == ["a to b"], reported.faults()
+    assert "one-way" in reported.of("network", "fault")[0]["detail"]
 
 
 def test_a_cable_that_is_cut(hosts: Hosts) -> None:
@@ -204,10 +204,10 @@ def test_large_packets_that_are_lost(hosts: Hosts) -> None:
     """Nodes set to jumbo frames, a switch that has none."""
     for name in "a", "b":
         hosts.do(name, f"ip link set {DEVICE} mtu 9000")
-    told = preflight(hosts)
+    reported = preflight(hosts)
 
-    assert told.code == 6
-    assert any("MTU 9000" in finding["detail"] for finding in told.of("network", "fault"))
+    assert reported.code == 6
+    assert any("MTU 9000" in finding["detail"] for finding in reported.of("network", "fault"))
 
 
 def test_versions_and_clocks_that_differ(hosts: Hosts, tmp_path: Path) -> None:
@@ -221,23 +221,23 @@ def test_versions_and_clocks_that_differ(hosts: Hosts, tmp_path: Path) -> None:
         "tightfit.__version__ = '0.0.9'\n"
     )
     hosts.set_environment("b", {"PYTHONPATH": str(other)})
-    told = preflight(hosts)
+    reported = preflight(hosts)
 
-    assert told.code == 6
-    faults = {finding["name"]: finding["detail"] for finding in told.of("versions", "fault")}
-    assert set(faults) == {"torch", "tightfit"}
-    assert "2.6.0 on b" in faults["torch"]
-    assert "0.0.9 on b" in faults["tightfit"]
-    found = re.match(r"b is ([\d.]+) s ahead of a", told.of("clock", "warning")[0]["detail"])
+    assert reported.code == 6
+    errors = {finding["name"]: finding["detail"] for finding in reported.of("versions", "fault")}
+    assert set(errors) == {"torch", "tightfit"}
+    assert "2.6.0 on b" in errors["torch"]
+    assert "0.0.9 on b" in errors["tightfit"]
+    found = re.match(r"b is ([\d.]+) s ahead of a", reported.of("clock", "warning")[0]["detail"])
     assert found is not None
     assert float(found[1]) == pytest.approx(7.0, abs=1.0)
 
 
 def test_a_node_that_is_not_there(hosts: Hosts) -> None:
-    told = preflight(hosts, nodes="a,c")
+    reported = preflight(hosts, nodes="a,c")
 
-    assert told.code == 6
-    details = [finding["detail"] for finding in told.of("nodes", "fault")]
+    assert reported.code == 6
+    details = [finding["detail"] for finding in reported.of("nodes", "fault")]
     assert details == ["the agent does not start there: ended with exit code 255: no host c"]
 
 
@@ -249,23 +249,23 @@ def test_everything_is_wrong_at_once(hosts: Hosts, shared: Path) -> None:
         hosts.write_file(name, "/etc/hosts", "127.0.0.1 localhost\n")
     hosts.start("a", [sys.executable, "-m", "http.server", str(PORT)])
     hosts.swallow_ip("a")
-    told = preflight(hosts, "--shared", str(shared), "--interface", "ib7", nodes="a,b,missing")
+    reported = preflight(hosts, "--shared", str(shared), "--interface", "ib7", nodes="a,b,missing")
 
-    assert told.code == 6
-    assert {area for area, _ in told.faults()} >= {"nodes", "names", "interface", "port",
+    assert reported.code == 6
+    assert {area for area, _ in reported.faults()} >= {"nodes", "names", "interface", "port",
                                                    "network", "folder"}  # fmt: skip
-    details = [finding["detail"] for finding in told.of("names")]
+    details = [finding["detail"] for finding in reported.of("names")]
     assert any("looking up" in detail or "no answer at all" in detail for detail in details)
 
 
 def test_three_nodes_and_one_bad_link(tmp_path: Path) -> None:
     with open_hosts(tmp_path / "hosts", "a", "b", "c", test_file=THIS) as hosts:
         hosts.do("c", f"ip route add blackhole {hosts['b'].address}/32")
-        told = preflight(hosts, nodes="a,b,c")
+        reported = preflight(hosts, nodes="a,b,c")
 
-    assert told.code == 6
-    found = [f for f in told.of("network", "fault") if {"b", "c"} <= set(f["name"].split())]
-    assert len(found) == len(told.of("network", "fault")) == 1, told.faults()
+    assert reported.code == 6
+    found = [f for f in reported.of("network", "fault") if {"b", "c"} <= set(f["name"].split())]
+    assert len(found) == len(reported.of("network", "fault")) == 1, reported.faults()
     assert "one-way" in found[0]["detail"]
 
 
@@ -298,8 +298,8 @@ def test_training_with_what_preflight_recommends(hosts: Hosts, tmp_path: Path) -
     """Own names resolve as Debian has them, where torchrun left alone would fail."""
     for name in "a", "b":
         hosts.name_everyone(name, without=["a", "b"], lines=f"127.0.1.1 {name}\n")
-    told = preflight(hosts, "--shared", str(tmp_path))
-    options = [node["options"] for node in told.report["nodes"]]
+    reported = preflight(hosts, "--shared", str(tmp_path))
+    options = [node["options"] for node in reported.report["nodes"]]
     job = Job(
         home=tmp_path / "job",
         model=make_model(tmp_path / "model"),

@@ -116,15 +116,15 @@ def test_every_answer_once_though_an_actor_is_killed(
     os.kill(pids[0], signal.SIGKILL)
     num_then = count_done(out)
 
-    said, fault = process.communicate(timeout=PATIENCE_SECONDS)
+    said, error = process.communicate(timeout=PATIENCE_SECONDS)
 
-    assert process.returncode == 0, fault
+    assert process.returncode == 0, error
     assert num_then < told_chunks(said), "it was killed midway"
     assert len(raylets) == 2, "one actor on each node"
     check_answers(out, folder)
-    told = json.loads(said)
-    assert sum(told["released"].values()) > 0, "it held chunks, which others did: dead, or slow"
-    assert told["num_answers"] == NUM_PROMPTS
+    reported = json.loads(said)
+    assert sum(reported["released"].values()) > 0, "it held chunks, which others did: dead, or slow"
+    assert reported["num_answers"] == NUM_PROMPTS
 
 
 def test_ctrl_c_ends_the_actors_and_the_same_command_goes_on(
@@ -135,20 +135,20 @@ def test_ctrl_c_ends_the_actors_and_the_same_command_goes_on(
     wait_until(lambda: bool(find_working(out)) and count_done(out) >= 10, process)
     pids = [int(status.job or 0) for status in read_statuses(farm_path(out))]
     process.send_signal(signal.SIGINT)
-    said, fault = process.communicate(timeout=PATIENCE_SECONDS)
+    said, error = process.communicate(timeout=PATIENCE_SECONDS)
 
-    assert process.returncode == 130, fault
-    told = json.loads(said)
-    assert told["status"] == "interrupted"
-    assert 10 <= told["num_kept_answers"] < NUM_PROMPTS
+    assert process.returncode == 130, error
+    reported = json.loads(said)
+    assert reported["status"] == "interrupted"
+    assert 10 <= reported["num_kept_answers"] < NUM_PROMPTS
     assert are_gone(pids), "no actor is left"
     states = {status.state for status in read_statuses(farm_path(out))}
     assert states == {"stopped"}, "they were asked, and gave their leases back"
 
     process = farm(ray_lab, folder, out)
-    said, fault = process.communicate(timeout=PATIENCE_SECONDS)
+    said, error = process.communicate(timeout=PATIENCE_SECONDS)
 
-    assert process.returncode == 0, fault
+    assert process.returncode == 0, error
     check_answers(out, folder)
     assert json.loads(said)["released"].get("dead", 0) == 0, "nothing had to be waited for"
 

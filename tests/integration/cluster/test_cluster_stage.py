@@ -155,8 +155,8 @@ def test_a_full_ram_disk_is_refused_before_anything_is_copied(lab: StageLab) -> 
         lab.hosts.do(NODES[2], "rm /dev/shm/filler")
 
     assert done.returncode == 6
-    told = json.loads(done.stdout)
-    assert "n3: it needs 64.0 MiB and 24.0 MiB are free" in told["error"]
+    reported = json.loads(done.stdout)
+    assert "n3: it needs 64.0 MiB and 24.0 MiB are free" in reported["error"]
     assert all(num_staged_bytes(lab, node) == 0 for node in NODES)
 
 

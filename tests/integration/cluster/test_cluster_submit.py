@@ -435,11 +435,11 @@ def test_preflight_in_an_allocation(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout, done.stderr
-    told = json.loads(done.stdout)
+    reported = json.loads(done.stdout)
 
-    assert done.returncode == 0, [f for f in told["findings"] if f["status"] == "fault"]
-    assert [node["name"] for node in told["nodes"]] == ["cpu01", "cpu02"]
-    assert told["all_reduce"]["bus_bytes_per_second"] > 1e6
+    assert done.returncode == 0, [f for f in reported["findings"] if f["status"] == "fault"]
+    assert [node["name"] for node in reported["nodes"]] == ["cpu01", "cpu02"]
+    assert reported["all_reduce"]["bus_bytes_per_second"] > 1e6
     # A job that is being cleared away is listed for a while.
     assert wait_until(lambda: not slurm("squeue", "-h", "-n", "tightfit-preflight"), seconds=60)
 

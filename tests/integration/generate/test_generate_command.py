@@ -48,13 +48,13 @@ def test_rows_are_what_train_reads_and_samples_follow_their_seed(
     document = json.loads(done.stdout)
     assert document.pop("finished")
     assert document.pop("out")
-    told = GenerateStatistics.model_validate(document)
-    assert told.num_answers == 18
-    assert told.new_tokens == sum(row["num_new_tokens"] for row in rows)
-    assert told.prompt_tokens == sum(row["num_prompt_tokens"] for row in rows)
-    assert told.rates.new_per_second == pytest.approx(told.new_tokens / told.seconds)
-    assert told.traffic.measured_ceiling_bytes_per_second > 1e8  # type: ignore[operator]
-    assert told.memory.predicted_bytes == pytest.approx(told.memory.device_bytes, rel=0.5)
+    reported = GenerateStatistics.model_validate(document)
+    assert reported.num_answers == 18
+    assert reported.new_tokens == sum(row["num_new_tokens"] for row in rows)
+    assert reported.prompt_tokens == sum(row["num_prompt_tokens"] for row in rows)
+    assert reported.rates.new_per_second == pytest.approx(reported.new_tokens / reported.seconds)
+    assert reported.traffic.measured_ceiling_bytes_per_second > 1e8  # type: ignore[operator]
+    assert reported.memory.predicted_bytes == pytest.approx(reported.memory.device_bytes, rel=0.5)
 
 
 def test_a_prompt_that_cannot_be_answered_is_set_aside_and_the_rest_goes_on(

@@ -29,8 +29,8 @@ def test_spare_columns_are_zeros(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_model_with_them_learns_the_same(found: dict[str, Any], family: str, method: str) -> None:
     """Two layers: five norms, and two for the heads of each layer of qwen3."""
-    told = found[f"{family} {method}"]
-    assert told["norms"] == (5 if family == "llama" else 9)
-    assert told["worst"] < 2e-5
+    reported = found[f"{family} {method}"]
+    assert reported["norms"] == (5 if family == "llama" else 9)
+    assert reported["worst"] < 2e-5
     if method == "lora":
-        assert told["roomy"] == 10
+        assert reported["roomy"] == 10

@@ -96,9 +96,9 @@ def server_process(*words: object, **variables: str) -> Iterator[ServerProcess]:
 
 def _read_ready(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=lambda: told.put(process.stdout.readline()), daemon=True).start()  # type: ignore[union-attr]
-    line = told.get(timeout=START_SECONDS)
+    reported: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=lambda: reported.put(process.stdout.readline()), daemon=True).start()  # type: ignore[union-attr]
+    line = reported.get(timeout=START_SECONDS)
     if not line:
         _, said = process.communicate()
         raise AssertionError(f"the server did not start: {said}")

@@ -73,10 +73,10 @@ def test_fifty_callers_get_each_his_own_answer(
         return right
 
     with ThreadPoolExecutor(NUM_CALLERS) as pool:
-        told = [one for caller in pool.map(call, range(NUM_CALLERS)) for one in caller]
+        reported = [one for caller in pool.map(call, range(NUM_CALLERS)) for one in caller]
 
-    print(f"{model}: {len(told)} answers, {told.count(False)} wrong")
-    assert len(told) >= NUM_CALLERS
-    assert told.count(False) == 0
+    print(f"{model}: {len(reported)} answers, {reported.count(False)} wrong")
+    assert len(reported) >= NUM_CALLERS
+    assert reported.count(False) == 0
     assert server.gauge("tightfit_answers_running") == 0
     assert server.gauge("tightfit_answers_waiting") == 0

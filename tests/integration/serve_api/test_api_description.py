@@ -53,9 +53,9 @@ def test_schemathesis_finds_no_server_error_and_nothing_undescribed(
 
 
 def test_the_description_tells_every_error_and_its_body(server: ServerProcess) -> None:
-    told = httpx.get(f"{server.url}/openapi.json", trust_env=False, timeout=60).json()
+    reported = httpx.get(f"{server.url}/openapi.json", trust_env=False, timeout=60).json()
 
-    assert set(told["paths"]) == {
+    assert set(reported["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
@@ -65,7 +65,7 @@ def test_the_description_tells_every_error_and_its_body(server: ServerProcess) -
         "/openapi.json",
     }
     for path in ("/v1/chat/completions", "/v1/completions"):
-        responses = told["paths"][path]["post"]["responses"]
+        responses = reported["paths"][path]["post"]["responses"]
         assert set(responses) == {"200", "400", "403", "404", "413", "500", "503", "504"}
         for code in set(responses) - {"200"}:
             schema = responses[code]["content"]["application/json"]["schema"]

@@ -112,8 +112,8 @@ def _read_to_the_end(events: Iterator[Any]) -> str | None:
     try:
         for _ in events:
             pass
-    except openai.APIError as told:
-        return told.code
+    except openai.APIError as reported:
+        return reported.code
     return None
 
 

@@ -38,10 +38,10 @@ JOBS = [_job(method="full"), _job(compile=True), _job(checkpointing=False)]
 
 
 def _timeless(answer: TraceResponse) -> dict[str, Any]:
-    told = answer.model_dump()
-    if told["traced"] is not None:
-        assert told["traced"].pop("seconds") > 0
-    return told
+    reported = answer.model_dump()
+    if reported["traced"] is not None:
+        assert reported["traced"].pop("seconds") > 0
+    return reported
 
 
 def test_answers_are_those_of_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,9 +48,9 @@ def bare() -> int:
 
 
 def test_the_closed_form_tells_what_a_padded_batch_takes(bare: int) -> None:
-    told = peak_moment(estimate_moments(resolve_model(MODEL), make_strategy())).allocated_bytes
+    reported = peak_moment(estimate_moments(resolve_model(MODEL), make_strategy())).allocated_bytes
 
-    assert told == pytest.approx(bare, rel=0.02)
+    assert reported == pytest.approx(bare, rel=0.02)
 
 
 def test_a_mask_would_cost_its_copies_and_repeated_keys(bare: int) -> None:

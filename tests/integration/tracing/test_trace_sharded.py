@@ -121,7 +121,7 @@ def record(folder: Path, strategy: Strategy) -> Recording:
 def run_for_real(folder: Path, strategy: Strategy, wrap: Callable[..., Any]) -> Told:
     """The same job on real tensors, in a group that moves nothing."""
     module, training = make_skeleton(folder, strategy)
-    with listening() as told:
+    with listening() as reported:
         batch = make_rows(strategy)
         with join_group(strategy) as context:
             module = wrap(module, strategy, context)
@@ -138,7 +138,7 @@ def run_for_real(folder: Path, strategy: Strategy, wrap: Callable[..., Any]) -> 
                 max_grad_norm=training.max_grad_norm,
             )
             run_two_steps(engine, batch)
-    return told
+    return reported
 
 
 @contextmanager

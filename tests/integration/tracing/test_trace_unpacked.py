@@ -66,8 +66,8 @@ def test_closed_form_and_trace_agree(tmp_path: Path, fields: dict[str, Any]) -> 
     traced, estimate = _look(tmp_path, **UNPACKED, **fields)
     assert estimate.gpu.peak_allocated_bytes == pytest.approx(traced.peak_allocated_bytes, rel=0.05)
     load = next(stage for stage in traced.stages if stage.name == "load")
-    told = next(phase for phase in estimate.phases if phase.name == "load")
-    assert told.peak_allocated_bytes == pytest.approx(load.peak_allocated_bytes, rel=0.01)
+    reported = next(phase for phase in estimate.phases if phase.name == "load")
+    assert reported.peak_allocated_bytes == pytest.approx(load.peak_allocated_bytes, rel=0.01)
 
 
 def test_a_step_holds_what_one_of_16_bit_lora_holds(tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ def run_json(home: Path, *words: str) -> Any:
 
 
 def test_estimate_tells_what_a_trace_saw(home: Path) -> None:
-    told = run_json(home, *FULL, "--no-checkpointing", "--trace")
-    trace = told["trace"]
-    assert told["tier"] == "traced"
+    reported = run_json(home, *FULL, "--no-checkpointing", "--trace")
+    trace = reported["trace"]
+    assert reported["tier"] == "traced"
     assert trace["num_layers"] == 12
     assert trace["num_traced_layers"] == 5
     stages = {stage["name"]: stage["peak_allocated_bytes"] for stage in trace["stages"]}
@@ -76,12 +76,12 @@ def test_estimate_tells_what_a_trace_saw(home: Path) -> None:
     ]  # fmt: skip
     # Nothing is made on the card to save: weights stand there, and AdamW's two moments.
     assert 6 * NUM_PARAMS <= stages["save"] < stages["steady step"]
-    assert told["host_loading"]["weight_bytes_by_rank"] == [2 * NUM_PARAMS]
-    assert told["time"]["tier"] == "traced"
-    seconds = told["time"]["seconds_per_step"]
-    assert sum(told["time"]["components"].values()) == pytest.approx(seconds)
-    assert sum(told["traced_time"]["stages"].values()) == pytest.approx(seconds)
-    savings = {tuple(one["setting"].items()): one["saving_bytes"] for one in told["advice"]}
+    assert reported["host_loading"]["weight_bytes_by_rank"] == [2 * NUM_PARAMS]
+    assert reported["time"]["tier"] == "traced"
+    seconds = reported["time"]["seconds_per_step"]
+    assert sum(reported["time"]["components"].values()) == pytest.approx(seconds)
+    assert sum(reported["traced_time"]["stages"].values()) == pytest.approx(seconds)
+    savings = {tuple(one["setting"].items()): one["saving_bytes"] for one in reported["advice"]}
     assert any(("checkpointing", "true") in setting for setting in savings)
     assert all(saving > 0 for saving in savings.values())
 

@@ -206,8 +206,8 @@ def _pack(part: Part) -> dict[str, Any]:
     try:
         build_engine(part.plan(sharding=Sharding.FSDP, **packed), part.context)
         notes["refusal"] = None
-    except UserError as fault:
-        notes["refusal"] = [fault.problem, fault.remedy]
+    except UserError as error:
+        notes["refusal"] = [error.problem, error.remedy]
     finally:
         Sharder.shard_layer = shard_layer  # type: ignore[method-assign]
     return notes

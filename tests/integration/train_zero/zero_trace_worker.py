@@ -40,7 +40,7 @@ def run(model: Path, strategy: Strategy, context: DistContext) -> Told:
     plan = make_plan(model, case).model_copy(update={"strategy": strategy})
     accumulated = strategy.grad_accum
     step = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
-    with listening() as told:
+    with listening() as reported:
         rows = make_rows(strategy)
         engine = build_zero_engine(plan, context)
         mark_start()
@@ -50,7 +50,7 @@ def run(model: Path, strategy: Strategy, context: DistContext) -> Told:
     engine.close()
     del engine
     gc.collect()  # not to be freed in the next case
-    return told
+    return reported
 
 
 def main(out: Path) -> None:
@@ -70,8 +70,8 @@ def main(out: Path) -> None:
     )
     found = {}
     for name, changes in ZERO_TRACES.items():
-        told = run(model, make_strategy(**changes), context)
-        found[name] = [told.peak_bytes, told.live_bytes]
+        reported = run(model, make_strategy(**changes), context)
+        found[name] = [reported.peak_bytes, reported.live_bytes]
     out.write_text(json.dumps(found), "utf-8")
 
 

@@ -48,17 +48,17 @@ class Rank:
         """Mean losses and gradient norms of `steps`."""
         training = make_plan(self.model, case).training
         assert training is not None
-        told: dict[str, list[float]] = {"losses": [], "norms": []}
+        reported: dict[str, list[float]] = {"losses": [], "norms": []}
         for step in steps:
             outcome = run_step(
                 engine, step, training, rank=self.context.rank, num_ranks=self.context.world_size
             )
             total = outcome.loss_sum.double()
             dist.all_reduce(total)
-            told["losses"].append(float(total) / count_trained(make_batches(step)))
-            told["norms"].append(float(outcome.update.grad_norm))
+            reported["losses"].append(float(total) / count_trained(make_batches(step)))
+            reported["norms"].append(float(outcome.update.grad_norm))
             assert not outcome.update.is_skipped
-        return told
+        return reported
 
     def write(self, name: str, facts: dict[str, Any]) -> None:
         if self.context.is_first:
@@ -75,13 +75,13 @@ def compare(rank: Rank, case: Case, num_steps: int = NUM_STEPS) -> None:
     facts = describe(engine)
     facts["eval_before"] = evaluate(engine)
     folder = rank.out / f"checkpoint-{case.name}"
-    told = rank.train(engine, case, range(min(SAVED_AT, num_steps)))
+    reported = rank.train(engine, case, range(min(SAVED_AT, num_steps)))
     if case in RESUMED:
         folder.mkdir(exist_ok=True)
         rank.context.barrier()
         engine.save_state(folder)
     rest = rank.train(engine, case, range(SAVED_AT, num_steps))
-    facts |= {name: told[name] + rest[name] for name in told}
+    facts |= {name: reported[name] + rest[name] for name in reported}
     facts["eval_after"] = evaluate(engine)
     state = engine.trained_state()
     assert bool(state) == rank.context.is_first
@@ -165,8 +165,8 @@ def on_ranks(engine: ZeroEngine, world_size: int) -> ZeroEngine:
 def fault_of(action: Callable[[], None]) -> list[str]:
     try:
         action()
-    except UserError as fault:
-        return [fault.problem, fault.remedy]
+    except UserError as error:
+        return [error.problem, error.remedy]
     return []
 
 

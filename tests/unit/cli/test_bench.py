@@ -304,9 +304,9 @@ class TestRefusals:
 
 def test_a_setting_that_leaves_no_plan_is_left_out_in_a_command_that_plans(run: Run) -> None:
     """`plan` takes nothing for granted where this machine has no GPU: `--on here` is said."""
-    told = run(
+    reported = run(
         "bench", "t5-small", "--random-weights", "--method", "full", "--set", "micro_batch=9999"
     )
-    assert told.code == 5
-    assert "try: tightfit plan t5-small --method full --on here    (without" in told.err
+    assert reported.code == 5
+    assert "try: tightfit plan t5-small --method full --on here    (without" in reported.err
     assert run("plan", "t5-small", "--method", "full", "--on", "here", "--no-trace").code == 0

@@ -52,28 +52,28 @@ def one_h200(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_measured_told_and_stored(
     run: Run, one_h200: list[dict[str, Any]], data_folder: Path
 ) -> None:
-    told = run("calibrate", "--seconds", "30", "--force")
+    reported = run("calibrate", "--seconds", "30", "--force")
 
-    assert told.code == 0
+    assert reported.code == 0
     assert one_h200 == [{"gpu": "H200-SXM", "seconds": 30.0}]
     (path,) = data_folder.iterdir()
-    assert f"wrote {path}" in told.err
-    lines = {line.split("  ")[0]: line.split() for line in told.out.splitlines()}
+    assert f"wrote {path}" in reported.err
+    lines = {line.split("  ")[0]: line.split() for line in reported.out.splitlines()}
     # 400 of the 791e12 that the catalogue's H200 sustains
     assert lines["best bf16 product"][-5:] == ["400", "TFLOP/s", "791", "TFLOP/s", "0.51"]
     assert lines["CUDA context"][-1] == "0.75"
-    assert "fp8 products: there are none" in told.out
-    assert "busy" in told.out
+    assert "fp8 products: there are none" in reported.out
+    assert "busy" in reported.out
 
 
 @pytest.mark.usefixtures("one_h200")
 def test_json_is_the_whole_calibration(run: Run) -> None:
-    told = run("calibrate", "--json", "--force").json
+    reported = run("calibrate", "--json", "--force").json
 
     stored = run("calibrate", "--show", "--json").json
-    assert told == stored
-    assert told["calibration"]["context_bytes"] == 600_000_000
-    rows = {row["name"]: row for row in told["compared"]}
+    assert reported == stored
+    assert reported["calibration"]["context_bytes"] == 600_000_000
+    rows = {row["name"]: row for row in reported["compared"]}
     assert rows["CUDA context"]["ratio"] == pytest.approx(600e6 / (0.75 * GIB))
     assert rows["pinned host memory to device"]["measured"] == 20e9
 
@@ -83,12 +83,12 @@ def test_what_a_busy_machine_gave_is_shown_and_not_kept(run: Run, data_folder: P
     earlier = write_calibration(make_calibration(seconds=1.0))
     before = earlier.read_text()
 
-    told = run("calibrate")
+    reported = run("calibrate")
 
-    assert told.code == 6
-    assert "best bf16 product" in told.out
-    assert "error: Not kept, since busy." in told.err
-    assert "--force keeps it" in told.err
+    assert reported.code == 6
+    assert "best bf16 product" in reported.out
+    assert "error: Not kept, since busy." in reported.err
+    assert "--force keeps it" in reported.err
     assert list(data_folder.iterdir()) == [earlier]
     assert earlier.read_text() == before
     as_json = run("calibrate", "--json")
@@ -103,10 +103,12 @@ def test_a_machine_that_is_busy_before_is_not_measured(
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1e4, 0.0, 0.0))
 
-    told = run("calibrate", "--seconds", "5", "--json")
-    assert (told.code, told.json["exit_code"]) == (6, 6)
-    assert told.json["remedy"].startswith("tightfit calibrate --seconds 5")
-    assert told.json["error"].startswith("Not measured, since the machine was busy before (load")
+    reported = run("calibrate", "--seconds", "5", "--json")
+    assert (reported.code, reported.json["exit_code"]) == (6, 6)
+    assert reported.json["remedy"].startswith("tightfit calibrate --seconds 5")
+    assert reported.json["error"].startswith(
+        "Not measured, since the machine was busy before (load"
+    )
     assert one_h200 == []
     assert list(data_folder.iterdir()) == []
 
@@ -131,20 +133,20 @@ def test_show_needs_no_torch(
     write_calibration(make_calibration())
     monkeypatch.setitem(sys.modules, "torch", None)
 
-    told = run("calibrate", "--show")
+    reported = run("calibrate", "--show")
 
-    assert told.code == 0
-    assert "measured 2026-11-15" in told.out
+    assert reported.code == 0
+    assert "measured 2026-11-15" in reported.out
     assert one_h200 == []
 
 
 @pytest.mark.usefixtures("one_h200")
 def test_show_before_measuring(run: Run) -> None:
-    told = run("calibrate", "--show")
+    reported = run("calibrate", "--show")
 
-    assert told.code == 3
-    assert "was not calibrated" in told.err
-    assert "try: tightfit calibrate" in told.err
+    assert reported.code == 3
+    assert "was not calibrated" in reported.err
+    assert "try: tightfit calibrate" in reported.err
 
 
 @pytest.mark.usefixtures("one_h200")
@@ -152,10 +154,10 @@ def test_show_names_a_broken_file(run: Run) -> None:
     path = write_calibration(make_calibration())
     path.write_text("{")
 
-    told = run("calibrate", "--show", columns=400)
+    reported = run("calibrate", "--show", columns=400)
 
-    assert told.code == 3
-    assert str(path) in told.err
+    assert reported.code == 3
+    assert str(path) in reported.err
 
 
 @pytest.mark.usefixtures("one_h200")
@@ -165,11 +167,11 @@ def test_without_torch_the_remedy_is_a_command(run: Run, monkeypatch: pytest.Mon
         importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
     )
 
-    told = run("calibrate")
+    reported = run("calibrate")
 
-    assert told.code == 6
-    assert "Calibration needs torch" in told.err
-    assert "pip install 'tightfit[train]'" in told.err
+    assert reported.code == 6
+    assert "Calibration needs torch" in reported.err
+    assert "pip install 'tightfit[train]'" in reported.err
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_measuring(
@@ -178,10 +180,10 @@ def test_a_folder_that_cannot_be_written_is_told_before_measuring(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "file" / "ledger.sqlite"))
 
-    told = run("calibrate")
+    reported = run("calibrate")
 
-    assert told.code == 6
-    assert "TIGHTFIT_LEDGER" in told.err
+    assert reported.code == 6
+    assert "TIGHTFIT_LEDGER" in reported.err
     assert one_h200 == []
 
 
@@ -190,10 +192,10 @@ def test_cards_that_differ_are_measured_one_kind_at_a_time(
 ) -> None:
     monkeypatch.setattr(verb, "probe_here", lambda: make_cluster("H200-SXM", "T4"))
 
-    told = run("calibrate")
+    reported = run("calibrate")
 
-    assert told.code == 6
-    assert "CUDA_VISIBLE_DEVICES=0 tightfit calibrate" in told.err
+    assert reported.code == 6
+    assert "CUDA_VISIBLE_DEVICES=0 tightfit calibrate" in reported.err
 
 
 @pytest.mark.parametrize(
@@ -207,19 +209,19 @@ def test_cards_that_differ_are_measured_one_kind_at_a_time(
     ],
 )
 def test_wrong_words(run: Run, words: tuple[str, ...], code: int, said: str) -> None:
-    told = run("calibrate", *words)
+    reported = run("calibrate", *words)
 
-    assert told.code == code
-    assert said in told.err
+    assert reported.code == code
+    assert said in reported.err
 
 
 def test_a_gpu_that_is_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "probe_here", probe_cpu)
 
-    told = run("calibrate", "--device", "cuda")
+    reported = run("calibrate", "--device", "cuda")
 
-    assert told.code == 6
-    assert "tightfit calibrate --device cpu" in told.err
+    assert reported.code == 6
+    assert "tightfit calibrate --device cpu" in reported.err
 
 
 def test_plans_on_this_machine_use_what_was_measured(run: Run) -> None:
@@ -243,7 +245,7 @@ def test_a_broken_file_does_not_keep_a_plan_from_being_made(run: Run) -> None:
     path = write_calibration(make_calibration(gpu_name=name, is_cpu=True))
     path.write_text("{}")
 
-    told = run("estimate", "SmolLM2-135M", "--on", "cpu", "--json")
+    reported = run("estimate", "SmolLM2-135M", "--on", "cpu", "--json")
 
-    assert told.code == 0
-    assert any(str(path) in line for line in told.json["assumptions"])
+    assert reported.code == 0
+    assert any(str(path) in line for line in reported.json["assumptions"])

@@ -164,8 +164,8 @@ def test_sizes_are_drawn_over_the_line_of_the_card_with_a_halo() -> None:
 
 def test_a_chart_of_some_says_of_how_many(run: Run, tmp_path: Path) -> None:
     offers, plans = tmp_path / "offers.html", tmp_path / "plans.html"
-    told = run("plan", "Qwen2.5-0.5B", "--buy", "--chart", str(offers), "--json")
-    assert told.err == f"wrote {offers}\n"
-    assert f"the cheapest 4 of {len(told.json['offers'])} offers" in offers.read_text()
+    reported = run("plan", "Qwen2.5-0.5B", "--buy", "--chart", str(offers), "--json")
+    assert reported.err == f"wrote {offers}\n"
+    assert f"the cheapest 4 of {len(reported.json['offers'])} offers" in offers.read_text()
     run("plan", "Qwen2.5-0.5B", "--on", "4xT4", "--chart", str(plans))
     assert "the first 3 of " in plans.read_text()

@@ -40,20 +40,20 @@ def look_up(document: dict[str, Any], path: str) -> Any:
 
 
 def test_json_has_every_promised_key(run: Run) -> None:
-    told = run("estimate", "Llama-2-7b", "--on", "V100-32GB", "--json").json
+    reported = run("estimate", "Llama-2-7b", "--on", "V100-32GB", "--json").json
 
     for path in PROMISED:
-        assert look_up(told, path) is not None, path
-    assert sum(told["gpu"]["components"].values()) == told["gpu"]["peak_reserved_bytes"]
-    assert told["parameters"]["total"] == 6_738_415_616
-    assert told["verdict"] == "fits"
+        assert look_up(reported, path) is not None, path
+    assert sum(reported["gpu"]["components"].values()) == reported["gpu"]["peak_reserved_bytes"]
+    assert reported["parameters"]["total"] == 6_738_415_616
+    assert reported["verdict"] == "fits"
 
 
 def test_json_less_its_echo_is_an_estimate(run: Run) -> None:
-    told = run("estimate", "gpt2", "--on", "T4", "--json").json
+    reported = run("estimate", "gpt2", "--on", "T4", "--json").json
     for key in ("model", "strategy", "hardware"):
-        del told[key]
-    Estimate.model_validate(told)
+        del reported[key]
+    Estimate.model_validate(reported)
 
 
 def test_every_documented_option_is_taken(run: Run) -> None:
@@ -64,7 +64,7 @@ def test_every_documented_option_is_taken(run: Run) -> None:
         "--fused-kernels --sharding zero2 --offload optimizer --no-double-quant "
         "--train-embeddings --on 4xA100-40GB --json"
     )
-    told = run(*line.split()).json
+    reported = run(*line.split()).json
     expected = {
         "optimizer": "adamw-foreach",
         "lora_targets": ["q_proj", "v_proj"],
@@ -73,14 +73,14 @@ def test_every_documented_option_is_taken(run: Run) -> None:
         "offload": "optimizer",
         "gpus_per_node": 4,
     }
-    assert told["strategy"].items() >= expected.items()
+    assert reported["strategy"].items() >= expected.items()
 
 
 def test_lora_trains_what_peft_trains(run: Run) -> None:
     """Rank 16 on q and v of Llama-2-7B: 2 x 32 x 16 x (4096 + 4096) = 8,388,608."""
     options = ("--lora-rank", "16", "--lora-targets", "q_proj,v_proj")
-    told = run("estimate", "Llama-2-7b", *options, "--on", "T4", "--json").json
-    assert told["parameters"]["trainable"] == 8_388_608
+    reported = run("estimate", "Llama-2-7b", *options, "--on", "T4", "--json").json
+    assert reported["parameters"]["trainable"] == 8_388_608
 
 
 def test_an_estimate_needs_no_gpu_and_says_what_it_assumed(
@@ -124,9 +124,9 @@ def test_check_passes_what_fits(run: Run) -> None:
 
 
 def test_the_groups_left_aside_are_named(run: Run) -> None:
-    told = run("estimate", "gpt2", "--on", "6xT4 + 2xRTX6000", "--json").json
-    assert told["hardware"]["group"] == "6xT4"
-    assert any("2xRTX6000" in note for note in told["assumptions"])
+    reported = run("estimate", "gpt2", "--on", "6xT4 + 2xRTX6000", "--json").json
+    assert reported["hardware"]["group"] == "6xT4"
+    assert any("2xRTX6000" in note for note in reported["assumptions"])
 
 
 GPU_LIVE = (0.12, 0.12, 0.79, 0.79, 6.10, 6.10)

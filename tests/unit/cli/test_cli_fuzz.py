@@ -70,5 +70,5 @@ def test_no_estimate_ends_in_a_bug(
     answer = run_here([*argv, "--json"], capsys)
 
     assert answer.code in (0, 2, 3, 4, 5), (argv, answer.err)
-    told = json.loads(answer.out)
-    assert ("error" in told) == (answer.code in (2, 3, 4))
+    reported = json.loads(answer.out)
+    assert ("error" in reported) == (answer.code in (2, 3, 4))

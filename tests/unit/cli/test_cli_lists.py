@@ -65,8 +65,8 @@ def test_gpus_are_listed_searched_and_shown_with_sources(run: Run) -> None:
 
 
 def test_a_cluster_is_shown_as_it_was_understood(run: Run) -> None:
-    told = run("hardware", "--on", "6xT4 + 2xRTX6000", "--json").json
-    assert [group["node"]["num_gpus"] for group in told["groups"]] == [6, 2]
+    reported = run("hardware", "--on", "6xT4 + 2xRTX6000", "--json").json
+    assert [group["node"]["num_gpus"] for group in reported["groups"]] == [6, 2]
     text = run("hardware", "--on", "6xT4 + 2xRTX6000").out
     assert "8 GPUs" in text
     assert "6 x Tesla T4" in text
@@ -74,11 +74,13 @@ def test_a_cluster_is_shown_as_it_was_understood(run: Run) -> None:
 
 def test_doctor_answers_on_any_machine(run: Run) -> None:
     answer = run("doctor", "--json")
-    told = answer.json
-    assert answer.code == told["exit_code"]
+    reported = answer.json
+    assert answer.code == reported["exit_code"]
     assert answer.code in (0, 6)
-    assert {"python", "gpu", "memory", "disk", "packages"} <= {f["area"] for f in told["findings"]}
-    for finding in told["findings"]:
+    assert {"python", "gpu", "memory", "disk", "packages"} <= {
+        f["area"] for f in reported["findings"]
+    }
+    for finding in reported["findings"]:
         if finding["status"] in ("warning", "fault"):
             assert finding["remedy"]
 

@@ -90,9 +90,9 @@ def test_an_early_interrupt_leaves_no_traceback_of_ours(delay_seconds: float) ->
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     time.sleep(delay_seconds)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert "command.py" not in told
-    assert "typer" not in told
+    _, reported = process.communicate(timeout=60)
+    assert "command.py" not in reported
+    assert "typer" not in reported
 
 
 def test_an_interrupt_while_loading_ends_with_130() -> None:
@@ -127,9 +127,9 @@ def test_ascii_gets_escapes_and_the_same_json(tmp_path: Path) -> None:
         text = run_process(*argv, PYTHONIOENCODING="ascii")
         assert (text.code, text.err) == (0, "")
         assert text.out.isascii()
-        told = run_process(*argv, "--json", PYTHONIOENCODING="ascii")
-        assert told.out.isascii()
-        assert told.json == run_process(*argv, "--json", PYTHONIOENCODING="utf-8").json
+        reported = run_process(*argv, "--json", PYTHONIOENCODING="ascii")
+        assert reported.out.isascii()
+        assert reported.json == run_process(*argv, "--json", PYTHONIOENCODING="utf-8").json
 
 
 def test_names_cannot_command_the_terminal(run: Run, tmp_path: Path) -> None:

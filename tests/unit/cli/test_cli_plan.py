@@ -26,14 +26,14 @@ def dataset(tmp_path: Path) -> Path:
 
 
 def test_json_holds_plans_best_first_and_what_was_left_out(run: Run) -> None:
-    told = run("plan", "Llama-2-7b", "--on", "4xV100-32GB", "--seq-len", "2048", "--json").json
+    reported = run("plan", "Llama-2-7b", "--on", "4xV100-32GB", "--seq-len", "2048", "--json").json
 
-    assert set(told) == {"plans", "excluded", "considered", "groups"}
-    assert told["considered"] >= 500
-    assert len(told["plans"]) == 5
-    for found in told["plans"]:
+    assert set(reported) == {"plans", "excluded", "considered", "groups"}
+    assert reported["considered"] >= 500
+    assert len(reported["plans"]) == 5
+    for found in reported["plans"]:
         assert Plan.model_validate(found).estimate.verdict.value in ("fits", "tight")
-    reasons = [Exclusion.model_validate(row).reason for row in told["excluded"]]
+    reasons = [Exclusion.model_validate(row).reason for row in reported["excluded"]]
     assert any("int8 needs compute capability 7.5" in reason for reason in reasons)
 
 
@@ -49,10 +49,10 @@ def test_save_writes_the_first_plan_as_it_is_printed(run: Run, tmp_path: Path) -
     line = ("plan", "Llama-2-7b", "--on", "A100-40GB", "--json", "--save", str(saved))
 
     answer = run(*line)
-    told = answer.json
+    reported = answer.json
 
     assert answer.err == f"wrote {saved}\n"
-    assert json.loads(saved.read_text()) == told["plans"][0]
+    assert json.loads(saved.read_text()) == reported["plans"][0]
     assert [path.name for path in saved.parent.iterdir()] == ["plan.json"]
 
 
@@ -62,19 +62,19 @@ def test_top_limits_the_plans(run: Run) -> None:
 
 def test_explain_gives_each_reason_with_its_count(run: Run) -> None:
     plain = run("plan", "Llama-2-7b", "--on", "V100-32GB").out
-    told = run("plan", "Llama-2-7b", "--on", "V100-32GB", "--explain").out
+    reported = run("plan", "Llama-2-7b", "--on", "V100-32GB", "--explain").out
 
-    assert "bf16 needs compute capability 8.0" in told
+    assert "bf16 needs compute capability 8.0" in reported
     assert "bf16 needs compute capability 8.0" not in plain
-    assert "e.g. " in told
+    assert "e.g. " in reported
 
 
 def test_settings_hold_choices_fixed(run: Run) -> None:
     options = ("--set", "sharding=zero3", "--set", "offload=none", "--set", "seq-len=1024")
-    told = run("plan", "Llama-2-7b", "--on", "4xA100-40GB", *options, "--json").json
+    reported = run("plan", "Llama-2-7b", "--on", "4xA100-40GB", *options, "--json").json
 
-    assert told["plans"]
-    for found in told["plans"]:
+    assert reported["plans"]
+    for found in reported["plans"]:
         strategy = found["strategy"]
         assert (strategy["sharding"], strategy["offload"]) == ("zero3", "none")
         assert strategy["seq_len"] == 1024
@@ -88,10 +88,10 @@ def test_nothing_fits_tells_what_is_short_and_what_to_run(run: Run) -> None:
     assert "short" in answer.err
     assert "tightfit plan Llama-3.1-70B --method full --seq-len 512 --buy" in answer.err
 
-    told = run(*line, "--json").json
-    assert told["plans"] == []
-    assert told["excluded"]
-    assert told["exit_code"] == 5
+    reported = run(*line, "--json").json
+    assert reported["plans"] == []
+    assert reported["excluded"]
+    assert reported["exit_code"] == 5
 
 
 def test_a_recipe_says_it_all_and_flags_win(run: Run, tmp_path: Path, dataset: Path) -> None:
@@ -142,12 +142,12 @@ def test_with_data_the_epoch_and_its_price_are_shown(run: Run, dataset: Path) ->
 
 
 def test_buy_lists_offers_from_cheap_to_dear(run: Run, dataset: Path) -> None:
-    told = run("plan", "Qwen2.5-0.5B", "--data", str(dataset), "--buy", "--json").json
+    reported = run("plan", "Qwen2.5-0.5B", "--data", str(dataset), "--buy", "--json").json
 
-    prices = [offer["usd_per_run"] for offer in told["offers"]]
+    prices = [offer["usd_per_run"] for offer in reported["offers"]]
     assert len(prices) > 5
     assert prices == sorted(prices)
-    for offer in told["offers"]:
+    for offer in reported["offers"]:
         Plan.model_validate(offer["plan"])
         assert offer["usd_per_month"] == pytest.approx(offer["usd_per_hour"] * 730)
 
@@ -231,26 +231,26 @@ def test_a_setting_that_nothing_allows_is_left_out_and_not_shopped_for(
 ) -> None:
     """The remedy plans."""
     words = ("plan", "gpt2", "--method", "lora", "--on", "H200", "--set", "fp8_gradients=true")
-    told = run(*words, *more)
-    assert told.code == 5
+    reported = run(*words, *more)
+    assert reported.code == 5
     remedy = "tightfit plan gpt2 --method lora --on H200    (without --set fp8_gradients=true)"
-    assert remedy in told.err
+    assert remedy in reported.err
     assert run(*words[:6], "--no-trace").code == 0
 
 
 def test_a_setting_that_needs_too_much_memory_is_left_out_and_the_others_stay(run: Run) -> None:
     settings = ("--set", "lora-rank=8", "--set", "micro-batch=64")
-    told = run("plan", "Llama-2-7b", "--method", "lora", "--on", "RTX-4090", *settings)
-    assert told.code == 5
+    reported = run("plan", "Llama-2-7b", "--method", "lora", "--on", "RTX-4090", *settings)
+    assert reported.code == 5
     remedy = "tightfit plan Llama-2-7b --method lora --set lora-rank=8 --on RTX-4090"
-    assert f"try: {remedy}    (without --set micro-batch=64)" in told.err
+    assert f"try: {remedy}    (without --set micro-batch=64)" in reported.err
     assert run(*shlex.split(remedy)[1:], "--no-trace").code == 0
 
 
 def test_every_spelling_of_what_stands_in_the_way_is_left_out(run: Run) -> None:
     settings = ("--set", "micro-batch=64", "--set", "micro_batch=64")
-    told = run("plan", "Llama-2-7b", "--method", "lora", "--on", "RTX-4090", *settings)
-    assert "try: tightfit plan Llama-2-7b --method lora --on RTX-4090    (without" in told.err
+    reported = run("plan", "Llama-2-7b", "--method", "lora", "--on", "RTX-4090", *settings)
+    assert "try: tightfit plan Llama-2-7b --method lora --on RTX-4090    (without" in reported.err
 
 
 TOO_MUCH = "  micro_batch: 64\n"
@@ -278,9 +278,9 @@ def test_a_recipe_and_the_command_line_are_told_apart(
 ) -> None:
     recipe = tmp_path / "job.yaml"
     recipe.write_text(f"model: Llama-2-7b\nmethod: lora\non: RTX-4090\nstrategy:\n{stated}")
-    told = run("plan", str(recipe), *(word for text in typed for word in ("--set", text)))
-    assert told.code == 5
-    assert f"try: {way_out.format(recipe=recipe)}" in told.err
+    reported = run("plan", str(recipe), *(word for text in typed for word in ("--set", text)))
+    assert reported.code == 5
+    assert f"try: {way_out.format(recipe=recipe)}" in reported.err
 
 
 def test_packing_that_a_recipe_asks_of_the_wrong_model_is_named(run: Run, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def on_a_terminal(*argv: str, **environment: str) -> str:
         env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **environment},
     )
     os.close(theirs)
-    told = b""
+    reported = b""
     while True:
         try:
             piece = os.read(ours, 4096)
@@ -57,23 +57,23 @@ def on_a_terminal(*argv: str, **environment: str) -> str:
             break
         if not piece:
             break
-        told += piece
+        reported += piece
     os.close(ours)
     assert done.wait() == 0
-    return told.decode()
+    return reported.decode()
 
 
 def test_a_terminal_gets_colour_and_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    told = on_a_terminal("estimate", "Llama-2-7b", "--on", "V100-32GB")
-    assert "\x1b[1;32mfits" in told
-    assert "───" in told
+    reported = on_a_terminal("estimate", "Llama-2-7b", "--on", "V100-32GB")
+    assert "\x1b[1;32mfits" in reported
+    assert "───" in reported
 
 
 def test_no_color_is_obeyed() -> None:
-    told = on_a_terminal("estimate", "Llama-2-7b", "--on", "V100-32GB", NO_COLOR="1")
-    assert "\x1b[1;32m" not in told
-    assert "fits" in told
+    reported = on_a_terminal("estimate", "Llama-2-7b", "--on", "V100-32GB", NO_COLOR="1")
+    assert "\x1b[1;32m" not in reported
+    assert "fits" in reported
 
 
 def test_without_unicode_bars_are_ascii() -> None:

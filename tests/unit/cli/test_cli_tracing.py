@@ -56,20 +56,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[TraceRequest]]:
 def test_what_cannot_be_traced_is_refused_before_a_tracer_starts(
     run: Run, asked: list[Any], words: tuple[str, ...], said: str
 ) -> None:
-    told = run(*TRACE, *words)
+    reported = run(*TRACE, *words)
 
-    assert told.code == 2
-    assert said in told.err
-    assert "leave --trace out" in told.err
+    assert reported.code == 2
+    assert said in reported.err
+    assert "leave --trace out" in reported.err
     assert asked == []
 
 
 def test_the_zero_table_and_a_trace_exclude_each_other(run: Run) -> None:
-    told = run("estimate", "Llama-2-7b", "--zero-table", "--trace")
+    reported = run("estimate", "Llama-2-7b", "--zero-table", "--trace")
 
-    assert told.code == 2
-    assert "--trace would be ignored" in told.err
-    assert told.out == ""
+    assert reported.code == 2
+    assert "--trace would be ignored" in reported.err
+    assert reported.out == ""
 
 
 @pytest.mark.parametrize("verb_name", ["estimate", "plan"])
@@ -82,22 +82,22 @@ def test_a_chart_that_cannot_be_written_is_told_before_the_work(
 ) -> None:
     (tmp_path / "folder.html").mkdir()
 
-    told = run(verb_name, *TRACE[1:], "--chart", str(tmp_path / name), columns=300)
+    reported = run(verb_name, *TRACE[1:], "--chart", str(tmp_path / name), columns=300)
 
-    assert told.code == 6
-    assert said in told.err
-    assert told.out == ""
+    assert reported.code == 6
+    assert said in reported.err
+    assert reported.out == ""
     assert asked == []
 
 
 def test_a_plan_that_cannot_be_saved_is_told_before_the_work(
     run: Run, asked: list[Any], tmp_path: Path
 ) -> None:
-    told = run("plan", *TRACE[1:], "--save", str(tmp_path / "missing" / "plan.json"))
+    reported = run("plan", *TRACE[1:], "--save", str(tmp_path / "missing" / "plan.json"))
 
-    assert told.code == 6
-    assert "mkdir -p" in told.err
-    assert told.out == ""
+    assert reported.code == 6
+    assert "mkdir -p" in reported.err
+    assert reported.out == ""
     assert asked == []
 
 
@@ -110,22 +110,22 @@ def test_what_is_known_is_shown_before_the_advice_is_traced(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ModelTracer, "advise", interrupt)
-    told = run(*TRACE, "--chart", str(tmp_path / "step.html"))
+    reported = run(*TRACE, "--chart", str(tmp_path / "step.html"))
 
-    assert told.code == 130
-    assert "Traced, fits" in told.out
-    assert "Peak of each stage, traced" in told.out
+    assert reported.code == 130
+    assert "Traced, fits" in reported.out
+    assert "Peak of each stage, traced" in reported.out
     assert (tmp_path / "step.html").is_file()
     assert len(asked) == 1
 
 
 def test_advice_comes_last(run: Run, asked: list[Any]) -> None:
-    told = run(*TRACE)
+    reported = run(*TRACE)
 
-    assert told.code == 0
+    assert reported.code == 0
     assert len(asked) == 2  # the job, and all changes at once
-    assert told.out.count("Peak of each") == 2  # what is traced, and what is not
-    assert "Peak of each phase that is not traced" in told.out
+    assert reported.out.count("Peak of each") == 2  # what is traced, and what is not
+    assert "Peak of each phase that is not traced" in reported.out
 
 
 def test_an_interrupt_says_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +135,11 @@ def test_an_interrupt_says_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Tracer, "ask", interrupt)
     monkeypatch.setattr(tracing, "require_packages", lambda *_, **__: None)
     monkeypatch.setattr(tracing, "has_torch", lambda: True)
-    told = run(*TRACE)
+    reported = run(*TRACE)
 
-    assert told.code == 130
-    assert told.out == ""
-    assert told.err == "interrupted: tracing was stopped\n"
+    assert reported.code == 130
+    assert reported.out == ""
+    assert reported.err == "interrupted: tracing was stopped\n"
 
 
 def test_a_cache_that_cannot_be_written_is_noted_once(
@@ -153,31 +153,32 @@ def test_a_cache_that_cannot_be_written_is_noted_once(
     monkeypatch.setattr(tracing, "require_packages", lambda *_, **__: None)
     monkeypatch.setattr(tracing, "has_torch", lambda: True)
     monkeypatch.setattr(tracing, "_LOGGED", [])
-    told = run(*TRACE)
+    reported = run(*TRACE)
 
-    assert told.code == 0
-    assert told.err.count("note: traces cannot be kept") == 1
-    assert "/nowhere/x.json" in told.err
-    assert "TIGHTFIT_CACHE" in told.err
+    assert reported.code == 0
+    assert reported.err.count("note: traces cannot be kept") == 1
+    assert "/nowhere/x.json" in reported.err
+    assert "TIGHTFIT_CACHE" in reported.err
 
 
 def test_json_has_both_tiers_under_the_same_names(run: Run, asked: list[Any]) -> None:
-    told = run(*TRACE, "--json").json
-    totals, closed = told["totals"], run(*TRACE[:-1], "--json").json
+    reported = run(*TRACE, "--json").json
+    totals, closed = reported["totals"], run(*TRACE[:-1], "--json").json
     context = totals["context_bytes"]
 
     assert asked
     assert totals["traced_without_context"] == {
-        name: told["trace"][name]
+        name: reported["trace"][name]
         for name in ("peak_allocated_bytes", "peak_reserved_bytes", "smallest_capacity_bytes")
     }
     for tier in ("traced", "closed_form"):
         inside, alone = totals[f"{tier}_with_context"], totals[f"{tier}_without_context"]
         assert inside == {name: size + context for name, size in alone.items()}
     assert (
-        totals["traced_with_context"]["peak_reserved_bytes"] == told["gpu"]["peak_reserved_bytes"]
+        totals["traced_with_context"]["peak_reserved_bytes"]
+        == reported["gpu"]["peak_reserved_bytes"]
     )
-    assert told["closed_form"] == {
+    assert reported["closed_form"] == {
         name: closed[name] for name in ("verdict", "reason", "gpu", "time")
     }
     assert (

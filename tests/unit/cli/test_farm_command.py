@@ -71,13 +71,13 @@ def test_a_dry_run_starts_nothing(
     answer = run_here(["farm", "--model", str(model), *words, "--json"], capsys)
 
     assert answer.code == 0, answer.err
-    told = answer.json
-    assert told["num_workers"] == 3
-    assert told["types"][0]["partition"] == "local"
-    assert told["basis"] == told["types"][0]["basis"] == "predicted"
-    assert 0 < told["new_tokens_per_second"]["low"] < told["new_tokens_per_second"]["high"]
-    assert told["start_seconds"]["low"] < told["predicted_seconds"]["low"]
-    assert told["predicted_seconds"]["low"] < told["predicted_seconds"]["high"]
+    reported = answer.json
+    assert reported["num_workers"] == 3
+    assert reported["types"][0]["partition"] == "local"
+    assert reported["basis"] == reported["types"][0]["basis"] == "predicted"
+    assert 0 < reported["new_tokens_per_second"]["low"] < reported["new_tokens_per_second"]["high"]
+    assert reported["start_seconds"]["low"] < reported["predicted_seconds"]["low"]
+    assert reported["predicted_seconds"]["low"] < reported["predicted_seconds"]["high"]
     assert list(prompts.parent.iterdir()) == [prompts]
     plain = run_here(["farm", str(model), *words], capsys)
     assert "3 answers by 3 workers" in plain.out
@@ -99,10 +99,10 @@ def test_statistics_of_a_farm_that_is_finished_already(
 
     assert again.code == 0, again.err
     assert "is finished already" in again.err
-    told = json.loads(stats.read_text())
-    assert told["num_answers"] == 3
-    assert told.items() <= first.json.items()
-    assert told.items() <= again.json.items()
+    reported = json.loads(stats.read_text())
+    assert reported["num_answers"] == 3
+    assert reported.items() <= first.json.items()
+    assert reported.items() <= again.json.items()
     (prompts.parent / ".answers.jsonl.farm" / "statistics.json").unlink()
     lost = run_here([*words, "--stats", str(stats)], capsys)
     assert lost.code != 0
@@ -130,13 +130,15 @@ def test_ctrl_c_leaves_one_json_document(model: Path, prompts: Path) -> None:
     out, err = process.communicate(timeout=60)
 
     assert process.returncode == 130, err
-    told = json.loads(out)
-    assert told["status"] == "interrupted"
-    assert told["finished"] is False
-    assert told["exit_code"] == 130
-    assert 0 < told["num_kept_answers"] < told["num_answers"] == 3000
+    reported = json.loads(out)
+    assert reported["status"] == "interrupted"
+    assert reported["finished"] is False
+    assert reported["exit_code"] == 130
+    assert 0 < reported["num_kept_answers"] < reported["num_answers"] == 3000
     assert {status.state for status in read_statuses(folder)} == {"stopped"}
-    check_that_the_rest_is_expected(words, told["num_answers"] - told["num_kept_answers"], prompts)
+    check_that_the_rest_is_expected(
+        words, reported["num_answers"] - reported["num_kept_answers"], prompts
+    )
 
 
 def check_that_the_rest_is_expected(words: list[str], num_left: int, prompts: Path) -> None:
@@ -178,9 +180,9 @@ def test_what_generate_reached_is_what_a_farm_expects(
     alone = run_here(["generate", *asked, "--out", "alone.jsonl", "--json"], capsys)
     assert alone.code == 0, alone.err
 
-    told = run_here(["farm", *asked, "--dry-run", "--json"], capsys).json
+    reported = run_here(["farm", *asked, "--dry-run", "--json"], capsys).json
 
-    assert told["basis"] == "measured"
+    assert reported["basis"] == "measured"
     reached = alone.json["rates"]["new_per_second"]
-    expected = told["new_tokens_per_second"]
+    expected = reported["new_tokens_per_second"]
     assert expected["low"] < reached < expected["high"]

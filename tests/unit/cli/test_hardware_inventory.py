@@ -82,17 +82,17 @@ def recorded_sinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("recorded_sinfo")
 def test_the_json_holds_partitions_nodes_and_groups(run: Run) -> None:
-    told = run("hardware", "--on", "slurm", "--json").json
-    assert told["totals"]["num_gpus"] == 4
-    partitions = {partition["name"]: partition for partition in told["partitions"]}
+    reported = run("hardware", "--on", "slurm", "--json").json
+    assert reported["totals"]["num_gpus"] == 4
+    partitions = {partition["name"]: partition for partition in reported["partitions"]}
     assert partitions["cpu"]["kinds"][0]["states"] == {"mixed": 1, "drained": 1}
     assert partitions["gpu"]["max_seconds"] == 3600
-    nodes = {node["name"]: node for node in told["nodes"]}
+    nodes = {node["name"]: node for node in reported["nodes"]}
     assert nodes["cpu02"]["reason"] == "bad fan, ask Eva"
     assert nodes["big01"]["gpus"] == [
         {"kind": "a100", "gpu": "A100-SXM4-40GB", "count": 2, "num_free": 1}
     ]
-    assert [group["name"] for group in told["groups"]] == [
+    assert [group["name"] for group in reported["groups"]] == [
         "gpu/2xa100",
         "gpu/1xv100d32q",
         "low/2xa100",

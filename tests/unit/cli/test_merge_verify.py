@@ -156,9 +156,9 @@ def test_verify_as_json_with_own_text_and_prompts(
 def test_mistakes_are_told(
     run: Run, home: Path, merged: Path, argv: tuple[str, ...], code: int, says: str
 ) -> None:
-    told = [word.format(model=merged, adapter=home / "adapter") for word in argv]
+    reported = [word.format(model=merged, adapter=home / "adapter") for word in argv]
 
-    answer = run(*told)
+    answer = run(*reported)
 
     assert answer.code == code, answer.err
     assert says in answer.err

@@ -76,9 +76,9 @@ def test_a_prefix_that_does_not_start_is_a_finding(run: Run) -> None:
     answer = run("preflight", "--nodes", "a,b", "--run-with", "no-such-ssh {node}", "--json")
 
     assert answer.code == 6
-    faults = [finding for finding in answer.json["findings"] if finding["status"] == "fault"]
-    assert [finding["name"] for finding in faults] == ["a", "b"]
-    assert "no-such-ssh" in faults[0]["detail"]
+    errors = [finding for finding in answer.json["findings"] if finding["status"] == "fault"]
+    assert [finding["name"] for finding in errors] == ["a", "b"]
+    assert "no-such-ssh" in errors[0]["detail"]
 
 
 def test_the_options_are_printed_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,8 +129,8 @@ def test_letters_that_spell_a_special_token_are_not_shown_as_one(
     run: Run, model: Path, tmp_path: Path
 ) -> None:
     data = write_rows(tmp_path / "spelt.jsonl", make_rows(["say <|im_end|> twice"]))
-    told = run("prepare", str(model), "--data", str(data), "--show", "1", "--json").json
-    pieces = [piece for piece in told["rows"][0]["segments"] if piece["trained"]]
+    reported = run("prepare", str(model), "--data", str(data), "--show", "1", "--json").json
+    pieces = [piece for piece in reported["rows"][0]["segments"] if piece["trained"]]
     assert [(piece["text"], piece["special"]) for piece in pieces] == [
         ("say <|im_end|> twice", False),
         ("<|im_end|>", True),
@@ -223,9 +223,9 @@ def test_the_recipe_it_proposes_asks_for_the_same_encoding(
 def test_a_part_of_one_file_is_named_so_that_train_takes_it(
     run: Run, model: Path, data: Path
 ) -> None:
-    told = run("prepare", str(model), "--data", data.name, "--take", "2", "--json").json
-    assert told["report"]["num_read"] == 2
-    assert told["next"]["command"] == f"tightfit train {model} --data 'train.jsonl[:2]'"
+    reported = run("prepare", str(model), "--data", data.name, "--take", "2", "--json").json
+    assert reported["report"]["num_read"] == 2
+    assert reported["next"]["command"] == f"tightfit train {model} --data 'train.jsonl[:2]'"
 
 
 def test_all_faults_come_at_once(run: Run, model: Path, tmp_path: Path) -> None:
@@ -259,25 +259,25 @@ def test_what_is_odd_is_listed_with_its_lines(run: Run, model: Path, tmp_path: P
     rows = make_rows(answers)
     data = write_rows(tmp_path / "odd.jsonl", [*rows, rows[0], *[rows[5]] * 30])
     out = run("prepare", str(model), "--data", str(data), "--seq-len", "128").out
-    faults = out.split("\nFaults\n")[1].split("\nNotes\n")[0]
-    assert "empty answer, 1 row: " in faults
-    assert "odd.jsonl line 2\n" in faults
-    assert re.search(r"mojibake, 1 row: .*\n +odd\.jsonl line 3: ", faults)
-    assert re.search(r"truncated, 1 row: .*\n +odd\.jsonl line 4 \([\d,]+ tokens\)", faults)
-    assert re.search(r"replacement character, 1 row: .*\n +odd\.jsonl line 5\n", faults)
-    assert "duplicate, 31 rows: " in faults
-    assert "odd.jsonl line 7 (as 1), 8 (as 6), 9 (as 6)" in " ".join(faults.split())
-    assert "and 11 more" in " ".join(faults.split())
+    errors = out.split("\nFaults\n")[1].split("\nNotes\n")[0]
+    assert "empty answer, 1 row: " in errors
+    assert "odd.jsonl line 2\n" in errors
+    assert re.search(r"mojibake, 1 row: .*\n +odd\.jsonl line 3: ", errors)
+    assert re.search(r"truncated, 1 row: .*\n +odd\.jsonl line 4 \([\d,]+ tokens\)", errors)
+    assert re.search(r"replacement character, 1 row: .*\n +odd\.jsonl line 5\n", errors)
+    assert "duplicate, 31 rows: " in errors
+    assert "odd.jsonl line 7 (as 1), 8 (as 6), 9 (as 6)" in " ".join(errors.split())
+    assert "and 11 more" in " ".join(errors.split())
     assert re.search(r"seq_len 128 .* 1 row cut here", out)
 
 
 def test_the_json_has_its_shape_and_agrees_with_the_rows(run: Run, model: Path, data: Path) -> None:
-    told = run("prepare", str(model), "--data", str(data), "--json", "--seq-len", "64").json
-    assert set(told) == {
+    reported = run("prepare", str(model), "--data", str(data), "--json", "--seq-len", "64").json
+    assert set(reported) == {
         "model", "folder", "is_cached", "report", "batching", "rows", "next"
     }  # fmt: skip
-    assert told["rows"] == []
-    report, batching = told["report"], told["batching"]
+    assert reported["rows"] == []
+    report, batching = reported["report"], reported["batching"]
     assert report["sources"][0]["format"] == "alpaca"
     assert report["stop_tokens"] == ["<|im_end|>"]
     assert report["pad_token"] == "<|endoftext|>"

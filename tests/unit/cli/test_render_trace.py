@@ -76,9 +76,9 @@ def test_the_three_figures_stand_with_the_context_and_the_closed_form(
         ("smallest that survives", traced.smallest_capacity_bytes, None),
     ):
         row = row_of(text, name)
-        told = [render_bytes(size), render_bytes(size + CONTEXT)]
-        told += [] if other is None else [render_bytes(other)]
-        assert re.findall(r"[\d.,]+ GiB", row) == told
+        reported = [render_bytes(size), render_bytes(size + CONTEXT)]
+        reported += [] if other is None else [render_bytes(other)]
+        assert re.findall(r"[\d.,]+ GiB", row) == reported
         if other is not None:
             assert f"{other / (size + CONTEXT) - 1:+.1%}" in row
 
@@ -97,8 +97,8 @@ def test_every_stage_has_a_row(capsys: pytest.CaptureFixture[str], traced: Trace
 def test_host_memory_while_loading_is_told_by_rank(
     capsys: pytest.CaptureFixture[str], traced: TracedMemory
 ) -> None:
-    told = describe_loading([13 * GIB, 0, 0, 0])
-    assert told == [
+    reported = describe_loading([13 * GIB, 0, 0, 0])
+    assert reported == [
         f"rank 0: {render_bytes(PROCESS_BYTES + 13 * GIB)}, 13.0 GiB of it weights",
         f"ranks 1 to 3, each: {render_bytes(PROCESS_BYTES)}, no weights",
     ]
@@ -111,7 +111,7 @@ def test_host_memory_while_loading_is_told_by_rank(
         loading_bytes=[13 * GIB, 0, 0, 0],
     )
     text = capsys.readouterr().out
-    assert all(line in text.split("Host RAM while loading")[1] for line in told)
+    assert all(line in text.split("Host RAM while loading")[1] for line in reported)
 
 
 def test_what_stands_at_the_peak_sums_to_it(

@@ -39,9 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_runs_are_listed_newest_first(run: Run, folder: Path) -> None:
-    told = run("runs", "--json").json["runs"]
-    assert [Path(found["path"]).name for found in told] == ["third", "second", "first"]
-    assert [found["status"] for found in told] == ["died", "stopped", "finished"]
+    reported = run("runs", "--json").json["runs"]
+    assert [Path(found["path"]).name for found in reported] == ["third", "second", "first"]
+    assert [found["status"] for found in reported] == ["died", "stopped", "finished"]
 
     for columns in (60, 80, 100):
         answer = run("runs", columns=columns)
@@ -63,30 +63,30 @@ def test_an_empty_place_says_how_to_begin(
 
 @pytest.mark.usefixtures("folder")
 def test_one_run_is_shown_in_full(run: Run) -> None:
-    told = run("runs", "first", "--json").json
-    assert told["eval_after"]["step"] == 160
-    assert told["compared"][0]["error_percent"] is not None
+    reported = run("runs", "first", "--json").json
+    assert reported["eval_after"]["step"] == 160
+    assert reported["compared"][0]["error_percent"] is not None
 
     text = run("runs", "first").out
     for word in ("finished", "perplexity", "Predicted beside measured", "data wait", "pads", "MFU"):
         assert word in text
-    for found in told["compared"]:
+    for found in reported["compared"]:
         assert f"{found['error_percent']:+.1f}%" in text
-    assert run("runs", "runs/first", "--json").json == told
+    assert run("runs", "runs/first", "--json").json == reported
     assert run("runs", "first", "first").out == text
 
 
 def test_a_folder_with_one_run_is_still_a_list(run: Run, folder: Path) -> None:
-    told = run("runs", str(folder / "runs" / "team"), "--json").json["runs"]
-    assert [found["name"] for found in told] == ["third"]
+    reported = run("runs", str(folder / "runs" / "team"), "--json").json["runs"]
+    assert [found["name"] for found in reported] == ["third"]
 
 
 @pytest.mark.usefixtures("folder")
 def test_two_runs_are_compared(run: Run) -> None:
-    told = run("runs", "first", "second", "--json").json
-    assert told["differing"]["micro_batch"] == ["4", "2"]
-    assert "seq_len" not in told["differing"]
-    assert [found["name"] for found in told["runs"]] == ["first", "second"]
+    reported = run("runs", "first", "second", "--json").json
+    assert reported["differing"]["micro_batch"] == ["4", "2"]
+    assert "seq_len" not in reported["differing"]
+    assert [found["name"] for found in reported["runs"]] == ["first", "second"]
 
     text = run("runs", "first", "second").out
     assert "micro_batch" in text
@@ -154,8 +154,8 @@ def test_a_broken_run_does_not_hide_the_others(run: Run, folder: Path) -> None:
     assert answer.code == 0
     assert "unreadable" in answer.out
     assert "finished" in answer.out
-    told = run("runs", "--json").json["runs"]
-    assert [("error" in found) for found in told] == [False, False, True]
+    reported = run("runs", "--json").json["runs"]
+    assert [("error" in found) for found in reported] == [False, False, True]
     assert run("runs", "second").code == 4
     assert run("runs", "first", "second").code == 4
 

@@ -41,11 +41,11 @@ def test_the_words_are_those_of_the_cost_model() -> None:
 def test_staged_listed_left_alone_and_cleaned(run: Run, place: Path, model: Path) -> None:
     first = run("stage", str(model), "--json")
     assert first.code == 0, first.err
-    told = first.json
-    assert (told["how"], told["nodes"][0]["state"]) == ("all-read", "staged")
-    assert told["predicted_seconds"]["all-read"] > 0
-    assert told["measured_seconds"] > 0
-    copy = Path(told["nodes"][0]["path"])
+    reported = first.json
+    assert (reported["how"], reported["nodes"][0]["state"]) == ("all-read", "staged")
+    assert reported["predicted_seconds"]["all-read"] > 0
+    assert reported["measured_seconds"] > 0
+    copy = Path(reported["nodes"][0]["path"])
     assert copy.parent.parent == place
     assert (copy / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
@@ -82,10 +82,10 @@ def test_a_dry_clean_up_removes_nothing(
 ) -> None:
     copy = Path(run("stage", str(model), "--json").json["nodes"][0]["path"])
 
-    told = run("stage", "--clean", "--dry-run", columns=200)
+    reported = run("stage", "--clean", "--dry-run", columns=200)
     listed = run("stage", str(model), "--clean", "--dry-run", "--json").json
 
-    assert f"Would be removed in {place}: 20.0 MiB" in told.out
+    assert f"Would be removed in {place}: 20.0 MiB" in reported.out
     assert [found["path"] for found in listed["would_remove"]] == [str(copy)]
     assert (copy / "model.safetensors").is_file()
     monkeypatch.chdir(model.parent)

@@ -263,8 +263,8 @@ def test_ctrl_c_asks_before_it_cancels(
     )
     assert process.stdout is not None
     try:
-        told = process.stdout.readline()
-        assert "job 42 runs on c1" in told
+        reported = process.stdout.readline()
+        assert "job 42 runs on c1" in reported
         process.send_signal(signal.SIGINT)
         os.write(ours, answer.encode())
         rest, _ = process.communicate(timeout=60)

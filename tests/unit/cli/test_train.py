@@ -257,27 +257,27 @@ class TestLines:
         assert render_eval(record) == "eval at step 40  loss 1.5000  perplexity 4.48  12 s"
 
     def test_plain_lines_come_at_a_sensible_rate(self) -> None:
-        told: list[str] = []
+        reported: list[str] = []
         now = [0.0]
         progress = Progress(num_steps=101, capacity_bytes=24 * GIB)
-        display = PlainDisplay(progress, write=told.append, clock=lambda: now[0])
+        display = PlainDisplay(progress, write=reported.append, clock=lambda: now[0])
         for step in range(1, 102):  # one step a second
             now[0] += 1.0
             display.record(make_step(step))
-        steps = [int(line.split()[1].split("/")[0]) for line in told]
+        steps = [int(line.split()[1].split("/")[0]) for line in reported]
 
         assert steps[:5] == [1, 2, 3, 4, 5]
         assert steps[5:-1] == list(range(15, 100, 10))
         assert steps[-1] == 101
 
     def test_evaluations_and_events_are_always_told(self) -> None:
-        told: list[str] = []
+        reported: list[str] = []
         progress = Progress(num_steps=9, capacity_bytes=GIB)
-        display = PlainDisplay(progress, write=told.append, clock=lambda: 0.0)
+        display = PlainDisplay(progress, write=reported.append, clock=lambda: 0.0)
         display.record(EventRecord(step=2, text="resumed \x1b[31m here"))
         display.record(EvalRecord(step=2, loss=1, perplexity=2.7, num_trained_tokens=1, seconds=1))
-        assert told[0] == "step 2: resumed ?[31m here\n"
-        assert told[1].startswith("eval at step 2")
+        assert reported[0] == "step 2: resumed ?[31m here\n"
+        assert reported[1].startswith("eval at step 2")
 
     def test_a_terminal_without_cursor_gets_lines(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -392,8 +392,8 @@ class TestWholeRuns:
         again = run("train", str(job))
         assert again.code == 0
         assert "is finished" in again.out
-        told = run("train", str(job), "--json").json
-        assert (told["exit_code"], told["report"]["status"]) == (0, "finished")
+        reported = run("train", str(job), "--json").json
+        assert (reported["exit_code"], reported["report"]["status"]) == (0, "finished")
 
     def test_the_same_command_goes_on_after_a_death(
         self, run: Run, job: Path, tmp_path: Path
@@ -458,16 +458,16 @@ class TestWholeRuns:
         assert "1 row: no answer to learn; left out" in run("train", str(job), "--dry-run").out
 
     def test_a_dry_run_starts_nothing(self, run: Run, job: Path, tmp_path: Path) -> None:
-        told = run("train", str(job), "--dry-run", "--json").json
-        assert Plan.model_validate(told["plan"]).training is not None
+        reported = run("train", str(job), "--dry-run", "--json").json
+        assert Plan.model_validate(reported["plan"]).training is not None
         assert not (tmp_path / "out").exists()
 
     def test_a_saved_plan_is_run_as_it_is(self, run: Run, job: Path, tmp_path: Path) -> None:
-        told = run("train", str(job), "--dry-run", "--json", "--set", "micro_batch=2").json
-        (tmp_path / "plan.json").write_text(json.dumps(told["plan"]))
+        reported = run("train", str(job), "--dry-run", "--json", "--set", "micro_batch=2").json
+        (tmp_path / "plan.json").write_text(json.dumps(reported["plan"]))
         answer = run("train", "plan.json", "--output", "other", "--max-steps", "6")
         assert answer.code == 0, answer.err
-        saved = Plan.model_validate(told["plan"])
+        saved = Plan.model_validate(reported["plan"])
         assert RunFolder(path=tmp_path / "other").read_plan().strategy == saved.strategy
 
     def test_nothing_that_fits_is_refused_before_anything_starts(

@@ -36,9 +36,9 @@ class StandIn:
         starts.write_text(str(self.num_starts))
 
     def tell(self, status: RunStatus, step: int, **more: str | int) -> None:
-        told = {"status": status, "step": step, "num_steps": self.num_steps, "pid": os.getpid()}
+        reported = {"status": status, "step": step, "num_steps": self.num_steps, "pid": os.getpid()}
         now = datetime.now(timezone.utc).isoformat()
-        self.run.write_state(RunState.model_validate({**told, **more, "updated_at": now}))
+        self.run.write_state(RunState.model_validate({**reported, **more, "updated_at": now}))
 
     def hear(self, _signum: int, _frame: FrameType | None) -> None:
         self.is_asked = True

@@ -44,9 +44,9 @@ def _wait_for_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def agent_of(
     code: str, news: list[AgentLine] | None = None, *, end_seconds: float = 1.0
 ) -> Iterator[RemoteAgent]:
-    heard: list[AgentLine] = [] if news is None else news
+    received: list[AgentLine] = [] if news is None else news
     words = [sys.executable, "-c", code]
-    agent = RemoteAgent("n1", words, prefix=HERE, on_news=heard.append)
+    agent = RemoteAgent("n1", words, prefix=HERE, on_news=received.append)
     try:
         yield agent
     finally:

@@ -176,9 +176,9 @@ class TestTrainJob:
         with pytest.raises(NotFoundError, match="no runtime `torch-distributed`"):
             choose_builder(job, site, cluster, asked="trainjob")
         server.objects[RUNTIME] = {"kind": "ClusterTrainingRuntime"}
-        build, told = choose_builder(job, site, cluster, asked=None)
+        build, reported = choose_builder(job, site, cluster, asked=None)
         assert build is build_train_job
-        assert "--as job" in told
+        assert "--as job" in reported
         with_secret = make_site(secrets=("wandb",))
         assert choose_builder(job, with_secret, cluster, asked=None)[0] is build_training
         assert apply_objects(cluster, build(job, site))

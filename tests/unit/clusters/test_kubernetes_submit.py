@@ -148,8 +148,8 @@ def test_the_same_again_follows_the_job_that_runs(world: World, server: ApiServe
 def test_a_failed_job_says_what_the_run_said(world: World, server: ApiServer) -> None:
     assert world.submit("--no-follow")[0] == 0
     (job,) = jobs(server)
-    told = {"problem": "The loss is not finite.", "remedy": "--lr 1e-5", "exit_code": 7}
-    state = RunState(status=RunStatus.FAILED, updated_at="2026-01-01T00:00:00+00:00", **told)
+    reported = {"problem": "The loss is not finite.", "remedy": "--lr 1e-5", "exit_code": 7}
+    state = RunState(status=RunStatus.FAILED, updated_at="2026-01-01T00:00:00+00:00", **reported)
     RunFolder(path=world.run).write_state(state)
     num_looks = 0
 

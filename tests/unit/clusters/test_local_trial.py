@@ -120,9 +120,9 @@ def fill_the_disk_at_home(seen: list[Path]) -> None:
 
 def test_a_full_temporary_folder_is_no_bug(tmp_path: Path) -> None:
     seen: list[Path] = []
-    with pytest.raises(SetupError, match=f"{tmp_path} is full") as told:
+    with pytest.raises(SetupError, match=f"{tmp_path} is full") as reported:
         fill_the_disk_at_home(seen)
-    assert "TMPDIR" in told.value.remedy
+    assert "TMPDIR" in reported.value.remedy
     assert [home.exists() for home in seen] == [False]
 
 

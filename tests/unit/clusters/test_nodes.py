@@ -52,19 +52,19 @@ def test_what_is_no_list_of_nodes(text: str) -> None:
 
 def test_how_a_node_is_reached() -> None:
     silent: Any = SimpleNamespace(run_on_node=None)
-    told: Any = SimpleNamespace(run_on_node="ip netns exec {node}")
+    reported: Any = SimpleNamespace(run_on_node="ip netns exec {node}")
 
     assert node_prefix(silent, {}) == "ssh -o BatchMode=yes {node}"
     assert node_prefix(silent, {"SLURM_JOB_ID": "7"}) == "srun --overlap -N1 -n1 -w {node}"
-    assert node_prefix(told, {"SLURM_JOB_ID": "7"}) == "ip netns exec {node}"
+    assert node_prefix(reported, {"SLURM_JOB_ID": "7"}) == "ip netns exec {node}"
 
 
 def test_words_reach_a_program_as_they_are() -> None:
     argv = [sys.executable, "-c", ECHO, *AWKWARD]
     process = start_on_node("n1", argv, prefix=HERE, env={"LANG": "C"})
-    told, _ = process.communicate(timeout=60)
+    reported, _ = process.communicate(timeout=60)
 
-    assert eval(told) == AWKWARD
+    assert eval(reported) == AWKWARD
 
 
 def test_words_reach_a_shell_over_there_as_they_are(tmp_path: Path) -> None:
@@ -75,10 +75,10 @@ def test_words_reach_a_shell_over_there_as_they_are(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", f"import os; {ECHO}; print(os.environ['X'])", *AWKWARD]
     prefix = f"{ssh} -o BatchMode=yes {{node}}"
     process = start_on_node("n1", argv, prefix=prefix, env={"X": "a b'c"})
-    told, said = process.communicate(timeout=60)
+    reported, said = process.communicate(timeout=60)
 
-    assert told.decode().splitlines()[1] == "a b'c", said
-    assert eval(told.splitlines()[0]) == AWKWARD
+    assert reported.decode().splitlines()[1] == "a b'c", said
+    assert eval(reported.splitlines()[0]) == AWKWARD
 
 
 def test_the_environment_is_set_over_there() -> None:

@@ -38,17 +38,17 @@ def crew_of(
 def ask_until(ask: Callable[[], Any], is_good: Callable[[Any], bool]) -> Any:
     """A good answer, or the last one: while a process pauses, what is sent lies in the kernel."""
     end = time.monotonic() + 60
-    while not is_good(told := ask()) and time.monotonic() < end:
+    while not is_good(reported := ask()) and time.monotonic() < end:
         time.sleep(0.1)
-    return told
+    return reported
 
 
 def test_agents_tell_what_their_nodes_are() -> None:
     with crew_of("a", "b") as pool:
-        told = pool.ask("facts", 60.0)
+        reported = pool.ask("facts", 60.0)
 
-    assert set(told) == {"a", "b"}
-    facts = NodeFacts.model_validate(told["a"])
+    assert set(reported) == {"a", "b"}
+    facts = NodeFacts.model_validate(reported["a"])
     assert facts.python == ".".join(map(str, sys.version_info[:3]))
     assert facts.packages["tightfit"]
     assert {"lo"} <= {device.name for device in facts.devices}
@@ -109,7 +109,7 @@ def test_the_folder_is_raced_for(tmp_path: Path) -> None:
         assert pool.ask("folder", 60.0, {"b": step("find", seconds=50.0)})["b"]["is_done"]
         raced = pool.ask("folder", 60.0, {"a": step("race"), "b": step("race")})
 
-    won = [name for told in raced.values() for name in told["won"]]
+    won = [name for reported in raced.values() for name in reported["won"]]
     assert sorted(won) == ["exclusive", "linked"]
 
 

@@ -159,8 +159,8 @@ def test_refusals_become_one_message_with_a_remedy(
 
 
 def test_what_slurm_would_do() -> None:
-    told = "sbatch: Job 5 to start at 2026-11-15T23:25:24 using 4 processors on nodes cpu01\n"
-    assert queue.check_script(Path("x"), run=Slurm(sh=told)).startswith("Job 5 to start at")
+    reported = "sbatch: Job 5 to start at 2026-11-15T23:25:24 using 4 processors on nodes cpu01\n"
+    assert queue.check_script(Path("x"), run=Slurm(sh=reported)).startswith("Job 5 to start at")
     with pytest.raises(UsageError, match="configuration"):
         queue.check_script(
             Path("x"),

@@ -149,9 +149,9 @@ def tell(agent: subprocess.Popen[bytes], op: str, **arguments: Any) -> None:
 
 def hear(agent: subprocess.Popen[bytes]) -> Any:
     assert agent.stdout is not None
-    while "id" not in (told := json.loads(agent.stdout.readline())):
+    while "id" not in (reported := json.loads(agent.stdout.readline())):
         pass
-    return told["reply"]
+    return reported["reply"]
 
 
 def copy_and_kill(source: Path, place: Path, *, num_blocks: int) -> None:
@@ -376,8 +376,8 @@ def test_all_read_is_refused_where_a_node_does_not_see_the_model(
     look = Agent.look
 
     def blind(self: Agent, **arguments: Any) -> Any:
-        told = look(self, **arguments)
-        return {**told, "can_read": "node-a" not in arguments["to"]}
+        reported = look(self, **arguments)
+        return {**reported, "can_read": "node-a" not in arguments["to"]}
 
     monkeypatch.setattr(Agent, "look", blind)
     with pytest.raises(NotFoundError, match="a cannot read"):

@@ -361,9 +361,9 @@ def test_scores_that_are_no_numbers_are_named(prompter: Prompter) -> None:
         collector, _ = ask(batch, prompter, [Request(prompt=(4, 5, 6))])
         collector.wait()
 
-    fault = collector.fault(0)
-    assert isinstance(fault, InvalidInputError)
-    assert "NaN" in fault.problem
+    error = collector.fault(0)
+    assert isinstance(error, InvalidInputError)
+    assert "NaN" in error.problem
 
 
 def test_cancelling_ends_one_answer_and_leaves_the_others(prompter: Prompter) -> None:

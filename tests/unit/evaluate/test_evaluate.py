@@ -260,14 +260,14 @@ def test_the_command_shows_before_and_after(
     argv = ["eval", str(run.path), "--data", str(sql_rows), "--max-new-tokens", "4"]
 
     assert main(argv) == 0
-    shown, told = capsys.readouterr()
+    shown, reported = capsys.readouterr()
     assert main([*argv, "--no-base", "--metric", "loss", "--json"]) == 0
     as_json = json.loads(capsys.readouterr().out)
 
     lines = shown.splitlines()
     assert any("base" in line and "tuned" in line and "difference" in line for line in lines)
     assert any(line.startswith("execution accuracy") and "%" in line for line in lines)
-    assert "test-answers.jsonl" in told
+    assert "test-answers.jsonl" in reported
     assert as_json["columns"] == ["tuned"]
 
 

@@ -74,13 +74,13 @@ def test_batches_answer_as_single_prompts_do(llama: Path, batch: int) -> None:
     stops = [STOP, free[0][4], free[5][2]]
     expected = [answer_alone(model, prompt, most=12, stops=stops) for prompt in prompts]
     request = GenerateRequest(max_new_tokens=12, stop_ids=tuple(stops), pad_id=PAD, batch=batch)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
 
-    found = generate_answers(model, prompts, request, lambda *done: told.append(done))
+    found = generate_answers(model, prompts, request, lambda *done: reported.append(done))
 
     assert found == expected
     assert {len(answer) for answer in found} != {12}, "no answer was stopped early"
-    assert told[-1] == (8, 8)
+    assert reported[-1] == (8, 8)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -120,9 +120,9 @@ def test_llama_cpp_cuts_text_the_same(make: Maker, make_file: Maker, family: str
 def test_the_way_of_cutting_is_recognised(
     make_file: Maker, family: str, model: str, pre: str
 ) -> None:
-    told = metadata(make_file(family))
+    reported = metadata(make_file(family))
 
-    assert (told["tokenizer.ggml.model"], told["tokenizer.ggml.pre"]) == (model, pre)
+    assert (reported["tokenizer.ggml.model"], reported["tokenizer.ggml.pre"]) == (model, pre)
 
 
 LLAMA3 = {
@@ -263,27 +263,27 @@ def test_words_beside_the_weights_go_along(make: Maker, tmp_path: Path) -> None:
     stops = {"eos_token_id": [2, 0, 7]}
     (source / "generation_config.json").write_text(json.dumps(stops))
 
-    told = metadata(export(source, tmp_path / "model.gguf"))
+    reported = metadata(export(source, tmp_path / "model.gguf"))
 
-    assert told["general.name"] == "My-Model"
-    assert told["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
-    assert told["general.quantization_version"] == gguf.GGML_QUANT_VERSION
-    assert told["tokenizer.chat_template"] == (source / "chat_template.jinja").read_text()
-    marks = {told[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")}
+    assert reported["general.name"] == "My-Model"
+    assert reported["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
+    assert reported["general.quantization_version"] == gguf.GGML_QUANT_VERSION
+    assert reported["tokenizer.chat_template"] == (source / "chat_template.jinja").read_text()
+    marks = {reported[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot", "eom")}
     assert marks == {2, 0, 7}
-    assert told["tokenizer.ggml.add_bos_token"] is False
+    assert reported["tokenizer.ggml.add_bos_token"] is False
     config = json.loads((source / "config.json").read_text())
-    assert len(told["tokenizer.ggml.tokens"]) == config["vocab_size"]
-    assert told["tokenizer.ggml.token_type"][-3:] == [gguf.TokenType.UNUSED] * 3
-    assert told["tokenizer.ggml.token_type"][:4] == [gguf.TokenType.CONTROL] * 4
+    assert len(reported["tokenizer.ggml.tokens"]) == config["vocab_size"]
+    assert reported["tokenizer.ggml.token_type"][-3:] == [gguf.TokenType.UNUSED] * 3
+    assert reported["tokenizer.ggml.token_type"][:4] == [gguf.TokenType.CONTROL] * 4
 
 
 def test_a_begin_token_is_written_where_the_tokenizer_puts_one(make_file: Maker) -> None:
-    told = metadata(make_file("gemma"))
+    reported = metadata(make_file("gemma"))
 
-    assert told["tokenizer.ggml.add_bos_token"] is True
-    assert told["tokenizer.ggml.add_space_prefix"] is False
-    assert told["tokenizer.ggml.bos_token_id"] == 2
+    assert reported["tokenizer.ggml.add_bos_token"] is True
+    assert reported["tokenizer.ggml.add_space_prefix"] is False
+    assert reported["tokenizer.ggml.bos_token_id"] == 2
 
 
 def test_a_name_that_llama_cpp_reads_rules_into(make: Maker, tmp_path: Path) -> None:

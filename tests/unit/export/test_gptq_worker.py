@@ -61,10 +61,10 @@ def compare(model: Path, quantized: Path) -> float:
 
 def test_eight_bits_come_out_as_every_loader_reads_them(tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model")
-    heard: list[tuple[int, int]] = []
+    received: list[tuple[int, int]] = []
 
     done = run_gptq(
-        make_job(tmp_path), tmp_path / "work", report=lambda n, of: heard.append((n, of))
+        make_job(tmp_path), tmp_path / "work", report=lambda n, of: received.append((n, of))
     )
 
     out = tmp_path / "out"
@@ -76,7 +76,7 @@ def test_eight_bits_come_out_as_every_loader_reads_them(tmp_path: Path) -> None:
     assert stated["desc_act"] is False
     assert json.loads((out / "quantize_config.json").read_text()) == stated
     assert compare(model, out) > 0.999
-    assert heard[-1] == (2, 2)
+    assert received[-1] == (2, 2)
     assert isinstance(done, GptqMeasurement)
     assert done.peak_rss_bytes > 100 << 20
     assert list_dtypes(out)["model.embed_tokens.weight"] == "F16"
@@ -100,11 +100,11 @@ def test_an_interrupted_job_goes_on_behind_the_last_whole_layer(tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         run_gptq(job, tmp_path / "work", report=interrupt)
     assert not [p for p in psutil.Process().children(recursive=True) if p.is_running()]
-    heard: list[int] = []
-    run_gptq(job, tmp_path / "work", report=lambda done, _of: heard.append(done))
+    received: list[int] = []
+    run_gptq(job, tmp_path / "work", report=lambda done, _of: received.append(done))
 
-    assert len(heard) < NUM_LAYERS  # the first layer is not told of again
-    assert heard[-1] == NUM_LAYERS
+    assert len(received) < NUM_LAYERS  # the first layer is not told of again
+    assert received[-1] == NUM_LAYERS
     names = list_dtypes(tmp_path / "out")
     packed = [name.removesuffix(".qweight") for name in names if name.endswith(".qweight")]
     assert not {f"{name}.weight" for name in packed} & set(names)
@@ -157,5 +157,5 @@ def test_the_other_tool_gets_the_same_job(tmp_path: Path) -> None:
 )
 def test_groups_divide_every_row(widths: tuple[int, ...], bits: int, size: int) -> None:
     assert choose_group_size(widths, bits=bits) == size
-    told = explain_group_size(widths, size)
-    assert (told is None) == (size == 128)
+    reported = explain_group_size(widths, size)
+    assert (reported is None) == (size == 128)

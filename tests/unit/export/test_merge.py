@@ -282,8 +282,10 @@ def test_refused_by_name(home: Path, tmp_path: Path, settings: dict[str, Any], s
 def test_an_adapter_of_another_base_is_refused(home: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", base_of(home, "gpt2"), target_modules=["c_attn"])
     path = adapter / "adapter_config.json"
-    told = json.loads(path.read_text()) | {"base_model_name_or_path": str(base_of(home, "llama"))}
-    path.write_text(json.dumps(told))
+    reported = json.loads(path.read_text()) | {
+        "base_model_name_or_path": str(base_of(home, "llama"))
+    }
+    path.write_text(json.dumps(reported))
 
     with pytest.raises(InvalidInputError, match="does not fit"):
         merge(adapter, tmp_path / "merged")

@@ -31,9 +31,9 @@ LOCAL = make_local_group(num_gpus=0, num_workers=1, gpu=None)
 
 
 def pretend_to_be(monkeypatch: pytest.MonkeyPatch, process: subprocess.Popen[bytes]) -> None:
-    told = {"host": socket.gethostname(), "pid": process.pid}
-    told["began"] = submit._process_start_time(process.pid)
-    monkeypatch.setattr(submit, "_describe_this_process", lambda: told)
+    reported = {"host": socket.gethostname(), "pid": process.pid}
+    reported["began"] = submit._process_start_time(process.pid)
+    monkeypatch.setattr(submit, "_describe_this_process", lambda: reported)
 
 
 @pytest.fixture

@@ -105,22 +105,22 @@ def test_a_tiny_model_is_as_slow_as_its_host(
     reached = num_new / took
 
     amount = FarmWorkload(num_answers=64, num_new_tokens=num_new)
-    told = rate_of(estimate_farm([HERE], prediction, amount))
+    reported = rate_of(estimate_farm([HERE], prediction, amount))
 
     assert prediction.estimate.new_tokens_per_second > 10 * reached, "data sheets know no host"
-    assert told.low / 2 <= reached <= 2 * told.high
+    assert reported.low / 2 <= reached <= 2 * reported.high
 
 
 def test_starting_is_counted_and_every_figure_is_a_range(prediction: InferencePrediction) -> None:
-    told = estimate_farm([HERE], prediction, AMOUNT)
+    reported = estimate_farm([HERE], prediction, AMOUNT)
 
-    assert told.basis is EstimateBasis.PREDICTED
-    assert told.start_seconds is not None
-    assert told.seconds is not None
-    answering = rate_of(told).seconds_for(AMOUNT.num_new_tokens)
-    assert told.seconds.low == pytest.approx(told.start_seconds.low + answering.low)
-    assert told.seconds.high == pytest.approx(told.start_seconds.high + answering.high)
-    assert 0 < told.seconds.low < told.seconds.high
+    assert reported.basis is EstimateBasis.PREDICTED
+    assert reported.start_seconds is not None
+    assert reported.seconds is not None
+    answering = rate_of(reported).seconds_for(AMOUNT.num_new_tokens)
+    assert reported.seconds.low == pytest.approx(reported.start_seconds.low + answering.low)
+    assert reported.seconds.high == pytest.approx(reported.start_seconds.high + answering.high)
+    assert 0 < reported.seconds.low < reported.seconds.high
 
 
 def test_workers_share_the_cores_of_this_machine(prediction: InferencePrediction) -> None:
@@ -147,10 +147,10 @@ def test_earlier_runs_are_believed_where_they_were(prediction: InferencePredicti
     slow = guess.predicted_tokens_per_second / 10
     record_single_engine(prediction, replace(AMOUNT, num_new_tokens=100_000), rate=slow)
 
-    told = estimate_farm([HERE], prediction, AMOUNT)
+    reported = estimate_farm([HERE], prediction, AMOUNT)
 
-    assert told.basis is EstimateBasis.MEASURED
-    assert rate_of(told).low < slow < rate_of(told).high < 2 * slow
+    assert reported.basis is EstimateBasis.MEASURED
+    assert rate_of(reported).low < slow < rate_of(reported).high < 2 * slow
     elsewhere = estimate_farm([SLURM], prediction, AMOUNT)
     assert elsewhere.basis is EstimateBasis.PREDICTED, "another CPU is another device"
     both = estimate_farm([HERE, SLURM], prediction, AMOUNT)
@@ -161,10 +161,10 @@ def test_a_start_that_was_measured_is_expected_again(prediction: InferencePredic
     guess = only(estimate_farm([HERE], prediction, AMOUNT))
     record_node_rate(guess, num_new=5000, rate=100.0, start_seconds=100.0)
 
-    told = only(estimate_farm([HERE], prediction, AMOUNT))
+    reported = only(estimate_farm([HERE], prediction, AMOUNT))
 
-    assert told.start_seconds is not None
-    assert told.start_seconds.low < 100 < told.start_seconds.high
+    assert reported.start_seconds is not None
+    assert reported.start_seconds.low < 100 < reported.start_seconds.high
 
 
 def test_short_runs_are_not_kept_and_long_memories_are_cut(prediction: InferencePrediction) -> None:

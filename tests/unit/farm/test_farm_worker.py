@@ -211,15 +211,17 @@ def test_a_pause_between_two_commands_is_no_working_time(
     collected = collect_output(folder, farm, out)
     statuses = read_statuses(folder)
 
-    told = sum_farm(
+    reported = sum_farm(
         collected.heads, statuses, farm=farm, num_failed=0, commits_s=collected.commits_s
     )
 
     whole = max(collected.commits_s) - min(status.loaded_s or 0.0 for status in statuses)
     assert whole > PAUSE_SECONDS
-    assert 0 < told.seconds <= whole - 0.9 * PAUSE_SECONDS
-    assert told.new_tokens_per_second == pytest.approx(told.num_new_tokens / told.seconds)
-    assert told.num_answers == 300
+    assert 0 < reported.seconds <= whole - 0.9 * PAUSE_SECONDS
+    assert reported.new_tokens_per_second == pytest.approx(
+        reported.num_new_tokens / reported.seconds
+    )
+    assert reported.num_answers == 300
 
 
 def test_what_is_left_is_told_by_the_chunks_that_came(

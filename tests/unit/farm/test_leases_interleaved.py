@@ -66,8 +66,8 @@ class Turn:
                 work(self)
         except _DiedError:
             pass
-        except BaseException as fault:
-            self.fault = fault
+        except BaseException as error:
+            self.fault = error
         self.is_over = True
         self._stopped.release()
 
@@ -189,7 +189,9 @@ def test_never_twice_and_never_lost(
 
     assert all(turn.fault is None for turn in world.turns)
     assert all(count == 1 for count in world.claims.values()), "a lease with two holders"
-    assert all(len(told) == 1 for told in world.commits.values()), "a chunk was counted twice"
+    assert all(len(reported) == 1 for reported in world.commits.values()), (
+        "a chunk was counted twice"
+    )
     for chunk, (content,) in world.commits.items():
         kept = world.store.look(done_path(world.shape, chunk))
         assert kept is not None

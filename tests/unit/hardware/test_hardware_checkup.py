@@ -268,8 +268,8 @@ def test_torch_is_held_against_driver_and_card(
         read_torch_build=lambda: TorchBuild(version=version, cuda=cuda),
     )
     checkup = run_checkup(here)
-    faults = {finding.name for finding in checkup.findings if finding.status is Status.FAULT}
-    assert faults == ({fault} if fault else set())
+    errors = {finding.name for finding in checkup.findings if finding.status is Status.FAULT}
+    assert errors == ({fault} if fault else set())
 
 
 def test_a_cpu_torch_beside_a_gpu_is_a_fault_whose_remedy_suits_the_card() -> None:

@@ -93,6 +93,6 @@ def test_a_node_that_only_its_scheduler_describes() -> None:
     assert node.memory_bytes == 256 * GIB
     assert node.peak_flops == {"fp32": 32 * 2.0e9 * 32}
     assert "assumed: 2 GHz, AVX2" in node.notes
-    told = describe_cpu_node(num_cores=32, memory_bytes=GIB, features=("icelake", "avx512"))
-    assert told.peak_flops["fp32"] == 2 * node.peak_flops["fp32"]
-    assert not told.supports_bf16
+    reported = describe_cpu_node(num_cores=32, memory_bytes=GIB, features=("icelake", "avx512"))
+    assert reported.peak_flops["fp32"] == 2 * node.peak_flops["fp32"]
+    assert not reported.supports_bf16

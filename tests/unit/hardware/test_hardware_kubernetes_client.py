@@ -48,7 +48,7 @@ class Api:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Api]:
     """A cluster that KUBECONFIG names, on a machine without kubectl."""
-    told = Api(
+    reported = Api(
         items={
             what: json.loads((GOLDEN / f"kubernetes_{what}.json").read_text())["items"]
             for what in ("nodes", "pods")
@@ -57,7 +57,7 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Api]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            code, document = told.answer(self.path)
+            code, document = reported.answer(self.path)
             body = json.dumps(document).encode()
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
@@ -86,7 +86,7 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Api]:
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    yield told
+    yield reported
     server.shutdown()
     server.server_close()
     thread.join()
@@ -105,16 +105,17 @@ def test_the_recorded_objects_are_those_of_the_api() -> None:
     from kubernetes import client
 
     connection = client.ApiClient()
-    told = {}
+    reported = {}
     for what, kind in (("nodes", "V1NodeList"), ("pods", "V1PodList")):
         text = (GOLDEN / f"kubernetes_{what}.json").read_text()
         read = connection.deserialize(text, kind, "application/json")
-        told[what] = connection.sanitize_for_serialization(read)["items"]
-        assert len(told[what]) == len(json.loads(text)["items"])
+        reported[what] = connection.sanitize_for_serialization(read)["items"]
+        assert len(reported[what]) == len(json.loads(text)["items"])
     recorded = {
-        what: json.loads((GOLDEN / f"kubernetes_{what}.json").read_text())["items"] for what in told
+        what: json.loads((GOLDEN / f"kubernetes_{what}.json").read_text())["items"]
+        for what in reported
     }
-    again = build_inventory(told["nodes"], told["pods"])
+    again = build_inventory(reported["nodes"], reported["pods"])
     assert again == build_inventory(recorded["nodes"], recorded["pods"])
 
 

@@ -375,9 +375,9 @@ def test_gpus_that_are_all_down_are_a_fault_and_no_cpus() -> None:
     lines = "g1|p|up|gpu:t4:2|64000|8|down*|infinite|0|(null)\n" + NODE.format(
         gres="(null)", cores=8, state="idle", features="(null)"
     )
-    with pytest.raises(SetupError, match="no GPU node that can be planned for") as fault:
+    with pytest.raises(SetupError, match="no GPU node that can be planned for") as error:
         plannable_cluster(build_inventory(parse_nodes(lines), details=None))
-    assert "g1 (down*: it does not answer)" in fault.value.problem
+    assert "g1 (down*: it does not answer)" in error.value.problem
 
 
 _FIELD = st.text(st.characters(exclude_characters="\n\r|", exclude_categories=["Cs"]))

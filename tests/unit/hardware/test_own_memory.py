@@ -22,6 +22,6 @@ def test_it_grows_with_what_is_held() -> None:
 
 def test_a_large_parent_leaves_nothing_of_its_own() -> None:
     held = bytearray(b"x") * (512 * MIB)
-    told = int(subprocess.check_output([sys.executable, "-c", READ]))
-    assert 5 * MIB < told < 256 * MIB
+    reported = int(subprocess.check_output([sys.executable, "-c", READ]))
+    assert 5 * MIB < reported < 256 * MIB
     assert held[-1]

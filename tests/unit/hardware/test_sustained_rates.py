@@ -63,10 +63,10 @@ def test_twice_the_rate_of_products_halves_their_part() -> None:
     fast = make_calibration(matmuls=make_matmuls(600e12), traffic=traffic)
     options = {"method": "full", "checkpointing": False, "weights": "bf16"}
 
-    told = changed(parts(slow, **options), parts(fast, **options))
+    reported = changed(parts(slow, **options), parts(fast, **options))
 
-    assert told.pop("matmul") == pytest.approx(0.5, rel=1e-3)
-    assert set(told) <= {"launch"}
+    assert reported.pop("matmul") == pytest.approx(0.5, rel=1e-3)
+    assert set(reported) <= {"launch"}
 
 
 def test_products_at_one_rate_take_the_flops_over_it() -> None:
@@ -95,12 +95,12 @@ def test_each_measured_rate_moves_its_own_part(
 ) -> None:
     options = {"weights": "nf4", "checkpointing": False}
 
-    told = changed(
+    reported = changed(
         parts(make_calibration(), **options), parts(make_calibration(**changes), **options)
     )
 
-    assert told.pop(part) == pytest.approx(factor, rel=1e-3)
-    assert set(told) <= {"launch"}
+    assert reported.pop(part) == pytest.approx(factor, rel=1e-3)
+    assert set(reported) <= {"launch"}
 
 
 def test_adamw_takes_the_measured_seconds_per_value() -> None:
@@ -144,9 +144,9 @@ def test_attention_that_writes_its_scores_takes_their_measured_seconds() -> None
     falcon = resolve_model("falcon-7b")
     strategy = Strategy(**{"micro_batch": 4, "seq_len": 2048, **options})
     node = Node(gpu=found.apply(GPU), num_gpus=1)
-    told = estimate_job(spec=falcon, strategy=strategy, node=node).time.components["attention"]
+    reported = estimate_job(spec=falcon, strategy=strategy, node=node).time.components["attention"]
     scores = falcon.num_layers * 4 * falcon.num_heads * 2048**2
-    assert told == pytest.approx(scores * 5e-11, rel=1e-3)
+    assert reported == pytest.approx(scores * 5e-11, rel=1e-3)
 
 
 def test_attention_in_another_width_or_kernel_is_not_what_was_measured() -> None:
@@ -213,7 +213,7 @@ def test_the_estimate_says_that_its_rates_were_measured() -> None:
     line = "rates measured here on 2026-11-15 by tightfit calibrate"
 
     assert line in predict(make_calibration()).assumptions
-    assert not any("calibrate" in told for told in predict(None).assumptions)
+    assert not any("calibrate" in reported for reported in predict(None).assumptions)
 
 
 def _attention_times(kind: str, flops_per_second: float) -> tuple[AttentionTime, ...]:
@@ -245,13 +245,13 @@ def test_packed_documents_take_the_rate_of_their_mean_length(attention: str) -> 
     node = Node(gpu=found.apply(GPU), num_gpus=1)
     strategy = Strategy(**{"micro_batch": 4, "seq_len": 2048, **options})
 
-    told = estimate_job(spec=SPEC, strategy=strategy, node=node, profile=_profile())
+    reported = estimate_job(spec=SPEC, strategy=strategy, node=node, profile=_profile())
 
     pairs = SPEC.num_layers * 4 * 2048 * 385 / 2
     flops = 4.0 * pairs * SPEC.num_heads * SPEC.head_dim
     forward, backward = slow.forward_flops / 1e-3, 2.5 * slow.forward_flops / 1e-3
     expected = flops / forward + 2.5 * flops / backward
-    assert told.time.components["attention"] == pytest.approx(expected, rel=1e-3)
+    assert reported.time.components["attention"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_padding_mask_takes_a_rate_of_its_own_over_all_pairs() -> None:
@@ -284,13 +284,13 @@ def test_products_take_longer_by_what_the_power_limit_leaves() -> None:
         parts(make_calibration(sustained=sustained), **options) for sustained in (None, hot)
     )
 
-    told = changed(cool, limited)
+    reported = changed(cool, limited)
 
     device = sum(cool[name] for name in ("matmul", "attention", "memory_bound"))
     share = (cool["matmul"] + cool["attention"]) / device
-    assert told.pop("matmul") == pytest.approx(1 + share / 4)
-    assert told.pop("attention") == pytest.approx(1 + share / 4)
-    assert set(told) <= {"launch"}
+    assert reported.pop("matmul") == pytest.approx(1 + share / 4)
+    assert reported.pop("attention") == pytest.approx(1 + share / 4)
+    assert set(reported) <= {"launch"}
 
 
 def test_what_was_not_measured_stays_as_it_was() -> None:

@@ -57,8 +57,8 @@ _TYPES = st.sampled_from([*FAMILIES, "unknown", ""])
 def attempt(config: object) -> ModelSpec | UserError:
     try:
         return read_config(config, name="fuzz", source="config.json")
-    except UserError as fault:
-        return fault
+    except UserError as error:
+        return error
 
 
 def check(config: object) -> None:

@@ -229,8 +229,8 @@ def test_control_characters_never_reach_a_message_or_a_name(name: str) -> None:
     try:
         spec = resolve_model(name)
         shown = [spec.name, spec.source, *spec.warnings]
-    except UserError as fault:
-        shown = [fault.problem, fault.remedy]
+    except UserError as error:
+        shown = [error.problem, error.remedy]
     assert all(text.isprintable() for text in shown), shown
 
 

@@ -213,13 +213,13 @@ def test_the_trace_has_the_last_word() -> None:
     assert len(asked) == len(alternatives) == 5
     savings = [one.saving_bytes for one in advice]
     assert savings == sorted(savings, reverse=True)
-    told = {one.words: one for one in advice}
-    assert "micro-batch 2 x 2" not in told
-    assert "fused loss" not in told
-    assert told["checkpointing"].saving_bytes == 20 * GIB
-    assert told["checkpointing"].new_peak_bytes == 20 * GIB
-    assert told["checkpointing"].makes_it_fit
-    assert not told["chunked loss"].makes_it_fit
+    reported = {one.words: one for one in advice}
+    assert "micro-batch 2 x 2" not in reported
+    assert "fused loss" not in reported
+    assert reported["checkpointing"].saving_bytes == 20 * GIB
+    assert reported["checkpointing"].new_peak_bytes == 20 * GIB
+    assert reported["checkpointing"].makes_it_fit
+    assert not reported["chunked loss"].makes_it_fit
 
 
 def test_what_fitted_before_is_not_said_to_fit_now() -> None:

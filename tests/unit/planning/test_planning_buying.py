@@ -71,9 +71,9 @@ def test_the_cheapest_cloud_sets_the_price() -> None:
 
 
 def test_nothing_to_buy_says_what_is_missing() -> None:
-    with pytest.raises(DoesNotFitError, match=r"up to 1 GPUs .* short\)") as fault:
+    with pytest.raises(DoesNotFitError, match=r"up to 1 GPUs .* short\)") as error:
         buying_guide(make_request("Llama-3.1-405B"), max_gpus=1)
-    assert "--method qlora" in fault.value.remedy
+    assert "--method qlora" in error.value.remedy
 
 
 def test_what_no_money_buys_is_told_as_such() -> None:

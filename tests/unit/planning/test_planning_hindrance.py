@@ -81,5 +81,5 @@ def test_a_lever_that_is_not_needed_is_warned_of_once_it_is_asked_for(
     fixed: dict[str, Any], leave: str
 ) -> None:
     plan = search(make_request(method="lora", fixed={**fixed, "micro_batch": 1}), H200).plans[0]
-    told = [line for line in plan.warnings if line.startswith("recomputing activations: asked")]
-    assert [line.partition(": leave")[2] for line in told] == [leave.removeprefix("leave")]
+    reported = [line for line in plan.warnings if line.startswith("recomputing activations: asked")]
+    assert [line.partition(": leave")[2] for line in reported] == [leave.removeprefix("leave")]

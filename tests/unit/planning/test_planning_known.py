@@ -15,7 +15,7 @@ BEST = search(REQUEST, CLUSTER).plans[0]
 
 
 def _outcome(**fields: object) -> KnownOutcome:
-    told: dict[str, object] = {
+    reported: dict[str, object] = {
         "model_name": BEST.model.name,
         "gpu_name": BEST.hardware.node.gpu.name,
         "strategy": BEST.strategy,
@@ -23,7 +23,7 @@ def _outcome(**fields: object) -> KnownOutcome:
         "peak_bytes": None,
         "date": "2026-03-04T10:00:00",
     }
-    return KnownOutcome(**(told | fields))  # type: ignore[arg-type]
+    return KnownOutcome(**(reported | fields))  # type: ignore[arg-type]
 
 
 def _need(strategy: Strategy) -> int:

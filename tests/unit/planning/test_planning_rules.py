@@ -463,6 +463,6 @@ def test_lora_target_must_exist() -> None:
     spec = resolve_model("Llama-2-7b")
     check_lora_targets(spec, ("q_proj", "v_proj"))
     check_lora_targets(spec, ("all-linear",))
-    with pytest.raises(UsageError, match="Did you mean `q_proj`") as fault:
+    with pytest.raises(UsageError, match="Did you mean `q_proj`") as error:
         check_lora_targets(spec, ("q_porj",))
-    assert "down_proj" in fault.value.remedy
+    assert "down_proj" in error.value.remedy

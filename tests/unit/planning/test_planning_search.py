@@ -66,9 +66,9 @@ def test_roomy_card_gets_16_bit_lora_without_recomputation() -> None:
     assert name_method(best.strategy) == "lora"
     assert not best.strategy.checkpointing
     assert best.strategy.fused_kernels
-    told = next(line for line in best.why if line.startswith("no recomputation"))
-    assert "x faster" in told
-    assert "still fits" in told
+    reported = next(line for line in best.why if line.startswith("no recomputation"))
+    assert "x faster" in reported
+    assert "still fits" in reported
 
 
 def test_nothing_fits_says_how_much_is_missing() -> None:

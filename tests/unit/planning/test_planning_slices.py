@@ -109,7 +109,7 @@ def test_after_out_of_memory_slices_are_narrowed_first() -> None:
 
 
 def test_plans_from_before_have_the_slices_they_ran_with() -> None:
-    told = json.loads(_plan(_request()).model_dump_json())
-    del told["strategy"]["loss_chunk_factor"]
-    assert Plan.model_validate(told).strategy.loss_chunk_factor == 1
+    reported = json.loads(_plan(_request()).model_dump_json())
+    del reported["strategy"]["loss_chunk_factor"]
+    assert Plan.model_validate(reported).strategy.loss_chunk_factor == 1
     assert Strategy(loss=Loss.FUSED).loss_chunk_factor == 1

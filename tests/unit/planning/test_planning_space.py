@@ -161,10 +161,10 @@ def test_keys_are_repeated_where_no_kernel_takes_grouped_heads(
     ],
 )
 def test_bad_requests_say_what_is_wrong(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as fault:
+    with pytest.raises(UsageError) as error:
         make_request(**fields)
-    assert message in fault.value.problem
-    assert fault.value.remedy
+    assert message in error.value.problem
+    assert error.value.remedy
 
 
 @pytest.mark.parametrize("wanted", [1, 3, 5, 7, 10, 12, 16, 20, 97])

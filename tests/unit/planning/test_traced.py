@@ -219,11 +219,11 @@ def test_reasons_are_those_of_the_plan_that_is_left(result: SearchResult) -> Non
     asked = replace(result, plans=(plan.model_copy(update={"strategy": on, "why": why}),))
     free = TraceOutcome(traced=SMALL, fewest_recomputed=0)
 
-    told = trace_plans(asked, answer(lambda _: free), num_traced=1).result.plans[0].why
+    reported = trace_plans(asked, answer(lambda _: free), num_traced=1).result.plans[0].why
 
-    assert told[0] == "fused kernels: 1.12x faster"
-    assert "recomputes none of" in told[1]
-    assert len(told) == 2
+    assert reported[0] == "fused kernels: 1.12x faster"
+    assert "recomputes none of" in reported[1]
+    assert len(reported) == 2
 
 
 def test_a_halved_batch_says_so(result: SearchResult) -> None:
@@ -236,9 +236,9 @@ def test_a_halved_batch_says_so(result: SearchResult) -> None:
     def find(wish: TraceRequest) -> TraceOutcome:
         return TraceOutcome(traced=BIG if wish.strategy.micro_batch == 4 else SMALL)
 
-    told = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
-    assert told.strategy.micro_batch == 2
-    assert told.why == ("micro-batch 2, not 4: traced, and that does not fit",)
+    reported = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
+    assert reported.strategy.micro_batch == 2
+    assert reported.why == ("micro-batch 2, not 4: traced, and that does not fit",)
 
 
 def test_slices_are_narrowed_before_the_batch_is_halved(result: SearchResult) -> None:
@@ -255,13 +255,13 @@ def test_slices_are_narrowed_before_the_batch_is_halved(result: SearchResult) ->
         return TraceOutcome(traced=BIG if tried[-1] != good else SMALL)
 
     good = (1, 4)
-    told = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
+    reported = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
     assert tried == [(4, 4), (1, 4)]
-    assert told.strategy == wide.model_copy(update={"loss_chunk_factor": 1})
-    assert told.why == (why[0], "small loss chunks: traced, and wide ones do not fit")
+    assert reported.strategy == wide.model_copy(update={"loss_chunk_factor": 1})
+    assert reported.why == (why[0], "small loss chunks: traced, and wide ones do not fit")
 
     tried.clear()
     good = (1, 1)
-    told = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
+    reported = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
     assert tried == [(4, 4), (1, 4), (1, 2), (1, 1)]
-    assert told.strategy.micro_batch == 1
+    assert reported.strategy.micro_batch == 1

@@ -114,9 +114,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "file" / "ledger.sqlite"))
 
-    with pytest.raises(SetupError) as told:
+    with pytest.raises(SetupError) as reported:
         write_calibration(make_calibration())
-    assert "TIGHTFIT_LEDGER" in told.value.remedy
+    assert "TIGHTFIT_LEDGER" in reported.value.remedy
 
 
 def test_without_a_home_nothing_is_found_and_nothing_kept(

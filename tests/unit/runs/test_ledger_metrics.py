@@ -127,4 +127,4 @@ def test_odd_runs_are_drawn(records: list[Record], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'tightfit[plot]' un-skips this")
     run = make_run(tmp_path / "run", records=records)
 
-    assert draw_png([told.curves for told in load_run_views([run])])[:4] == b"\x89PNG"
+    assert draw_png([reported.curves for reported in load_run_views([run])])[:4] == b"\x89PNG"

@@ -109,20 +109,20 @@ def test_one_run_is_one_whole_page_that_fetches_nothing(tmp_path: Path) -> None:
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     first = make_run(tmp_path / "x" / "same")
     second = make_run(tmp_path / "y" / "same", plan=make_plan(micro_batch=2))
-    told = load_run_views([first, second])
-    for page in (render_report(told), render_plots(told)):
+    reported = load_run_views([first, second])
+    for page in (render_report(reported), render_plots(reported)):
         check(page)
         assert "x/same" in page
         assert "y/same" in page
-    assert "micro_batch" in render_report(told)
+    assert "micro_batch" in render_report(reported)
 
 
 def test_the_numbers_for_the_pointer_are_those_of_the_run(tmp_path: Path) -> None:
-    (told,) = load_run_views(
+    (reported,) = load_run_views(
         [make_run(tmp_path / "run", records=[make_step(i) for i in (1, 2, 3)])]
     )
     found = [
-        value for name, value in check(render_report([told])).attributes if name == "data-chart"
+        value for name, value in check(render_report([reported])).attributes if name == "data-chart"
     ]
     losses = json.loads(found[0] or "")["series"][0]
     assert losses["step"] == [1, 2, 3]
@@ -131,8 +131,8 @@ def test_the_numbers_for_the_pointer_are_those_of_the_run(tmp_path: Path) -> Non
 
 def test_lines_and_levels_lie_where_their_bytes_are(tmp_path: Path) -> None:
     records: list[Record] = [make_step(i, gpu_allocated_bytes=i * GIB) for i in (1, 2, 4)]
-    (told,) = load_run_views([make_run(tmp_path / "run", records=records)])
-    chart = make_memory_chart([told.curves])
+    (reported,) = load_run_views([make_run(tmp_path / "run", records=records)])
+    chart = make_memory_chart([reported.curves])
     page = render_chart(chart)
     svg = ET.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
     line = next(iter(svg.iter("polyline")))
@@ -143,7 +143,7 @@ def test_lines_and_levels_lie_where_their_bytes_are(tmp_path: Path) -> None:
     assert (base - ys[2]) / (base - ys[0]) == pytest.approx(4, rel=0.01)
     assert (xs[1] - LEFT) / (xs[0] - LEFT) == pytest.approx(2, rel=0.01)
     predicted = next(line for line in svg.iter("line") if line.get("class") == "limit")
-    gib = told.curves.predicted_peak_bytes / GIB
+    gib = reported.curves.predicted_peak_bytes / GIB
     assert (base - float(predicted.attrib["y1"])) / (base - ys[0]) == pytest.approx(gib, rel=0.02)
     for element in svg.iter("line"):
         assert TOP - 1 <= float(element.attrib["y1"]) <= HEIGHT
@@ -199,7 +199,7 @@ def test_the_picture_is_a_png_of_a_sensible_size(tmp_path: Path) -> None:
         make_run(tmp_path / "b", plan=make_plan(on="4xT4")),
     ]
     image = tmp_path / "a.png"
-    write_plot([told.curves for told in load_run_views(runs)], image)
+    write_plot([reported.curves for reported in load_run_views(runs)], image)
     data = image.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])

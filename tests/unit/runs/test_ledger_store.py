@@ -82,11 +82,11 @@ def test_a_broken_file_is_moved_aside_and_said(tmp_path: Path, content: bytes) -
     path.write_bytes(content)
     assert read_outcomes(path=path) == ()
 
-    told = record_outcome(outcome(), path)
+    reported = record_outcome(outcome(), path)
 
-    assert told is not None
+    assert reported is not None
     (aside,) = (found for found in tmp_path.glob("*.broken-*") if "wal" not in found.name)
-    assert str(aside) in told
+    assert str(aside) in reported
     assert aside.read_bytes() == content
     assert len(read_outcomes(path=path)) == 1
     assert record_outcome(outcome(), path) is None
@@ -105,9 +105,9 @@ def test_a_page_lost_in_the_middle_is_moved_aside_too(tmp_path: Path) -> None:
 
 def test_a_place_that_takes_nothing_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    told = record_outcome(outcome(), tmp_path / "file" / "ledger.sqlite")
-    assert told is not None
-    assert "not kept" in told
+    reported = record_outcome(outcome(), tmp_path / "file" / "ledger.sqlite")
+    assert reported is not None
+    assert "not kept" in reported
     assert read_outcomes(path=tmp_path / "file" / "ledger.sqlite") == ()
 
 
@@ -122,9 +122,9 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return ledger
 
     monkeypatch.setattr(store, "_connect", nearly_full)
-    told = [record_outcome(outcome(), path) for _ in range(20)][-1]
-    assert told is not None
-    assert "full" in told
+    reported = [record_outcome(outcome(), path) for _ in range(20)][-1]
+    assert reported is not None
+    assert "full" in reported
     assert not list(tmp_path.glob("*.broken-*"))
 
 

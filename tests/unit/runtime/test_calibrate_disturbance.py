@@ -53,9 +53,9 @@ def test_alone_there_is_nothing_to_say(is_cpu: bool) -> None:
 def test_load_before_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1e4, 0.0, 0.0))
     found = Disturbance(is_cpu=True)
-    (told,) = found.find(QUIET)
-    assert "busy before (load 10000.0" in told
-    assert found.seen_before == (told,)
+    (reported,) = found.find(QUIET)
+    assert "busy before (load 10000.0" in reported
+    assert found.seen_before == (reported,)
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_other_work_on_the_card_is_seen(
     monkeypatch: pytest.MonkeyPatch, before: DriverReading, after: DriverReading, word: str
 ) -> None:
     with drivers(monkeypatch, before, after) as found:
-        (told,) = found.find(QUIET)
-    assert word in told
-    assert found.seen_before == ((told,) if before.gpus[0].processes else ())
+        (reported,) = found.find(QUIET)
+    assert word in reported
+    assert found.seen_before == ((reported,) if before.gpus[0].processes else ())
 
 
 def test_a_card_that_was_slow_before_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = make_driver(0, slowdown_reasons=0x40)
     with drivers(monkeypatch, slow, slow) as found:
-        (told,) = found.find(QUIET)
-    assert found.seen_before == (told,)
+        (reported,) = found.find(QUIET)
+    assert found.seen_before == (reported,)
 
 
 def test_our_own_process_on_the_card_is_no_disturbance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +119,10 @@ def test_work_of_other_processes_meanwhile_is_seen(monkeypatch: pytest.MonkeyPat
     other = multiprocessing.get_context("spawn").Process(target=_work, daemon=True)
     other.start()
     time.sleep(2.0)
-    told = found.find(QUIET)
+    reported = found.find(QUIET)
     other.terminate()
     other.join()
-    assert any("of 1 cores busy meanwhile" in line for line in told)
+    assert any("of 1 cores busy meanwhile" in line for line in reported)
 
 
 def _one_core() -> object:

@@ -261,10 +261,10 @@ def test_names_and_files_stay_those_of_peft(tmp_path: Path) -> None:
     folders = [tmp_path / "folded", tmp_path / "peft"]
     mine, theirs = ((folder / weights).read_bytes() for folder in folders)
     assert mine == theirs
-    told = [json.loads((folder / settings).read_text()) for folder in folders]
-    for one in told:
+    reported = [json.loads((folder / settings).read_text()) for folder in folders]
+    for one in reported:
         one["target_modules"].sort()  # a set, which peft writes in any order
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]
     request = LoadRequest.from_strategy(strategy_in(Dtype.FP32), is_packed=False)
     read = load_adapter(load_base(model_folder("llama"), request, CPU), tmp_path / "folded")
     with torch.no_grad():

@@ -54,11 +54,11 @@ def test_with_the_token_it_answers(guarded: Served) -> None:
 
 
 def test_the_description_asks_for_the_token(guarded: Served) -> None:
-    told = guarded.http.get("/openapi.json").json()
+    reported = guarded.http.get("/openapi.json").json()
 
-    assert told["security"] == [{"bearer": []}]
-    assert "401" in told["paths"]["/v1/models"]["get"]["responses"]
-    assert told["paths"]["/health"]["get"]["security"] == []
+    assert reported["security"] == [{"bearer": []}]
+    assert "401" in reported["paths"]["/v1/models"]["get"]["responses"]
+    assert reported["paths"]["/health"]["get"]["security"] == []
 
 
 def test_pages_of_a_named_origin_may_call_and_others_not(guarded: Served) -> None:
@@ -114,16 +114,16 @@ def test_is_loopback() -> None:
 def test_a_taken_port_is_told_with_a_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"Port {port} .* is taken") as told:
+        with pytest.raises(UserError, match=f"Port {port} .* is taken") as reported:
             bind_socket("127.0.0.1", port)
-        assert "--port 0" in told.value.remedy
+        assert "--port 0" in reported.value.remedy
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "a" * 300, "a..b"])
 def test_a_host_that_is_not_this_machine(host: str) -> None:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as reported:
         bind_socket(host, 0)
-    assert "--host" in told.value.remedy
+    assert "--host" in reported.value.remedy
 
 
 def test_port_zero_takes_a_free_one_on_either_family() -> None:

@@ -41,9 +41,9 @@ def test_a_client_that_leaves_mid_stream_frees_its_slot() -> None:
     with serving(engine) as served:
         raw = _send(served, stream=True)
         raw.settimeout(60)
-        told = b""
-        while b"data: " not in told:  # headers and the first piece may come apart
-            told += raw.recv(10_000)
+        reported = b""
+        while b"data: " not in reported:  # headers and the first piece may come apart
+            reported += raw.recv(10_000)
         raw.close()
         assert engine.tickets[0].is_over.wait(60)
         assert engine.tickets[0].num_computed < LONG // 10
@@ -74,12 +74,12 @@ def test_a_slow_reader_costs_his_answer_and_no_more() -> None:
         wait_until(lambda: job_free.num_owed == 0)
         time.sleep(0.2)
         # A reader that takes his time still gets every character, once and in order.
-        told = b""
+        reported = b""
         raw.settimeout(60)
-        while b"[DONE]" not in told:
-            told += raw.recv(100_000)
+        while b"[DONE]" not in reported:
+            reported += raw.recv(100_000)
         raw.close()
-    events = [json.loads(one[6:]) for one in _dechunk(told).split("\n\n") if "choices" in one]
+    events = [json.loads(one[6:]) for one in _dechunk(reported).split("\n\n") if "choices" in one]
     said = "".join(c["delta"].get("content", "") for event in events for c in event["choices"])
     assert said == ("abc" * 20_000)[:50_000]
     assert len(events) < 20_000  # what waited was joined
@@ -96,11 +96,11 @@ def test_a_reader_who_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -
         wait_until(lambda: served.server.registry.models[0].num_owed == 0, seconds=60)
         assert engine.tickets[0].num_computed < 10**6 - 3
         raw.settimeout(60)
-        told = b""
+        reported = b""
         while piece := raw.recv(1_000_000):
-            told = told[-100:] + piece
+            reported = reported[-100:] + piece
         raw.close()
-        assert b"[DONE]" not in told
+        assert b"[DONE]" not in reported
 
 
 def engine_ended(engine: ScriptedEngine) -> bool:

@@ -91,9 +91,9 @@ def test_models_are_called_by_alias_folder_and_hub_id(tmp_path: Path) -> None:
 def test_two_models_of_one_name_need_aliases() -> None:
     artefacts = [_artefact("one/model"), _artefact("two/model")]
 
-    with pytest.raises(UsageError, match="`model`") as told:
+    with pytest.raises(UsageError, match="`model`") as reported:
         name_models(artefacts, [])
-    assert "--name" in told.value.remedy
+    assert "--name" in reported.value.remedy
     assert name_models(artefacts, ["a", "b"]) == (("a", "one/model"), ("b", "two/model"))
     with pytest.raises(UsageError, match="3 names for 2 models"):
         name_models(artefacts, ["a", "b", "c"])

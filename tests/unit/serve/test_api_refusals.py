@@ -266,8 +266,8 @@ def test_while_loading_only_health_answers() -> None:
 
 
 def test_a_bug_is_a_plain_500_and_is_reported() -> None:
-    told: list[Exception] = []
-    with serving(ScriptedEngine(), report_error=told.append) as served:
+    reported: list[Exception] = []
+    with serving(ScriptedEngine(), report_error=reported.append) as served:
         served.server.registry.metrics.info = None  # type: ignore[assignment]
         assert _error(served.http.get("/metrics"), 500).code == "internal_error"
-    assert isinstance(told[0], AttributeError)
+    assert isinstance(reported[0], AttributeError)

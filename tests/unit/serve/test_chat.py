@@ -366,10 +366,10 @@ def test_a_chat_in_a_real_terminal(terminal: Terminal, tmp_path: Path) -> None:
 
 def test_a_pipe_gets_answers_alone(model: Path, tmp_path: Path) -> None:
     line = chat_line(model, "--max-new-tokens", "6")
-    told = "hi there\n/set max_new_tokens 3\nhi again\n"
+    reported = "hi there\n/set max_new_tokens 3\nhi again\n"
     done = subprocess.run(
-        line, input=told, capture_output=True, text=True, env=environment(tmp_path), timeout=300,
-        check=False,
+        line, input=reported, capture_output=True, text=True, env=environment(tmp_path),
+        timeout=300, check=False,
     )  # fmt: skip
     once = subprocess.run(
         [*line, "--once", "hi there", "--json"], capture_output=True, text=True,

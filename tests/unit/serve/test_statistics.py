@@ -179,25 +179,25 @@ def statistics_of(played: Played, *, num_hosts: int = 0, **ceilings: float) -> G
 def test_with_other_hosts_nothing_here_is_blamed() -> None:
     played = play([(100, 50)] * 400, num_slots=4)
     assert statistics_of(played).bottleneck != "other hosts"
-    told = statistics_of(played, num_hosts=2)
-    assert told.bottleneck == "other hosts"
-    assert "2 other hosts, and only this machine was measured" in told.sentence
+    reported = statistics_of(played, num_hosts=2)
+    assert reported.bottleneck == "other hosts"
+    assert "2 other hosts, and only this machine was measured" in reported.sentence
 
 
 def test_the_figures_of_a_run_follow_from_its_answers() -> None:
     played = play([(100, 50)] * 16, num_slots=4)
 
-    told = statistics_of(played, copy_bytes_per_second=1e9, paper_flops_per_second=1e12)
+    reported = statistics_of(played, copy_bytes_per_second=1e9, paper_flops_per_second=1e12)
 
     seconds = played.num_passes * PASS_SECONDS
-    assert (told.prompt_tokens, told.new_tokens) == (1600, 800)
-    assert told.rates.new_per_minute == pytest.approx(60 * 800 / seconds)
-    assert told.rates.total_per_second == pytest.approx(2400 / seconds)
-    assert told.traffic.average_fraction == pytest.approx(
+    assert (reported.prompt_tokens, reported.new_tokens) == (1600, 800)
+    assert reported.rates.new_per_minute == pytest.approx(60 * 800 / seconds)
+    assert reported.rates.total_per_second == pytest.approx(2400 / seconds)
+    assert reported.traffic.average_fraction == pytest.approx(
         played.num_bytes / seconds / 1e9, rel=0.05
     )
-    assert told.arithmetic.flops == 2 * 10**9 * 2400
-    assert told.arithmetic.fraction == pytest.approx(2e9 * 2400 / seconds / 1e12)
-    assert told.disk.cached_fraction == 0.75
-    assert told.answer_seconds.p50 <= told.answer_seconds.p99
-    assert GenerateStatistics.model_validate_json(told.model_dump_json()) == told
+    assert reported.arithmetic.flops == 2 * 10**9 * 2400
+    assert reported.arithmetic.fraction == pytest.approx(2e9 * 2400 / seconds / 1e12)
+    assert reported.disk.cached_fraction == 0.75
+    assert reported.answer_seconds.p50 <= reported.answer_seconds.p99
+    assert GenerateStatistics.model_validate_json(reported.model_dump_json()) == reported

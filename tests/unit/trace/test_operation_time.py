@@ -244,17 +244,17 @@ def test_rows_shorter_than_the_traced_ones_take_less_but_for_update_and_transfer
 
 
 def test_launches_that_do_nothing_are_heard() -> None:
-    heard: list[tuple[object, ...]] = []
+    received: list[tuple[object, ...]] = []
 
     def listen(args: tuple[object, ...], _kwargs: dict[str, object]) -> None:
-        heard.append(args)
+        received.append(args)
 
     kernel_stubs.LAUNCH_LISTENERS.append(listen)
     try:
         kernel_stubs._Kernel(print)[(1,)]("a", "b")
     finally:
         kernel_stubs.LAUNCH_LISTENERS.remove(listen)
-    assert heard == [("a", "b")]
+    assert received == [("a", "b")]
 
 
 def _hot(**update: object) -> MeasuredRates:

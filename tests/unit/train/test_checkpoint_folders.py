@@ -249,8 +249,8 @@ def _write_until_killed(run: RunFolder, seconds: float) -> int:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with os.fdopen(reading) as stream:
-        told = stream.read().split()
-    return int(told[-1]) if told else 0
+        reported = stream.read().split()
+    return int(reported[-1]) if reported else 0
 
 
 def _write_for_ever(run: RunFolder, told: int) -> None:

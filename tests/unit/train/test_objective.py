@@ -130,7 +130,7 @@ def _put_liger(monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> 
 
 
 def test_the_fused_loss_is_told_how_wide_its_slices_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+    reported: list[int] = []
 
     def loss(
         hidden: Tensor,
@@ -141,7 +141,7 @@ def test_the_fused_loss_is_told_how_wide_its_slices_are(monkeypatch: pytest.Monk
         chunk_mem_const: int,
         **how: Any,
     ) -> Tensor:
-        told.append(chunk_mem_const)
+        reported.append(chunk_mem_const)
         logits, softcap = torch.nn.functional.linear(hidden, weight, bias), how["softcap"]
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
@@ -154,7 +154,7 @@ def test_the_fused_loss_is_told_how_wide_its_slices_are(monkeypatch: pytest.Monk
             ours = Objective.from_strategy(model, SLICED)(**batch)
             plain = Objective(model, Loss.PLAIN)(**batch)
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
-    assert told == [4, 4, 4]
+    assert reported == [4, 4, 4]
 
 
 def test_an_older_liger_takes_the_slices_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

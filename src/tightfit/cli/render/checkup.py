@@ -32,11 +32,11 @@ def _render(checkup: Checkup) -> Iterator[RenderableType]:
     )
     yield make_table(columns, _rows(checkup))
     yield ""
-    faults, warnings = checkup.count(Status.FAULT), checkup.count(Status.WARNING)
-    if not faults and not warnings:
+    errors, warnings = checkup.count(Status.FAULT), checkup.count(Status.WARNING)
+    if not errors and not warnings:
         yield plain("Nothing is wrong.")
     else:
-        yield plain(f"{count_of(faults, 'fault')}, {count_of(warnings, 'warning')}.")
+        yield plain(f"{count_of(errors, 'fault')}, {count_of(warnings, 'warning')}.")
 
 
 def _rows(checkup: Checkup) -> Iterator[tuple[Cell, ...]]:
@@ -48,7 +48,7 @@ def _rows(checkup: Checkup) -> Iterator[tuple[Cell, ...]]:
 
 
 def _told(finding: Finding) -> Text:
-    told = Text(sanitize(finding.detail))
+    reported = Text(sanitize(finding.detail))
     if finding.remedy:
-        told.append(f"\ntry: {sanitize(finding.remedy)}", style="bold")
-    return told
+        reported.append(f"\ntry: {sanitize(finding.remedy)}", style="bold")
+    return reported

@@ -50,8 +50,8 @@ def render_verdict(verdict: Verdict) -> Iterator[RenderableType]:
     )
     alike = [Path(row.name).name for row in verdict.rows if _speaks_alike(row)]
     if alike:
-        told = "all" if len(alike) == len(verdict.rows) else ", ".join(alike)
-        yield plain(f"Same template, tokens, special tokens and ends: {told}.")
+        reported = "all" if len(alike) == len(verdict.rows) else ", ".join(alike)
+        yield plain(f"Same template, tokens, special tokens and ends: {reported}.")
     for row in verdict.rows:
         yield from _findings(row)
     yield ""

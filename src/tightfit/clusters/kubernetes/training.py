@@ -155,8 +155,8 @@ def describe_job(job: TrainingJob) -> dict[str, str]:
     what = f"{plan.model.name}, {method}, {job.num_pods} x {strategy.gpus_per_node}"
     gpu = plan.hardware.node.gpu.name
     seconds = plan.estimate.time.seconds_per_step * (plan.num_steps or 0)
-    told = f", about {render_seconds(seconds)}" if seconds else ""
-    return {RUN_ANNOTATION: job.run, PLAN_ANNOTATION: f"{what} {gpu}{told}"}
+    reported = f", about {render_seconds(seconds)}" if seconds else ""
+    return {RUN_ANNOTATION: job.run, PLAN_ANNOTATION: f"{what} {gpu}{reported}"}
 
 
 def predict_seconds(plan: Plan) -> int | None:
@@ -296,8 +296,8 @@ def choose_builder(
             return build_training, ""
         if error is not None:
             raise error
-    told = "Kubeflow Trainer is installed: this is a TrainJob (--as job for a plain one)"
-    return build_train_job, told if asked is None else ""
+    reported = "Kubeflow Trainer is installed: this is a TrainJob (--as job for a plain one)"
+    return build_train_job, reported if asked is None else ""
 
 
 def _why_not_installed(cluster: KubernetesApi) -> NotFoundError | None:

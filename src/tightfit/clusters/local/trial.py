@@ -114,11 +114,11 @@ def run_trial(home: Path, plan: Plan, tokens: Path, watch: RunObserver) -> Trial
 
 def _without_path(state: RunState, run: RunFolder) -> RunState:
     """Messages that send the reader to the log, which is in the answer instead."""
-    told = {"problem": state.problem, "remedy": state.remedy}
+    reported = {"problem": state.problem, "remedy": state.remedy}
     return state.model_copy(
         update={
             name: None if text is None else text.replace(str(run.log_path), "`log` of --json")
-            for name, text in told.items()
+            for name, text in reported.items()
         }
     )
 
