@@ -68,7 +68,7 @@ def undocumented_constants(path: Path) -> Iterator[str]:
 
 def test_every_constant_of_the_formulas_states_its_source() -> None:
     package = ROOT / "src" / "tightfit"
-    modules = [*sorted((package / "estimate").glob("*.py")), package / "hardware" / "rates.py"]
+    modules = [*sorted((package / "estimation").glob("*.py")), package / "hardware" / "rates.py"]
     found = [
         name for path in modules for name in numeric_constants(ast.parse(path.read_text()).body)
     ]
