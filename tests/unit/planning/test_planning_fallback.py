@@ -63,11 +63,11 @@ def test_every_step_is_the_same_job_in_less_memory(
         _check_ladder(plan)
 
 
-def test_the_order_is_slices_then_batch_then_recomputing_then_offload() -> None:
+def test_the_order_is_chunks_then_batch_then_recomputing_then_offload() -> None:
     plan = _plan("A100-80GB", 1, method="lora", fixed={"checkpointing": False})
     _check_ladder(plan)
     changes = [fallback.why[0] for fallback in list_fallbacks(plan)]
-    words = ["slices", "micro-batch", "checkpointing", "offload"]
+    words = ["chunks", "micro-batch", "checkpointing", "offload"]
     kinds = [next(word for word in words if word in change) for change in changes]
     assert kinds == sorted(kinds, key=words.index)
     assert set(kinds) == set(words)

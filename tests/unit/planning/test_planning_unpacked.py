@@ -84,11 +84,11 @@ def test_several_gpus_each_hold_it_whole() -> None:
 
 
 @pytest.mark.parametrize(("gpu", "count"), [("H200", 1), ("A100-80GB", 4)])
-def test_after_out_of_memory_it_is_packed_first(gpu: str, count: int) -> None:
+def test_after_out_of_memory_it_is_quantized_again_first(gpu: str, count: int) -> None:
     plan = _plans(gpu, count, fixed={"loss_chunk_factor": 1})[0]
     first, *others = list_fallbacks(plan)
     assert first.strategy == plan.strategy.model_copy(update={"dequantized_base": False})
-    assert first.why[0].startswith("after out of memory, packed base: -")
+    assert first.why[0].startswith("after out of memory, quantized base: -")
     assert others
     assert not any(other.strategy.dequantized_base for other in others)
 

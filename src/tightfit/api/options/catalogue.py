@@ -19,7 +19,7 @@ Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorOptions:
-    """Check this machine; each fault with its remedy.
+    """Check this machine; each problem with its remedy.
 
     Looks at GPUs and driver, memory, disk, packages, Slurm, Kubernetes and hub access. Needs
     neither a GPU nor torch. The exit code tells the worst finding: 0 for remarks, 6 for faults.

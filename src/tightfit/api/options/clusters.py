@@ -209,7 +209,7 @@ class PreflightOptions:
     """Check the nodes of a job, and the ways between them, in under a minute.
 
     Names, the rendezvous port, the network device, loss in each direction, bandwidth by TCP and by
-    all-reduce, clocks, versions, GPUs and the shared folder; each fault with its remedy. At the
+    all-reduce, clocks, versions, GPUs and the shared folder; each problem with its remedy. At the
     end: the options that `tightfit train` is to be given on each node. Nothing is left running.
 
     The exit code tells the worst finding: 0 for remarks, 6 for faults.

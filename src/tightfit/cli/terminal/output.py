@@ -104,7 +104,7 @@ def report_progress(what: str, done: int, of: int) -> None:
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress | None]:
     """What to call with a task's name, how far it is, and of how much."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
