@@ -217,8 +217,8 @@ def test_versions_and_clocks_that_differ(hosts: Hosts, tmp_path: Path) -> None:
     metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0\n"
     (other / "torch-2.6.0.dist-info" / "METADATA").write_text(metadata)
     (other / "sitecustomize.py").write_text(
-        "import time, tightfit\nreal = time.time\ntime.time = lambda: real() + 7.0\n"
-        "tightfit.__version__ = '0.0.9'\n"
+        "import time, tightfit.core.version\nreal = time.time\ntime.time = lambda: real() + 7.0\n"
+        "tightfit.core.version.__version__ = '0.0.9'\n"
     )
     hosts.set_environment("b", {"PYTHONPATH": str(other)})
     reported = preflight(hosts)
