@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.api.call import accepts_keywords
+from tightfit.api.options.engines import read_template
 from tightfit.api.options.export import METRICS, EvalOptions
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.packages import require_packages
@@ -26,7 +27,7 @@ def evaluate(options: EvalOptions) -> Scores:
             remedy=f"tightfit eval {shorten(options.target)} --data test.jsonl",
         )
     metrics = _read_metrics(options.metrics or ())
-    template = _read_template(options.settings or ())
+    template = read_template(options.settings or ())
     databases = None if options.databases is None else Path(options.databases)
     if databases is not None and not databases.is_dir():
         raise NotFoundError(
@@ -67,16 +68,3 @@ def _read_metrics(names: Sequence[str]) -> tuple[str, ...]:
     if "auto" in chosen and len(set(chosen)) > 1:
         raise UsageError("`--metric auto` chooses by itself.", remedy="leave it out")
     return tuple(dict.fromkeys(name for name in chosen if name != "auto"))
-
-
-def _read_template(texts: Sequence[str]) -> str | None:
-    template = None
-    for text in texts:
-        key, _, value = text.partition("=")
-        if key.strip() != "template" or not value.strip():
-            raise UsageError(
-                f"`--set {shorten(text)}`: only the template can be set here.",
-                remedy="--set template=NAME or a Jinja file",
-            )
-        template = value.strip()
-    return template
